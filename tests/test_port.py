@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 
 import isomorph as iso
@@ -206,6 +207,31 @@ def test_a_bias_that_the_target_lacks_is_never_lost_silently():
     assert iso.port_weights(source, target, images()).equal
     with pytest.raises(NotPorted, match=r"blocks\.0\.attn\.qkv: the target has no bias there"):
         iso.port_weights(give_random_weights(source), target, images())
+
+
+SIZES = {  # a source, a target of another size, and the size of the images that one of them takes
+    "a larger target": (timm_vit, lambda: timm_vit(img_size=48), 32),
+    "a larger target, from transformers": (hf_vit, lambda: timm_vit(img_size=48), 32),
+    "a target of other patches": (hf_vit, lambda: timm_vit(img_size=48, patch_size=12), 32),
+    "a larger source": (lambda: timm_vit(img_size=48), hf_vit, 32),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_models_for_other_images_are_resized_and_that_is_said(case):
+    make_source, make_target, side = SIZES[case]
+    source = give_random_weights(make_source())
+    target = make_target().eval()
+    report = iso.port_weights(source, target, images(side))
+    assert report.equal
+    assert "not exact; outputs on these images move by" in report.notes[-1]
+    own = {name: x.shape for name, x in target.state_dict().items()}
+    assert {name: x.shape for name, x in report.model.state_dict().items()} == own
+
+
+def test_models_for_other_images_that_cannot_be_resized_are_an_error():
+    small = torchvision.models.VisionTransformer(48, 8, 2, 3, 24, 48, num_classes=5)
+    refused("set_input_size", iso.port_weights, hf_vit(), small, images())
 
 
 class ReadsPositions(nn.Module):

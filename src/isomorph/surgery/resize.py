@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError, first_line
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import call_model, check_not_empty, relative_difference
+from isomorph.surgery.calls import call_model, check_not_empty, leaves, relative_difference
 from isomorph.surgery.comparison import class_agreement
 from isomorph.surgery.recast import check_model
 
@@ -159,6 +159,30 @@ def resize_patches(
     """
     original = unwrap(check_model(model))
     check_not_empty(images)
+    new, by_timm = _for_sizes(original, patch_size, image_size)
+    embed = original.patch_embed
+    layer = embed.proj
+    old_image: Size = tuple(embed.img_size)
+    new_image: Size = tuple(new.patch_embed.img_size)
+    pictures = {size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)}
+    wanted = _logits(original, pictures[old_image])
+    return ResizeReport(
+        model=new,
+        patch=(_kernel(layer), _kernel(new.patch_embed.proj)),
+        grid=(tuple(embed.grid_size), tuple(new.patch_embed.grid_size)),
+        image=(old_image, new_image),
+        embedding=_embedding_difference(layer, new.patch_embed.proj, pictures[new_image]),
+        enlarged=_enlarged_difference(layer, new.patch_embed.proj, pictures[old_image]),
+        moved=_shift(wanted, _logits(new, pictures[new_image])),
+        moved_by_timm=_shift(wanted, _logits(by_timm, pictures[new_image])),
+    )
+
+
+def _for_sizes(original: Any, patch_size: int | Size | None, image_size: int | Size | None) -> tuple[Any, Any]:
+    """Return copies of a model for other sizes, with filters computed in float64 and as timm computes them.
+
+    Raises: UserError as `resize_patches`.
+    """
     embed = getattr(original, "patch_embed", None)
     layer = getattr(embed, "proj", None)
     if not isinstance(layer, nn.Conv2d) or not hasattr(original, "set_input_size"):
@@ -167,32 +191,66 @@ def resize_patches(
             "other size in its own library, and give it the weights by iso.port_weights"
         )
     assert embed is not None
-    old_patch: Size = tuple(embed.patch_size)
-    old_image: Size = tuple(embed.img_size)
-    new_patch = _pair(patch_size or old_patch)
-    new_image = _pair(image_size or old_image)
-    if new_image[0] % new_patch[0] or new_image[1] % new_patch[1]:
-        raise UserError(f"patches of {_by(new_patch)} do not fill images of {_by(new_image)}; give multiples of them")
-    by_timm = copy_module(original)
+    patch = _pair(patch_size or _kernel(layer))
+    image = _pair(image_size or tuple(embed.img_size))
+    if image[0] % patch[0] or image[1] % patch[1]:
+        raise UserError(f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them")
+    by_timm: Any = copy_module(original)
     try:
         with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
-            by_timm.set_input_size(img_size=new_image, patch_size=new_patch)
+            by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error
     new = copy.deepcopy(by_timm)
-    new.patch_embed.proj.weight.copy_(resize_filters(layer.weight, new_patch))
-    pictures = {size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)}
-    wanted = _logits(original, pictures[old_image])
-    return ResizeReport(
-        model=new,
-        patch=(old_patch, new_patch),
-        grid=(tuple(embed.grid_size), tuple(new.patch_embed.grid_size)),
-        image=(old_image, new_image),
-        embedding=_embedding_difference(layer, new.patch_embed.proj, pictures[new_image]),
-        enlarged=_enlarged_difference(layer, new.patch_embed.proj, pictures[old_image]),
-        moved=_shift(wanted, _logits(new, pictures[new_image])),
-        moved_by_timm=_shift(wanted, _logits(by_timm, pictures[new_image])),
-    )
+    with torch.no_grad():
+        new.patch_embed.proj.weight.copy_(resize_filters(layer.weight, patch))
+    return new, by_timm
+
+
+@dataclass(frozen=True)
+class OtherSize:
+    """A copy of a vision transformer for the images and patches of another model, and its own sizes."""
+
+    model: nn.Module
+    image: Size
+    patch: Size
+
+    @classmethod
+    def of(cls, model: nn.Module, images: Tensor, patch: Size | None) -> "OtherSize":
+        """Return the copy. Raises: UserError as `resize_patches`."""
+        original: Any = unwrap(model)
+        new, _ = _for_sizes(original, patch, tuple(images.shape[-2:]))
+        return cls(new, tuple(original.patch_embed.img_size), _kernel(original.patch_embed.proj))
+
+    def back(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model like this one for the sizes that it had."""
+        return _for_sizes(unwrap(model), self.patch, self.image)[0]
+
+    def describe(self, images: Tensor) -> str:
+        """Return what is resized."""
+        embed: Any = self.model.patch_embed
+        sizes = [f"images of {_by(tuple(images.shape[-2:]))} and {_by(self.image)}"]
+        if _kernel(embed.proj) != self.patch:
+            sizes.append(f"patches of {_by(_kernel(embed.proj))} and {_by(self.patch)}")
+        return ", ".join(sizes)
+
+    @torch.no_grad()
+    def shift(self, original: nn.Module, resized: nn.Module, images: Tensor) -> OutputShift | None:
+        """Return by how much outputs move from the original, on the images, to a resized model; None without logits."""
+        try:
+            wanted = _single_tensor(call_model(original, images))
+            found = _single_tensor(call_model(resized, _resized(images, self.image)))
+            return _shift(wanted, found)
+        except UserError:
+            return None
+
+
+def _single_tensor(outputs: Any) -> Tensor:
+    """Return the single tensor of an output. Raises: UserError for several."""
+    tensors = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor)]
+    if len(tensors) != 1:
+        raise UserError(f"the model gives {len(tensors)} tensors, not one")
+    return tensors[0]
 
 
 def _pair(size: int | Sequence[int]) -> Size:
@@ -241,9 +299,7 @@ def _kernel(layer: nn.Conv2d) -> Size:
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
     with eval_mode(model):
         out = call_model(model, images)
-    if not isinstance(out, Tensor):
-        raise UserError(f"the model gives a {type(out).__name__}, not one tensor")
-    return out
+    return _single_tensor(out)
 
 
 def _shift(outputs: Tensor, others: Tensor) -> OutputShift:

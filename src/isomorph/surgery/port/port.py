@@ -4,13 +4,16 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from isomorph.errors import UserError
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
+from isomorph.surgery.absorb import layers_that_read
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model, to_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
     OutputRow,
@@ -34,6 +37,7 @@ from isomorph.surgery.port.report import (
 from isomorph.surgery.port.solve import Solution, clear_caches, draw, fill_leftovers, part_orders, solve, write
 from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
+from isomorph.surgery.resize import OtherSize
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
 _TRIALS = 12
@@ -53,7 +57,9 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
     Args:
         source: the model with the weights.
         target: the model that gets them; it is unchanged.
-        images: a batch (B, C, H, W) that both models take, or a dict of the tensors that they take by name.
+        images: a batch (B, C, H, W) that both models take, or a dict of the tensors that they take by name. If one of
+            them is a vision transformer of timm for other images or patches, it is compared at the size of the other;
+            its filters and positions are resized, which a note says.
         partial: return the report, with a model that has what could be carried, where the models are not equal.
 
     Raises: NotPorted (a UserError with the report) if the outputs differ and not `partial`; UserError for what is not a
@@ -68,11 +74,67 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
         (True, 'conv1.weight', ('conv1.weight',))
     """
     check_not_empty(images)
-    pair_of_models = _Port(check_model(source), check_model(target), images)
-    report = pair_of_models.report()
+    source = check_model(source)
+    target = check_model(target)
+    resized = _resized_model(source, target, images) if isinstance(images, Tensor) else None
+    if resized is None:
+        report = _Port(source, target, images).report()
+    elif resized.of_target:
+        report = _Port(source, resized.size.model, images).report()
+        new = resized.size.back(report.model)
+        note = resized.note(source, new, images)
+        report = replace(report, model=new, notes=(*report.notes, note))
+    else:
+        report = _Port(resized.size.model, target, images).report()
+        report = replace(report, notes=(*report.notes, resized.note(resized.size.model, source, images)))
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
+
+
+class _Resized(NamedTuple):
+    """One of two models for the size of the images that the other takes."""
+
+    size: OtherSize
+    of_target: bool
+
+    def note(self, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
+        which = "target" if self.of_target else "source"
+        shift = self.size.shift(original, resized, images)
+        moved = f"; outputs on these images move by {shift}" if shift else ""
+        return (
+            f"the models are for {self.size.describe(images)}: compared at the first size; positions of the {which} "
+            f"are interpolated to the other, which is not exact{moved}"
+        )
+
+
+def _resized_model(source: nn.Module, target: nn.Module, images: Tensor) -> _Resized | None:
+    """Return the model that does not take the images, in the size of the other; None if both take them."""
+    takes = [_takes(model, images) for model in (source, target)]
+    if all(takes) or not any(takes):
+        return None
+    of_target = takes[0]
+    given, other = (target, source) if of_target else (source, target)
+    return _Resized(OtherSize.of(given, images, _patch_of(other, images)), of_target)
+
+
+@torch.no_grad()
+def _takes(model: nn.Module, images: Tensor) -> bool:
+    plain = copy_module(unwrap(model)).eval()
+    try:
+        run_model(plain, to_model(images[:1], plain))
+    except UserError:
+        return False
+    return True
+
+
+def _patch_of(model: nn.Module, images: Tensor) -> tuple[int, int] | None:
+    """Return the size of the patches that a model embeds; None for a model that embeds overlapping ones."""
+    for name in layers_that_read(model, to_model(images[:1], model)):
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride:
+            return layer.kernel_size[0], layer.kernel_size[1]
+    return None
 
 
 def _exact_copy(model: nn.Module) -> nn.Module:
