@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isomorph.errors import UserError
+from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.absorb import layers_that_read
 from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model, to_model
@@ -76,20 +76,28 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
     check_not_empty(images)
     source = check_model(source)
     target = check_model(target)
-    resized = _resized_model(source, target, images) if isinstance(images, Tensor) else None
-    if resized is None:
+    try:
         report = _Port(source, target, images).report()
-    elif resized.of_target:
-        report = _Port(source, resized.size.model, images).report()
-        new = resized.size.back(report.model)
-        note = resized.note(source, new, images)
-        report = replace(report, model=new, notes=(*report.notes, note))
-    else:
-        report = _Port(resized.size.model, target, images).report()
-        report = replace(report, notes=(*report.notes, resized.note(resized.size.model, source, images)))
+    except DoesNotRun as error:
+        resized = _resized_model(source, target, images) if isinstance(images, Tensor) else None
+        if resized is None or not isinstance(images, Tensor):
+            raise error
+        report = _port_resized(source, target, images, resized)
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
+
+
+def _port_resized(source: nn.Module, target: nn.Module, images: Tensor, resized: "_Resized") -> PortReport:
+    """Port at the size of the model that takes the images."""
+    if resized.of_target:
+        report = _Port(source, resized.size.model, images).report()
+        new = resized.size.back(report.model)
+        note = resized.note(source, new, images)
+        return replace(report, model=new, notes=(*report.notes, note))
+    report = _Port(resized.size.model, target, images).report()
+    note = resized.note(resized.size.model, source, images)
+    return replace(report, notes=(*report.notes, note))
 
 
 class _Resized(NamedTuple):
@@ -152,8 +160,8 @@ def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
         if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-            tensor.add_(noise.mul_(0.01).abs_())
+            noise = torch.rand(tensor.shape, generator=generator)
+            tensor.add_(noise.to(tensor.dtype), alpha=0.01)
 
 
 @dataclass
@@ -243,9 +251,9 @@ class _Port:
         numbers = draw(self.a)
         write(self.a, self.source, numbers)
         self.a.refresh(watch(self.source, self.image))
-        unplaced = solve(self.a, self.b, self.pairing).unplaced
-        if unplaced:
-            entries = torch.cat(unplaced)
+        solution = solve(self.a, self.b, self.pairing)
+        if solution.unplaced:
+            entries = torch.cat(solution.unplaced)
             numbers[entries] = own[entries]
             write(self.a, self.source, numbers)
             self.a.refresh(watch(self.source, self.image))

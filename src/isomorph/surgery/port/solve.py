@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
+from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step, is_range
 from isomorph.surgery.port.pair import Joint, Pairing, Part
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -32,6 +32,8 @@ class Tensors:
         if operand.entries is None:
             return cls(value, torch.full(value.shape, COMPUTED))
         entries = operand.entries
+        if is_range(entries.flatten()):
+            return cls(value, entries)
         return cls(value, entries.masked_fill(entries < 0, NEUTRAL))
 
     @classmethod
@@ -84,6 +86,12 @@ class Solution:
         entries = entries.reshape(-1)
         value = given.value.reshape(-1)
         origins = given.entries.reshape(-1)
+        if is_range(entries):
+            whole = slice(int(entries[0]), int(entries[-1]) + 1)
+            if bool((self.origins[whole] == OWN).all()):
+                self.numbers[whole] = value
+                self.origins[whole] = origins
+                return
         inside = entries >= 0
         if not bool(inside.all()):
             if bool(value[~inside].any()):
@@ -358,7 +366,7 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
     numbers = graph.all_numbers.clone()
 
     def normal(shape: Any) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+        return torch.randn(tuple(shape), generator=generator).double()
 
     for step, role, operand in _operands(graph):
         if operand.entries is None:
@@ -377,6 +385,9 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
             drawn = 1 + 0.3 * drawn
         else:
             drawn = operand.value.flatten() + 0.1 * drawn
+        if is_range(entries):
+            numbers[int(entries[0]) : int(entries[-1]) + 1] = drawn
+            continue
         inside = entries >= 0
         numbers[entries[inside]] = drawn[inside]
     return numbers
