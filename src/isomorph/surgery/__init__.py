@@ -13,6 +13,7 @@ from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
 from isomorph.surgery.reparameterize import Reparameterize
+from isomorph.surgery.resize import ResizeReport, resize_patches
 from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
 from isomorph.surgery.rules.gated import ConvToGPSA
@@ -66,6 +67,7 @@ __all__ = [
     "PortReport",
     "Prune",
     "Reparameterize",
+    "ResizeReport",
     "Revert",
     "Rule",
     "Site",
@@ -90,6 +92,7 @@ __all__ = [
     "recast",
     "register_block",
     "register_rule",
+    "resize_patches",
     "revert",
     "targets",
     "unstride",
