@@ -5,8 +5,9 @@ from collections import ChainMap
 from isomorph.surgery.absorb import Absorb, absorb
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
+from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.insert import Insert, insert, register_block
-from isomorph.surgery.merge import FuseReport, Merge
+from isomorph.surgery.merge import Merge
 from isomorph.surgery.port.port import port_weights
 from isomorph.surgery.port.report import NotPorted, PortReport
 from isomorph.surgery.prune import Prune, prunable_layers, prune
