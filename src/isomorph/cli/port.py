@@ -38,9 +38,11 @@ def port(
     """
     opt.check_out(out, overwrite, Path(source))
     with opt.loading():
+        from torch import Tensor
+
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
-        from isomorph.models.input_sizes import random_inputs
+        from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     check_pretrained_option([source], opening.weights, opening.pretrained)
     with spinner("port") as show_step:
@@ -48,7 +50,10 @@ def port(
         first = open_given(source, opening)
         second = open_given(target, opt.CheckpointOptions(), pretrained=False)
         show_step("comparing what both compute")
-        report = iso.port_weights(first, second, random_inputs(2, first, size), partial=True)
+        inputs = random_inputs(2, first, size)
+        if size is None and isinstance(inputs, Tensor) and input_size_problem(first, inputs.shape[1:]):
+            inputs = random_inputs(2, second)
+        report = iso.port_weights(first, second, inputs, partial=True)
     is_written = report.equal or partial
     if is_written:
         iso.save(report.model, out)

@@ -42,7 +42,7 @@ def resize_filters(filters: Tensor, size: Size) -> Tensor:
     Shape: (O, C, h, w) -> (O, C, *size), in float64
     Source: FlexiViT (Beyer et al., 2023), section 3.4
     """
-    inverse = torch.linalg.pinv(resizing_matrix(tuple(filters.shape[-2:]), size))  # (h w, h' w')
+    inverse = torch.linalg.pinv(resizing_matrix(_sides(filters), size))  # (h w, h' w')
     resized = filters.double().flatten(2) @ inverse.to(filters.device)  # (O, C, h' w')
     return resized.reshape(*filters.shape[:2], *size)
 
@@ -219,7 +219,7 @@ class OtherSize:
     def of(cls, model: nn.Module, images: Tensor, patch: Size | None) -> "OtherSize":
         """Return the copy. Raises: UserError as `resize_patches`."""
         original: Any = unwrap(model)
-        new, _ = _for_sizes(original, patch, tuple(images.shape[-2:]))
+        new, _ = _for_sizes(original, patch, _sides(images))
         return cls(new, tuple(original.patch_embed.img_size), _kernel(original.patch_embed.proj))
 
     def back(self, model: nn.Module) -> nn.Module:
@@ -229,7 +229,7 @@ class OtherSize:
     def describe(self, images: Tensor) -> str:
         """Return what is resized."""
         embed: Any = self.model.patch_embed
-        sizes = [f"images of {_by(tuple(images.shape[-2:]))} and {_by(self.image)}"]
+        sizes = [f"images of {_by(_sides(images))} and {_by(self.image)}"]
         if _kernel(embed.proj) != self.patch:
             sizes.append(f"patches of {_by(_kernel(embed.proj))} and {_by(self.patch)}")
         return ", ".join(sizes)
@@ -261,7 +261,7 @@ def _pair(size: int | Sequence[int]) -> Size:
 
 
 def _resized(images: Tensor, size: Size) -> Tensor:
-    if tuple(images.shape[-2:]) == size:
+    if _sides(images) == size:
         return images
     return F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
 
@@ -290,6 +290,10 @@ def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> floa
         return None
     patches = _patches(images, sizes[0])
     return relative_difference(_embed(old, patches), _embed(new, resizing_matrix(*sizes) @ patches))
+
+
+def _sides(images: Tensor) -> Size:
+    return images.shape[-2], images.shape[-1]
 
 
 def _kernel(layer: nn.Conv2d) -> Size:

@@ -239,9 +239,8 @@ def compare_steps(
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
-            one, other = steps[index]
             compare = _compare_results if side == "output" else _compare_inputs
-            places.append(compare(source, target, one, other, difference, settings))
+            places.append(compare(source, target, *steps[index], difference, settings))
     return places, settings, run
 
 

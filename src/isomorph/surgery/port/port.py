@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.absorb import layers_that_read
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model, to_model
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, describe_shape, run_model, to_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
     OutputRow,
@@ -123,7 +123,15 @@ def _resized_model(source: nn.Module, target: nn.Module, images: Tensor) -> _Res
         return None
     of_target = takes[0]
     given, other = (target, source) if of_target else (source, target)
-    return _Resized(OtherSize.of(given, images, _patch_of(other, images)), of_target)
+    patch = _patch_of(other, images)
+    try:
+        return _Resized(OtherSize.of(given, images, patch), of_target)
+    except UserError as error:
+        which = "target" if of_target else "source"
+        raise UserError(
+            f"the {which} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
+            f"images of its own size (--size); {error}"
+        ) from error
 
 
 @torch.no_grad()
@@ -234,7 +242,7 @@ class _Port:
             settings=() if equal else settings_in(drawn.places),
             explained=explained,
             places=() if equal else tuple(drawn.places),
-            ambiguous=tuple(self.tried),
+            ambiguous=tuple(dict.fromkeys(self.tried)),
             notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal), *more),
         )
 
@@ -290,7 +298,7 @@ class _Port:
     def _try_all(self) -> _Trial:
         """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""
         best = self._trial()
-        for choice in self._choices() if not self._is_equal(best) else ():
+        for choice in self._choices(best.solution) if not self._is_equal(best) else ():
             if self._is_equal(best) or len(self.tried) == _TRIALS:
                 break
             before = dict(self.orders), self.pairing, self.leftovers
@@ -302,9 +310,10 @@ class _Port:
                 self.orders, self.pairing, self.leftovers = before
         return best
 
-    def _choices(self) -> "Iterator[_Parts | _Exchange | _Leftovers]":
+    def _choices(self, solution: Solution) -> "Iterator[_Parts | _Exchange | _Leftovers]":
         """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
-        yield from map(_Leftovers, range(_SHARING))
+        if names_left(self.a, solution) and solution.has_free_numbers:
+            yield from map(_Leftovers, range(_SHARING))
         labels: dict[tuple[object, ...], list[int]] = {}
         counts: dict[tuple[object, ...], int] = {}
         for one, other in self.pairing.pairs:

@@ -74,6 +74,11 @@ class Solution:
     unplaced: list[Tensor] = field(default_factory=list)
     """The source's entries that the target cannot hold."""
 
+    @property
+    def has_free_numbers(self) -> bool:
+        """True if some of the target's numbers are not the source's."""
+        return bool((self.origins <= NEUTRAL).any())
+
     def lose(self, given: Tensors, what: str) -> None:
         """Note numbers that the target cannot hold."""
         self.lost.append(what)
@@ -345,7 +350,7 @@ def _is_free(target: Graph, number: int, solution: Solution) -> bool:
     """True if none of a parameter's numbers is the source's."""
     first = target.first[number]
     origins = solution.origins[first : first + target.seen.values[number].numel()]
-    return bool(((origins == OWN) | (origins == NEUTRAL)).all())
+    return bool((origins <= NEUTRAL).all())
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
