@@ -124,9 +124,9 @@ def cka_of_pairs(
         raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
     matrix = cross / (own_a[:, None] * own_b).sqrt()
     unknown = [name for name, own in zip(rows, own_a, strict=True) if not own > 0]
-    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0 and name not in unknown]
+    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0]
     if unknown:
-        _report_unknown(matrix, list_names(unknown), largest)
+        _report_unknown(matrix, list_names(list(dict.fromkeys(unknown))), largest)
     return CKA(matrix, list(rows), list(columns))
 
 
@@ -167,7 +167,8 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
     row_k = k.sum(-1)  # (p, n)
     row_m = m.sum(-1)  # (q, n)
     totals = row_k.sum(-1)[:, None] * row_m.sum(-1)
-    total = traces + totals / ((n - 1) * (n - 2)) - 2 * (row_k @ row_m.T) / (n - 2)
+    rows = row_k @ row_m.T
+    total = traces + totals / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
     return total / (n * (n - 3))
 
 
@@ -202,4 +203,5 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
         k = x @ x.T
         m = y @ y.T
         return (k * m).sum() / (k.norm() * m.norm())
-    return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
+    cross = (y.T @ x).square().sum()
+    return cross / ((x.T @ x).norm() * (y.T @ y).norm())
