@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group, Summand
-from isomorph.surgery.affine_plan import Plan
 from isomorph.surgery.layer_calls import InputWindow
+from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
@@ -187,12 +187,12 @@ class _Plans:
         self.left: dict[str, str] = {}
         self.called: set[str] = set()
         for seen, flow in calls.flows(model):  # one at a time: each holds what a call computed
-            self._add(Plan(seen, flow, affine, avoid))
+            self._add(MergePlan(seen, flow, affine, avoid))
         # into readers first: a branch that reads the value may be written into another layer; chains last
         order = ("readers", "sum", "chain")
         self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
 
-    def _add(self, plan: Plan) -> None:
+    def _add(self, plan: MergePlan) -> None:
         found = {group.key: group for group in plan.groups}
         if self.first is None:
             self.first = found
