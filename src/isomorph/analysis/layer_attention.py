@@ -214,7 +214,13 @@ class _Capture:
         self.others: list[str] = []
         self.reasons: list[str] = []
 
-    def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         inside = False
         if self.calls:
             outer = self.calls[-1]
@@ -267,7 +273,12 @@ class _Capture:
 
 
 @torch.no_grad()
-def capture_attention(model: nn.Module, batch: Inputs, measure: _Measure, where: Where = "*") -> dict[str, Any]:
+def capture_attention(
+    model: nn.Module,
+    batch: Inputs,
+    measure: _Measure,
+    where: Where = "*",
+) -> dict[str, Any]:
     """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
 
     It is called as soon as the layer has run. Of a layer that runs several times the last call counts. Layers for which

@@ -139,7 +139,11 @@ def _plain_kind(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> dict[str, WindowMembers]:
+def observed_windows(
+    model: nn.Module,
+    batch: Inputs,
+    names: Sequence[str],
+) -> dict[str, WindowMembers]:
     """Return the windows of attention layers, by which tokens of the map around them arrive where; {} if unclear.
 
     The nearest module around a layer that reads a whole map is run on maps of two kinds of tokens, one run for each

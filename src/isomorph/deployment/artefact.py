@@ -84,7 +84,9 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
     if not known:
-        raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
+        raise UserError(
+            f"{path} does not say which images it expects; give a file that isomorph export wrote",
+        )
     try:
         values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
     except (ValueError, TypeError, RecursionError) as error:
@@ -169,7 +171,9 @@ class Artefact(nn.Module):
                 outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
-            raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
+            raise UserError(
+                f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}",
+            ) from error
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
@@ -189,7 +193,9 @@ class Artefact(nn.Module):
         multiple = known["size_multiple"] or 1
         for side, least in zip(given[1:], own[1:], strict=True):
             if (side - least) % multiple:
-                raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
+                raise UserError(
+                    f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}",
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()

@@ -58,7 +58,12 @@ def _scale_rows(tensors: ChainTensors, z: Tensor, v: Tensor, gamma: Tensor) -> T
     return scaled.view_as(z)
 
 
-def _scale_rows_differentiably(tensors: ChainTensors, z: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+def _scale_rows_differentiably(
+    tensors: ChainTensors,
+    z: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+) -> Tensor:
     """Return what `_scale_rows` returns, by operations that are differentiable in v too."""
     scale = torch.rsqrt(v + tensors.sizes.eps) * gamma
     return z * scale.unsqueeze(-1)
@@ -103,7 +108,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
 
 
-def _add_product(added: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+def _add_product(
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
     """Return beta added + alpha left @ right."""
     if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
         return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
@@ -130,7 +141,13 @@ class _Collapsed(NamedTuple):
     p: list[Tensor]
 
 
-def _add_branches(tensors: ChainTensors, level: int, a: Tensor, total: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def _add_branches(
+    tensors: ChainTensors,
+    level: int,
+    a: Tensor,
+    total: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Add the branches that end at a level, by their last layers L: total + scale L a, shift + scale L beta."""
     sizes = tensors.sizes
     beta = tensors.shifts[level]
@@ -208,7 +225,11 @@ def _run(
     return _rectify(tensors, found, scale_rows)
 
 
-def _rectify(tensors: ChainTensors, found: _Collapsed, scale_rows: Callable[..., Tensor]) -> _Collapsed:
+def _rectify(
+    tensors: ChainTensors,
+    found: _Collapsed,
+    scale_rows: Callable[..., Tensor],
+) -> _Collapsed:
     """Apply the BatchNorms that rectify the first pyramids, and the further factor of the others, all at once."""
     sizes = tensors.sizes
     if sizes.unrectified:
@@ -438,7 +459,12 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor | None, ...]:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
@@ -555,7 +581,12 @@ def _gather_layers(pyramids: Sequence[Chains]) -> _Layers:
     return _Layers(levels, lasts, skips, rectifiers)
 
 
-def _sizes_of(pyramids: Sequence[Chains], layers: _Layers, groups: int, channels: int) -> ChainSizes:
+def _sizes_of(
+    pyramids: Sequence[Chains],
+    layers: _Layers,
+    groups: int,
+    channels: int,
+) -> ChainSizes:
     first = pyramids[0]
     depths = [len(branch) for branch in first.units]
     chains = tuple(len(level) for level in layers.levels)
