@@ -91,7 +91,9 @@ def attention_from(
     (4, 3, 2, 2)
     """
     if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
-        raise UserError(f"position {position} must be two fractions of height and width, from 0 to 1")
+        raise UserError(
+            f"position {position} must be two fractions of height and width, from 0 to 1",
+        )
     windows = attention_windows(model, batch)
 
     def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:

@@ -12,7 +12,12 @@ from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
 
-def _mean_of_maps(model: nn.Module, data: Data, where: Where, measure: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _mean_of_maps(
+    model: nn.Module,
+    data: Data,
+    where: Where,
+    measure: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
     """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
 
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:

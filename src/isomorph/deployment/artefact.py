@@ -84,7 +84,9 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
     if not known:
-        raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
+        raise UserError(
+            f"{path} does not say which images it expects; give a file that isomorph export wrote",
+        )
     try:
         values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
     except (ValueError, TypeError, RecursionError) as error:
@@ -169,24 +171,31 @@ class Artefact(nn.Module):
                 outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
-            raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
+            raise UserError(
+                f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}",
+            ) from error
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
         known = self.metadata
-        multiple = known["size_multiple"] or 1
         if "input_size" not in known and "length" not in known:
             return
-        own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
+        own = list(known.get("input_size") or [known["length"]])
         shown = "x".join(map(str, given))
         wanted = "x".join(map(str, own))
-        free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
+        free = "size" in known["dynamic"] and len(given) == len(own)
+        if len(own) > 1:  # the channels are never free
+            free = free and given[0] == own[0]
         if not free and given != own:
             raise UserError(
                 f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
             )
-        if any((side - least) % multiple for side, least in zip(given[1:], own[1:], strict=True)):
-            raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
+        multiple = known["size_multiple"] or 1
+        for side, least in zip(given[1:], own[1:], strict=True):
+            if (side - least) % multiple:
+                raise UserError(
+                    f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}",
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()

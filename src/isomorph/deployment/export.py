@@ -162,7 +162,9 @@ def export(
 def check_path(path: Any, call: str) -> Path:
     """Return a path. Raises: UserError with the `call` as it should be, for arguments in another order."""
     if not isinstance(path, str | os.PathLike):
-        raise UserError(f"the path is a {type(path).__name__}, not text; give the arguments in the order {call}")
+        raise UserError(
+            f"the path is a {type(path).__name__}, not text; give the arguments in the order {call}",
+        )
     return Path(path)
 
 
@@ -218,7 +220,13 @@ def encode(
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes, atol: float) -> VerifyReport:
+def _compare(
+    model: nn.Module,
+    contents: bytes,
+    kind: str,
+    shapes: ExportShapes,
+    atol: float,
+) -> VerifyReport:
     """Return the deviation from the model on the inputs to check; infinite on a near size that cannot be run."""
     artefact = load_artefact(contents, kind)
     plain = copy.deepcopy(model).cpu().float().eval()

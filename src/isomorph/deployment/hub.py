@@ -83,7 +83,9 @@ def push(
     'small' is not a name for the hub; give OWNER/NAME, for example me/small
     """
     if not isinstance(name, str):
-        raise UserError(f"the name is a {type(name).__name__}; give the arguments in the order push(model, name)")
+        raise UserError(
+            f"the name is a {type(name).__name__}; give the arguments in the order push(model, name)",
+        )
     check_repository(name)
     require_token()
     with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
@@ -91,7 +93,9 @@ def push(
         api = HfApi(library_name="isomorph")
         with suppress(RepositoryNotFoundError):
             if api.model_info(name).private is False and private:
-                raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
+                raise UserError(
+                    f"{name} exists and is public; make it private in its settings, or leave out --private",
+                )
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
         api.upload_folder(
@@ -137,7 +141,9 @@ def _explain_rejection(name: str) -> Iterator[None]:
                 message += f"; {LOG_IN} of an account that may write to {name}"
             raise UserError(message) from None
         if is_connection_error(cause) or type(cause).__module__.startswith(("httpx", "httpcore")):
-            raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
+            raise UserError(
+                f"the connection to {constants.ENDPOINT} broke off; run the same command again",
+            ) from None
         raise
 
 
@@ -195,7 +201,9 @@ def save_for_hub(
         if recipe:
             (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
         elif (folder / RECIPE).is_file():
-            raise UserError(f"{folder} has a {RECIPE}, and no run is given; give the run, or another folder")
+            raise UserError(
+                f"{folder} has a {RECIPE}, and no run is given; give the run, or another folder",
+            )
         for path in sorted(written.iterdir()):
             write_atomically(folder / path.name, partial(shutil.copyfile, path))
 
@@ -251,10 +259,13 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     own = copy.deepcopy(model).cpu().float()
     ours = own.state_dict()
     theirs = loaded.state_dict()
-    if ours.keys() != theirs.keys() or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
+    if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
-    if not all(torch.equal(ours[name].to(tensor.dtype), tensor) for name, tensor in theirs.items()):
+    if ours.keys() != theirs.keys():
         return False
+    for name, tensor in theirs.items():
+        if not torch.equal(ours[name].to(tensor.dtype), tensor):
+            return False
     inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
         expected = run_model(own, inputs)

@@ -52,7 +52,9 @@ def only_tensor(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         kind = type(output).__name__
-        raise UserError(f"the model returns a {kind}, and a file has one output; export a module that gives one tensor")
+        raise UserError(
+            f"the model returns a {kind}, and a file has one output; export a module that gives one tensor",
+        )
     return logits
 
 
@@ -154,7 +156,11 @@ def to_pt2(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str
 
 
 @torch.no_grad()
-def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str] = {}) -> "ModelProto":
+def to_onnx(
+    program: ExportedProgram,
+    shapes: ExportShapes,
+    metadata: Mapping[str, str] = {},
+) -> "ModelProto":
     """Convert a traced model to ONNX, with metadata by key. Raises: UserError when an operator has no ONNX form."""
     from onnx.helper import set_model_props
     from onnxscript.optimizer import optimize_ir
@@ -167,7 +173,9 @@ def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[st
             optimize_ir(made.model, should_fold=_should_compute)
             proto = made.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
-        raise UserError(f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file") from error
+        raise UserError(
+            f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file",
+        ) from error
     _name_parts(proto, shapes)
     set_model_props(proto, dict(metadata))
     return proto

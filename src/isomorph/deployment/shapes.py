@@ -67,7 +67,11 @@ class ExportShapes:
         return examples
 
 
-def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) -> tuple[nn.Module, ExportShapes]:
+def plan_export(
+    model: nn.Module,
+    dynamic: str,
+    size: int | ImageSize | None,
+) -> tuple[nn.Module, ExportShapes]:
     """Return the model, fitted to a size of images if one is given, and its shapes. Raises: as `plan_shapes`."""
     sides = None if size is None else image_size(size)
     if sides and not hasattr(model, "example_inputs"):
@@ -75,7 +79,12 @@ def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) ->
     return model, plan_shapes(model, dynamic, sides)
 
 
-def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_multiple: int = 1) -> ExportShapes:
+def plan_shapes(
+    model: Any,
+    dynamic: str,
+    size: ImageSize | None = None,
+    least_multiple: int = 1,
+) -> ExportShapes:
     """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
 
     For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
@@ -85,9 +94,13 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
         size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
-        raise UserError(f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}")
+        raise UserError(
+            f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}",
+        )
     if hasattr(model, "detect"):
-        raise UserError("a detector cannot be exported: the number of its boxes depends on the image; use model.detect")
+        raise UserError(
+            "a detector cannot be exported: the number of its boxes depends on the image; use model.detect",
+        )
     batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
     batch_axis = {0: "batch"} if "batch" in dynamic else {}
     if hasattr(model, "max_length"):
@@ -127,7 +140,9 @@ def _plan_denoiser(
     height, width = size or model.pretrained_cfg["input_size"][-2:]
     step = 2 ** (len(model.channels) - 1)
     if height % step or width % step:
-        raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
+        raise UserError(
+            f"the model takes no images of {height} x {width}: sides must be multiples of {step}",
+        )
     far = _far(step) if "size" in dynamic else 0
     tried = ((height, width), (height, width + far), (height + far, width))
     checks: Any = tuple(own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True))

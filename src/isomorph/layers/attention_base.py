@@ -115,11 +115,19 @@ class AttentionBase(Attention):
     qkv: Any
     proj: Any
 
-    def queries_keys_values(self, x: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(
+        self,
+        x: Tensor,
+        contiguous: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
         return self.split_projection(self.qkv(x), contiguous)
 
-    def split_projection(self, projected: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def split_projection(
+        self,
+        projected: Tensor,
+        contiguous: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Split (B, N, 3 nh hd) into three of (B, nh, N, hd), with queries and keys normalised.
 
         `contiguous` copies all three at once, where products of matrices would copy each of them.

@@ -190,7 +190,13 @@ class GatedMap(TokenPositions):
         True
     """
 
-    def __init__(self, num_heads: int, locality: float = 1.0, gate: float = 1.0, **kind: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        locality: float = 1.0,
+        gate: float = 1.0,
+        **kind: Any,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.position = nn.Parameter(torch.empty(num_heads, 3, **kind))
@@ -198,7 +204,12 @@ class GatedMap(TokenPositions):
         self._set_position(self.tap_offsets(), locality)
         self.set_gating(gate=gate)
 
-    def position_map(self, queries: GridSize, keys: GridSize, allowed: Tensor | None = None) -> Tensor:
+    def position_map(
+        self,
+        queries: GridSize,
+        keys: GridSize,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """Return P between two grids on an image, to allowed keys. Shape: -> (nh, Nq, Nk) or (B, nh, Nq, Nk)"""
         rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:

@@ -94,7 +94,11 @@ LARGEST_CONSTANT = 2**23
 
 
 @functools.lru_cache(maxsize=128)
-def _made(make: Callable[..., Tensor], device: torch.device, arguments: tuple[Hashable, ...]) -> Tensor | None:
+def _made(
+    make: Callable[..., Tensor],
+    device: torch.device,
+    arguments: tuple[Hashable, ...],
+) -> Tensor | None:
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         made = make(*arguments, device=torch.device("cpu"))
         # complete on return, for every stream
@@ -136,7 +140,12 @@ class KeepsInEval(nn.Module):
     # the result.
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
 
-    def cached(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
+    def cached(
+        self,
+        sources: tuple[Tensor, ...],
+        compute: Callable[..., Value],
+        *arguments: Hashable,
+    ) -> Value:
         """Return `compute(*arguments)`, a function of `sources` alone, which must not be written to; one is kept."""
         if self.training or not can_keep(*sources):
             return compute(*arguments)
@@ -200,7 +209,9 @@ def require_finite(outputs: Any) -> None:
     """Raise NotFinite if a tensor in a network's outputs has NaN or infinite values."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and not bool(leaf.isfinite().all()):
-            raise NotFinite("the network's outputs are not finite (NaN or infinite); check its weights and the inputs")
+            raise NotFinite(
+                "the network's outputs are not finite (NaN or infinite); check its weights and the inputs",
+            )
 
 
 def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
@@ -211,7 +222,13 @@ def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
+def require_same(
+    layer: nn.Module,
+    plain: nn.Module,
+    shape: tuple[int, ...],
+    atol: float,
+    advice: str,
+) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
     probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     probe = probe.to(first_float(plain).device)

@@ -72,7 +72,11 @@ class BlockwiseViT(AnySizeViT):
                 raise UserError(f"{name} is not supported by {type(self).__name__}; leave it out")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
-    def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
+    def embed(
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[int, int]]:
         """Return the first block's tokens and the grid size; `rearrange` is applied before positions are added.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
@@ -83,7 +87,13 @@ class BlockwiseViT(AnySizeViT):
             x = rearrange(x)
         return self.norm_pre(self._pos_embed(x)), (x.shape[1], x.shape[2])
 
-    def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: Any,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, Any]:
         """Run block i; return the tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
         return self.call_block(i, x, maps)
 
@@ -128,7 +138,9 @@ class BlockwiseViT(AnySizeViT):
     ) -> Any:
         """Return the final tokens and those after chosen blocks. Raises: UserError for an attention mask."""
         if attn_mask is not None:
-            raise UserError(f"attn_mask is not supported by {type(self).__name__}; leave it at None")
+            raise UserError(
+                f"attn_mask is not supported by {type(self).__name__}; leave it at None",
+            )
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None
@@ -214,7 +226,13 @@ class DenseHeadViT(BlockwiseViT):
         nn.init.zeros_(head.bias)
         return head
 
-    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None, return_maps: bool = False) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: bool = False,
+        box: Box | None = None,
+        return_maps: bool = False,
+    ) -> Any:
         """Return the logits; with `tokens` those of the pooled tokens and those of every patch.
 
         With `box` the patches inside it are swapped between images (MixToken); `return_maps` adds the list of maps.

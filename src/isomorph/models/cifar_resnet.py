@@ -50,7 +50,13 @@ class CifarBlock(nn.Module):
     Source: He et al., option A
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 1, drop_path: float = 0.0) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int = 1,
+        drop_path: float = 0.0,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
@@ -137,7 +143,12 @@ class CifarResNet(StagedNet):
         return dict(stem=r"^conv1|bn1", blocks=blocks)
 
 
-def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
+def _build_stage(
+    in_channels: int,
+    out_channels: int,
+    stride: int,
+    rates: list[float],
+) -> nn.Sequential:
     blocks = nn.Sequential(CifarBlock(in_channels, out_channels, stride, rates[0]))
     for rate in rates[1:]:
         blocks.append(CifarBlock(out_channels, out_channels, drop_path=rate))

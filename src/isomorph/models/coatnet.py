@@ -123,18 +123,28 @@ def split_layout(layout: str) -> list[str]:
     return layout.split("-")
 
 
-def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
+def parse_layout(
+    layout: str,
+    depths: Sequence[int],
+    widths: Sequence[int],
+) -> list[list[BlockGroup]]:
     """Return the groups of each stage, the stem first. Raises: UserError for an unreadable layout, or unfit sizes."""
     stages = split_layout(layout)
     letters = "".join(stages)
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
-        raise UserError(f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT")
+        raise UserError(
+            f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT",
+        )
     if not len(depths) == len(widths) == len(letters):
         given = f"not {len(depths)} and {len(widths)}"
-        raise UserError(f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}")
+        raise UserError(
+            f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}",
+        )
     first = STEM_DEPTHS[letters[0]]
     if depths[0] != first:
-        raise UserError(f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}")
+        raise UserError(
+            f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}",
+        )
     sizes = iter(zip(depths, widths, strict=True))
     groups = []
     for stage in stages:
@@ -203,7 +213,9 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
             ("relative", relative, ATTENTION),
         ):
             if value not in known:
-                raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
+                raise UserError(
+                    f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}",
+                )
         (first, *rest), *others = parse_layout(layout, depths, widths)
         self.img_size = to_2tuple(img_size)
         self.in_chans = in_chans
@@ -336,7 +348,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
 _MIXED: dict[str, Any] = dict(layout="C-C-CT-T", head_dim=128)
 
 
-def _variant(depths: tuple[int, ...], widths: tuple[int, ...], description: str, **more: Any) -> Variant:
+def _variant(
+    depths: tuple[int, ...],
+    widths: tuple[int, ...],
+    description: str,
+    **more: Any,
+) -> Variant:
     return Variant(dict(depths=depths, widths=widths, **more), description)
 
 

@@ -102,9 +102,13 @@ class ConViT(BlockwiseViT):
         depth = kwargs.get("depth", 12)
         heads = kwargs.get("num_heads", 12)
         if local_attention not in LOCAL_ATTENTION:
-            raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}")
+            raise UserError(
+                f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}",
+            )
         if local_up_to_layer and round(heads**0.5) ** 2 != heads:
-            raise UserError(f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...")
+            raise UserError(
+                f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...",
+            )
         if local_up_to_layer >= depth and kwargs.get("class_token", True):
             raise UserError(
                 f"local_up_to_layer {local_up_to_layer} of {depth} leaves no block for the class token; "
@@ -144,7 +148,13 @@ class ConViT(BlockwiseViT):
         """Return no tokens: the class token joins later."""
         return []
 
-    def run_block(self, i: int, x: Tensor, maps: None, grid_size: tuple[int, int]) -> tuple[Tensor, None]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: None,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:
             class_tokens = self.cls_token.expand(x.shape[0], -1, -1)

@@ -98,7 +98,9 @@ def _fix_positions(encoder: VisionTransformer) -> None:
 def _check_encoder(encoder: nn.Module) -> None:
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
-        raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
+        raise UserError(
+            f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}",
+        )
     needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
     if not needing_grid and isinstance(encoder, BlockwiseViT):
         needing_grid = {f"a {kind}"}
@@ -150,7 +152,9 @@ class MaskedAutoencoder(nn.Module):
         _check_encoder(encoder)
         _visible_count(encoder.patch_embed.num_patches, mask)
         if width % 4 or width % heads:
-            raise UserError(f"the decoder's width {width} is not a multiple of 4 and of its {heads} heads; change one")
+            raise UserError(
+                f"the decoder's width {width} is not a multiple of 4 and of its {heads} heads; change one",
+            )
         self.encoder = encoder
         self.ratio = mask
         self.normalise = normalise
@@ -189,7 +193,9 @@ class MaskedAutoencoder(nn.Module):
         if stem.strict_img_size and size != tuple(stem.img_size):
             own = "x".join(map(str, stem.img_size))
             given = "x".join(map(str, size))
-            raise UserError(f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True")
+            raise UserError(
+                f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True",
+            )
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
     def draw_noise(self, images: Tensor) -> Tensor:
@@ -241,7 +247,12 @@ class MaskedAutoencoder(nn.Module):
             return self.decoder_pos_embed
         return sincos_pos_embed(grid_size, self.width).to(self.decoder_pos_embed)
 
-    def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
+    def decoder_features(
+        self,
+        images: Tensor,
+        noise: Tensor | None = None,
+        block: int | None = None,
+    ) -> Tensor:
         """Return all patches' tokens after a decoder block (1 is the first, None the last), before the decoder's norm.
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)

@@ -49,9 +49,13 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
                 "features_only",
                 "out_indices",
             ):
-                raise ValueError(f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}")
+                raise ValueError(
+                    f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}",
+                )
             _check_value(name, each, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):
-        raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")
+        raise ValueError(
+            f"{name} must be a number, text, true, false, null, or a list or group of these",
+        )

@@ -54,7 +54,9 @@ class ConvPatchEmbed(PatchEmbed):
     ) -> None:
         patch = to_2tuple(patch_size)
         if any(size % 2 for size in patch):
-            raise UserError(f"patch_size {patch_size} must be even: the first convolution halves the image")
+            raise UserError(
+                f"patch_size {patch_size} must be even: the first convolution halves the image",
+            )
         super().__init__(img_size, patch, in_chans, embed_dim, **kwargs)
         factory = factory_kwargs(kwargs)
         first, second, third = widths
@@ -70,7 +72,9 @@ class ConvPatchEmbed(PatchEmbed):
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the image size. Raises: UserError for a different patch size."""
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
-            raise UserError(f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it")
+            raise UserError(
+                f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it",
+            )
         super().set_input_size(img_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,9 +149,13 @@ class RefinedViT(DenseHeadViT):
         **kwargs: Any,
     ) -> None:
         if share and not reduce:
-            raise UserError("share needs reduce=True: without it there are more maps than heads in the next block")
+            raise UserError(
+                "share needs reduce=True: without it there are more maps than heads in the next block",
+            )
         if share and kwargs.get("scale_attn_norm"):
-            raise UserError("scale_attn_norm needs share=0: blocks that reuse maps do not have this norm")
+            raise UserError(
+                "scale_attn_norm needs share=0: blocks that reuse maps do not have this norm",
+            )
         plain = ratio == kernel == 0
         form: dict[str, Any] = dict(init=init, reduce=reduce, span=span, recompute=recompute)
         rule = AttentionToRefined(
@@ -175,7 +183,13 @@ class RefinedViT(DenseHeadViT):
                 layer.is_revertible = False
         self.update_grid()
 
-    def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: Any,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, Any]:
         return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
@@ -183,7 +197,12 @@ class RefinedViT(DenseHeadViT):
         return is_plain_vit(state, self)
 
 
-def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
+def _build_attention(
+    rule: AttentionToRefined,
+    plain: bool,
+    giving: bool,
+    given: dict[str, Any],
+) -> nn.Module:
     """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
     arguments = {name: given[name] for name in (*_SHARED, "qk_norm", "attn_drop", "norm_layer")}
     arguments["scale_norm"] = given["scale_attn_norm"]
@@ -277,7 +296,10 @@ def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
     return state.keys().isdisjoint(refiners)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | ReleasedRefinedViT) -> dict[str, Tensor]:
+def checkpoint_filter_fn(
+    state_dict: dict[str, Tensor],
+    model: RefinedViT | ReleasedRefinedViT,
+) -> dict[str, Tensor]:
     """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
@@ -290,7 +312,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | Rele
     if not is_plain_vit(state, model):
         return state
     if model.share:
-        raise UserError("a plain ViT's checkpoint has queries and keys in every block; create the model with share=0")
+        raise UserError(
+            "a plain ViT's checkpoint has queries and keys in every block; create the model with share=0",
+        )
     if model.init != "same-function":
         return state
     return state | _refiner_tensors(model)

@@ -56,7 +56,9 @@ class VanillaNet(StagedNet):
     ) -> None:
         super().__init__()
         if len(dims) != len(strides) + 1:
-            raise UserError(f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's")
+            raise UserError(
+                f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's",
+            )
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.drop_rate = drop_rate

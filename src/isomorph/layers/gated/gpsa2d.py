@@ -63,7 +63,12 @@ class KeyWindows(NamedTuple):
         return rows[:, None, :, None] & columns[None, :, None, :]
 
 
-def _key_scores(windows: KeyWindows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _key_scores(
+    windows: KeyWindows,
+    padding: GridSize,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Return 0 for keys in the window, -inf outside, and log(number of padded keys in it) for the last.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
@@ -297,7 +302,11 @@ class GPSA2d(TapHeads):
             return filters
         return torch.einsum("och,cd->odh", filters, self.value.weight.double())
 
-    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def content_scores(
+        self,
+        x: Tensor,
+        query: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the queries, or one, divided by sqrt(hd), the keys of the padded grid, and their scores, or None.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)

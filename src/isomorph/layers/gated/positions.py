@@ -78,7 +78,12 @@ def image_axis(queries: int, keys: int) -> Axis:
     return Axis(queries, keys, (keys / queries - 1) / 2, keys / queries)
 
 
-def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _features(
+    axes: tuple[Axis, Axis],
+    of_taps: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Return (dx, dy, dx^2 + dy^2), of taps (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)"""
     dy = axes[0].offsets(dtype, device)
     dx = axes[1].offsets(dtype, device)
@@ -91,7 +96,11 @@ def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device
     return features
 
 
-def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
+def axis_scores(
+    position: Tensor,
+    axes: Iterable[Axis],
+    of_taps: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) by axis: ConViT eq. 4; those of taps: T-CNN eq. 4.
 
     The `position` of taps is (locality centre, locality); locality |centre|^2 is left out, as it cancels in the
@@ -107,7 +116,11 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     return by_row, by_column
 
 
-def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
+def axis_attention(
+    position: Tensor,
+    axes: Iterable[Axis],
+    of_taps: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the softmax of `axis_scores` along rows and along columns. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
     rows, columns = axis_scores(position, axes, of_taps)
     return rows.softmax(-1), columns.softmax(-1)

@@ -67,7 +67,9 @@ class TapHeads(PositionHeads):
     ) -> None:
         super().__init__()
         if groups < 1 or in_channels % groups or out_channels % groups:
-            raise ValueError(f"groups {groups} do not divide {in_channels} input and {out_channels} output channels")
+            raise ValueError(
+                f"groups {groups} do not divide {in_channels} input and {out_channels} output channels",
+            )
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
         self.in_channels = in_channels
@@ -108,11 +110,17 @@ class TapHeads(PositionHeads):
         name = type(self).__name__
         autocast = is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4
         if x.ndim != 4:
-            raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}",
+            )
         if x.shape[1] != self.in_channels:
-            raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
+            raise ValueError(
+                f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}",
+            )
         if x.dtype != self.weight.dtype and not autocast:
-            raise ValueError(f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them")
+            raise ValueError(
+                f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them",
+            )
         H, W = x.shape[2:]
         if query is not None:
             queries = math.prod(self.query_grid(H, W))

@@ -114,7 +114,12 @@ class Parallel(KeepsInEval):
         """Run every branch on all tokens, as the paper does."""
         raise NotImplementedError
 
-    def make_linear(self, in_features: int, out_features: int, reads_input: bool = True) -> nn.Linear | nn.Conv2d:
+    def make_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        reads_input: bool = True,
+    ) -> nn.Linear | nn.Conv2d:
         """Return a new linear layer or convolution; `reads_input` if it is the first of its branch."""
         if self.window is None:
             return nn.Linear(in_features, out_features)
@@ -258,9 +263,13 @@ class Pyramid(Parallel):
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
-            raise UserError(f"rectify {rectify!r} is unknown; choose 'batchnorm', 'rescale' or 'none'")
+            raise UserError(
+                f"rectify {rectify!r} is unknown; choose 'batchnorm', 'rescale' or 'none'",
+            )
         if rescale_by is not None and not rescale_by > 0:
-            raise UserError(f"rescale_by {rescale_by} must be above 0, as the sum is divided by its square root")
+            raise UserError(
+                f"rescale_by {rescale_by} must be above 0, as the sum is divided by its square root",
+            )
         branches = BranchLayout.parse(layout)
         self.in_features = in_features
         self.out_features = out_features

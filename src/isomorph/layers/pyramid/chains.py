@@ -80,7 +80,12 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def _join_tensors(sizes: ChainSizes, tensors: Sequence[Tensor], like: Tensor, levels: Sequence[Tensor]) -> Tensor:
+def _join_tensors(
+    sizes: ChainSizes,
+    tensors: Sequence[Tensor],
+    like: Tensor,
+    levels: Sequence[Tensor],
+) -> Tensor:
     """Return all tensors of pyramids as one row for each group, those of `levels` after the first weights."""
     first = sizes.chains[0]
     norms = sum(sizes.chains) + sizes.rectified

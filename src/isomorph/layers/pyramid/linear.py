@@ -73,7 +73,9 @@ class JointPyramid(Parallel):
         super().__init__()
         widths = {part.in_features for part in pyramids}
         if len(widths) != 1:
-            raise UserError(f"the parts of a JointPyramid have input widths {sorted(widths)}; give parts of one width")
+            raise UserError(
+                f"the parts of a JointPyramid have input widths {sorted(widths)}; give parts of one width",
+            )
         (self.in_features,) = widths
         self.pyramids = nn.ModuleList(pyramids)
 

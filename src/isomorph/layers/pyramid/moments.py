@@ -202,7 +202,9 @@ class MeasureMoments(torch.autograd.Function):
 def check_count(count: int, shape: Sequence[int]) -> None:
     """Raise a ValueError for a single token, as BatchNorm does: it has no variance."""
     if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {list(shape)}",
+        )
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:

@@ -35,7 +35,9 @@ def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tenso
     Raises: ValueError for any other mask, which the convolution of the map would carry information across.
     """
     if is_causal:
-        raise ValueError("is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal")
+        raise ValueError(
+            "is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal",
+        )
     if attn_mask is None:
         return None
     B, N = x.shape[:2]
@@ -106,7 +108,14 @@ class RefinedAttention(AttentionBase):
         maps = logits.masked_fill(~keys, -torch.inf).softmax(-1).masked_fill(padding, 0)
         return self.refine(self.attn_drop(maps)).masked_fill(padding, 0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         return self.refined_maps(q, k, token_mask, **more) @ v
 
@@ -188,15 +197,30 @@ class ExpandedAttention(RefinedAttention):
     refine: Expansion
     default_refiner = Expansion
 
-    def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        refine: Expansion | None = None,
+        **kwargs: Any,
+    ) -> None:
         if kwargs.get("gated") or kwargs.get("scale_norm"):
-            raise ValueError("ExpandedAttention takes no gated or scale_norm, which need an output of C channels")
+            raise ValueError(
+                "ExpandedAttention takes no gated or scale_norm, which need an output of C channels",
+            )
         super().__init__(dim, num_heads, refine=refine, **kwargs)
         width = self.refine.ratio * self.attn_dim
         dim_out = kwargs.get("dim_out") or dim
         self.proj = nn.Linear(width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
         """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
@@ -259,7 +283,9 @@ class SpatialAttention(RefinedAttention):
     ) -> Tensor:
         """Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
         if token_mask is not None:
-            raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
+            raise ValueError(
+                "SpatialAttention does not support attn_mask: every grid position is a real token",
+            )
         H, W = fill_grid(k.shape[2], grid_size or self.grid_size, self.prefix_tokens)
         maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
         return self.refine(maps, (H, W), self.prefix_tokens)
@@ -297,7 +323,14 @@ class LocalAttention(RefinedAttention):
     default_refiner = MapConvolution
     forms_maps = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
         """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
         if token_mask is None:
@@ -330,7 +363,14 @@ def _sum_shifted(wide: Tensor, width: int) -> Tensor:
     return total
 
 
-def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
+def _attend_wide_values(
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    drop: float,
+    scale: float,
+) -> Tensor:
     """Return softmax(scale q k^T) values for values of any width, without forming the map.
 
     Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels multiples of 8: zeros fill them up.

@@ -36,12 +36,20 @@ class SquareKernel(nn.Module):
     Raises: ValueError for a kernel size that is not odd, or an unknown init.
     """
 
-    def __init__(self, maps: int, kernel_size: int = 3, init: Init = "same-function", **kind: Any) -> None:
+    def __init__(
+        self,
+        maps: int,
+        kernel_size: int = 3,
+        init: Init = "same-function",
+        **kind: Any,
+    ) -> None:
         super().__init__()
         if init not in ("same-function", "paper"):
             raise ValueError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size {kernel_size} must be an odd number, at least 1 (1: no convolution)")
+            raise ValueError(
+                f"kernel_size {kernel_size} must be an odd number, at least 1 (1: no convolution)",
+            )
         self.kernel_size, self.init = kernel_size, init
         self.make_taps(maps, **kind)
         self.reset_parameters()
@@ -104,7 +112,13 @@ class MapConvolution(nn.Module):
         True
     """
 
-    def __init__(self, num_heads: int, kernel_size: int = 3, init: Init = "same-function", **kind: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        kernel_size: int = 3,
+        init: Init = "same-function",
+        **kind: Any,
+    ) -> None:
         super().__init__()
         self.local = SquareKernel(num_heads, kernel_size, init, **kind)
 
@@ -241,7 +255,12 @@ class SpatialRefiner(Refiner):
         torch.Size([2, 4, 13, 13])
     """
 
-    def forward(self, maps: Tensor, grid_size: tuple[int, int] = (1, 1), prefix_tokens: int = 0) -> Tensor:
+    def forward(
+        self,
+        maps: Tensor,
+        grid_size: tuple[int, int] = (1, 1),
+        prefix_tokens: int = 0,
+    ) -> Tensor:
         kernel = self.kernel()
         side = self.local.kernel_size // 2
         by_query = maps[..., prefix_tokens:].transpose(1, 2)  # (B, N, H, h w)

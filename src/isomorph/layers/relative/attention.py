@@ -54,7 +54,12 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     return entries
 
 
-def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: Tensor | None = None) -> Tensor:
+def expand_table(
+    table: Tensor,
+    grid_size: GridSize,
+    prefix: int = 0,
+    scalars: Tensor | None = None,
+) -> Tensor:
     """Return P[i - i', j - j'] for every query (i, j) and key (i', j'); from and to prefix tokens 0, or `scalars`.
 
     Shape: table (nh, 2 H - 1, 2 W - 1), scalars (3, nh) -> (nh, p + N, p + N)
@@ -69,7 +74,14 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
 
-def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_with_bias(
+    bias: Tensor,
+    drop: float,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Return softmax(scale q k^T + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
 
     Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
@@ -123,9 +135,17 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         torch.Size([2, 9, 5, 64])
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        **kwargs: Any,
+    ) -> None:
         if num_heads < 1 or (dim % num_heads and not kwargs.get("attn_head_dim")):
-            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor, or give attn_head_dim")
+            raise ValueError(
+                f"{num_heads} heads do not divide {dim} channels; choose a divisor, or give attn_head_dim",
+            )
         if len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
@@ -166,7 +186,9 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4:
-            raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
+            )
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
         q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
@@ -313,7 +335,13 @@ class ViTRelativeAttention(RelativeAttention):
         bias = self.position_bias(grid_size or self.grid_size, q.dtype)
         return q * self.scale, k, bias
 
-    def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
+    def check_call(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        grid_size: GridSize | None,
+    ) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
         no_mask(self, attn_mask, is_causal)
         return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)

@@ -93,7 +93,9 @@ class DecomposedAttention(AttentionBase):
         super().__init__(dim, num_heads, **kwargs)
         H, W = grid_size or window or (14, 14)
         if min(H, W) < 1 or (window and min(window) < 1):
-            raise ValueError(f"window {window} and grid_size {grid_size} must be (height, width), both at least 1")
+            raise ValueError(
+                f"window {window} and grid_size {grid_size} must be (height, width), both at least 1",
+            )
         factory = factory_kwargs(kwargs)
         self.window = window
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory))
@@ -106,10 +108,17 @@ class DecomposedAttention(AttentionBase):
         """Return this layer with the weights of timm's Attention, whose projections may be pyramids."""
         return like_attention(attention, cls, window=window, grid_size=grid_size)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         no_mask(self, attn_mask, is_causal)
         if x.ndim != 4:
-            raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
+            )
         queries, keys, v = self.longer_queries_keys(x)
         # torch's fast kernels need q, k and v of one width
         values = F.pad(v, (0, sum(self.window_of(x))))

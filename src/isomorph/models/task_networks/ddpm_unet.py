@@ -57,7 +57,9 @@ class DDPMUNet(nn.Module):
     ) -> None:
         super().__init__()
         if num_classes:
-            raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
+            raise UserError(
+                f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0",
+            )
         self.channels = tuple(channels)
         self.time_steps = time_steps
         self.in_chans = in_chans
@@ -98,7 +100,9 @@ class DDPMUNet(nn.Module):
         H, W = x.shape[-2:]
         step = 2 ** (len(self.channels) - 1)
         if H % step or W % step:
-            raise UserError(f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}")
+            raise UserError(
+                f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}",
+            )
         return self.unet(x, t, return_dict=False)[0]
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:

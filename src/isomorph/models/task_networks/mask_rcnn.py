@@ -136,7 +136,12 @@ class PyramidRoIAlign(nn.Module):
         return wanted.clamp(0, len(self.strides) - 1).long()
 
 
-def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:
+def build_rpn(
+    channels: int,
+    strides: Sequence[float],
+    anchor_scale: float,
+    proposals: int,
+) -> RegionProposalNetwork:
     """Return the network that proposes boxes: two 3 x 3 convolutions, and anchors of three shapes on every map.
 
     Source: G2SD's ViTDet: 2000 boxes a map before suppression in training, 1000 in testing, 1000 after it
@@ -206,7 +211,9 @@ class WindowedViT(nn.Module):
         quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]
         chosen = tuple(quarters if global_blocks is None else global_blocks)
         if window < 1 or any(not 0 <= block < depth for block in chosen):
-            raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
+            raise UserError(
+                f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}",
+            )
         self.source_filter = own_filter(type(vit))
         self.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
         self.grad_checkpointing = False
@@ -391,7 +398,14 @@ class MaskRCNN(BackboneNetwork):
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
 
-    def _new_regions(self, channels: int, features: int, samples: int, threshold: float, detections: int) -> RoIHeads:
+    def _new_regions(
+        self,
+        channels: int,
+        features: int,
+        samples: int,
+        threshold: float,
+        detections: int,
+    ) -> RoIHeads:
         strides = self.strides[:-1]
         classes = self.num_classes + 1  # class 0 is the background
         masks: dict[str, Any] = {}
@@ -438,7 +452,12 @@ class MaskRCNN(BackboneNetwork):
         x = F.pad(x, (0, -W % cell, 0, -H % cell))
         return self.pyramid(_named_levels(self.backbone_maps(x)))
 
-    def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Sequence[Target] | None = None,
+        keep_maps: bool = False,
+    ) -> dict[str, Any]:
         """Return the losses for targets; without targets all outputs before boxes are selected.
 
         A target is a dict of `boxes` (n, 4) in pixels, `labels` (n,) from 0, and with masks `masks` (n, H, W). With
@@ -455,7 +474,12 @@ class MaskRCNN(BackboneNetwork):
             out["objectness"] = self.rpn.head(out["maps"])[0]
         return out
 
-    def _losses(self, x: Tensor, maps: OrderedDict[str, Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
+    def _losses(
+        self,
+        x: Tensor,
+        maps: OrderedDict[str, Tensor],
+        targets: Sequence[Target],
+    ) -> dict[str, Tensor]:
         if not self.training:
             raise UserError("losses need train mode; call model.train(), or leave the targets out")
         sizes = [tuple(x.shape[-2:])] * len(x)

@@ -108,7 +108,9 @@ class TextTransformer(nn.Module):
     ) -> Tensor:
         """Return the vectors of the tokens. Shape: (B, N) -> (B, N, C)"""
         if input_ids.shape[1] > self.max_length:
-            raise UserError(f"a sequence of {input_ids.shape[1]} tokens is longer than the network's {self.max_length}")
+            raise UserError(
+                f"a sequence of {input_ids.shape[1]} tokens is longer than the network's {self.max_length}",
+            )
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if getattr(self.body.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
@@ -173,7 +175,9 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
 
     if family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         known = "bert, electra, roberta, distilbert or another that transformers trains with masked words"
-        raise UserError(f"family {family!r} is not an encoder of text with masked words; choose {known}")
+        raise UserError(
+            f"family {family!r} is not an encoder of text with masked words; choose {known}",
+        )
     kind = CONFIG_MAPPING[family]
     names = [field.name for field in dataclasses.fields(kind)] + list(kind.attribute_map)
     for name in fields.keys() - names:
