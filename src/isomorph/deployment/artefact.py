@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import DATA_KEYS, parse_data, short_reason
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.onnx_operations import onnx_operations
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, optional_module
+from isomorph.errors import UserError, first_line, optional_module, short_reason
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs

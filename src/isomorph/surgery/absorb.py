@@ -147,8 +147,15 @@ class Absorb(Rule):
         weight = conv.weight.double() * gain[read][..., None, None]
         if conv.groups != 1:
             return weight, mean
-        filters = [weight[:, i] if i is not None else weight[:, 0] * 0 for i in self.order]
-        means = [mean[i] if i is not None else 0.0 for i in self.order]
+        filters = []
+        means = []
+        for channel in self.order:
+            if channel is None:  # ignored
+                filters.append(torch.zeros_like(weight[:, 0]))
+                means.append(0.0)
+            else:
+                filters.append(weight[:, channel])
+                means.append(mean[channel])
         return torch.stack(filters, 1), means
 
 
