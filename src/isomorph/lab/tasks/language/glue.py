@@ -283,7 +283,7 @@ def read_examples(root: Path, name: str, split: Split) -> list[Row]:
 
 def training_sentences(root: Path) -> list[str]:
     """Return the sentences of the training files of all tasks in a folder. Raises: UserError if there is none."""
-    sentences = []
+    sentences: list[str] = []
     for name in GLUE:
         if find_files(root, name, "train"):
             for texts, _ in read_examples(root, name, "train"):
