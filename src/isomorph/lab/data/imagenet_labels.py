@@ -43,10 +43,14 @@ def imagenet_labels() -> ImageNetLabels:
     """Return the labels; their file is read once."""
     with np.load(LABEL_FILE, allow_pickle=False) as file:
         wnids = tuple(file["wnids"].astype(str).tolist())
-        subsets = {name: file[name.replace("-", "_")].astype(np.int64) for name in ("imagenet-a", "imagenet-r")}
+        subsets = {
+            "imagenet-a": file["imagenet_a"].astype(np.int64),
+            "imagenet-r": file["imagenet_r"].astype(np.int64),
+        }
         counts = file["real_counts"]
         real = np.full((len(counts), int(counts.max())), -1, np.int64)
-        real[np.arange(real.shape[1]) < counts[:, None]] = file["real"]
+        is_label = np.arange(real.shape[1]) < counts[:, None]
+        real[is_label] = file["real"]
         return ImageNetLabels(wnids, subsets, real)
 
 
@@ -63,19 +67,22 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
     labels = np.full(len(source.classes), -1)
     if not names:
         raise UserError(f"{title} has no images")
-    if all(_NUMBER.fullmatch(name) for name in names.values()):
-        found = [int(name) for name in names.values()]
-        if class_indices is not None and sorted(found) == list(range(len(class_indices))):
-            found = class_indices[found].tolist()  # a complete 0 to 199
+    if all(map(_NUMBER.fullmatch, names.values())):
+        known = list(map(int, names.values()))
+        if class_indices is not None and sorted(known) == list(range(len(class_indices))):
+            known = class_indices[known].tolist()  # a complete 0 to 199
     elif _has_english_names(source.classes):
-        found = list(names)
+        known = list(names)
     else:
-        found = [_label_of_wnid(name, title) for name in names.values()]
-    labels[list(names)] = found
-    allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
-    unknown = [name for name, label in zip(names.values(), found, strict=True) if label not in allowed]
+        known = [_label_of_wnid(name, title) for name in names.values()]
+    labels[list(names)] = known
+    hint = _NAMING_HINT
+    allowed = set(range(len(imagenet_labels().wnids)))
+    if class_indices is not None:
+        hint = f"check that it is {suite}"
+        allowed = set(class_indices.tolist())
+    unknown = [name for name, label in zip(names.values(), known, strict=True) if label not in allowed]
     if unknown:
-        hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
         others = f"{len(unknown)} classes that are not among the {len(allowed)} of {suite}"
         raise UserError(f"{title} has {others}, for example {unknown[0]}; {hint}")
     return labels
@@ -89,18 +96,23 @@ def with_imagenet_labels(source: Source, title: str) -> Source:
 
 def _label_of_wnid(name: str, title: str) -> int:
     label = imagenet_labels().label_of.get(name)
-    if label is None:
-        known = "which ImageNet-1k does not have; remove it, or choose its suite"
-        raise UserError(f"{title} has class {name!r}{', ' + known if _WNID.fullmatch(name) else '; ' + _NAMING_HINT}")
-    return label
+    if label is not None:
+        return label
+    if _WNID.fullmatch(name):
+        hint = "which ImageNet-1k does not have; remove it, or choose its suite"
+        raise UserError(f"{title} has class {name!r}, {hint}")
+    raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
 
 
 def _has_english_names(classes: Sequence[str]) -> bool:
     """True for ImageNet's 1000 English names in label order, up to 2 %; single names are ambiguous (two are crane)."""
     if len(classes) != len(imagenet_labels().wnids):
         return False
-    english = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
-    equal = sum(name.lower().startswith(first) for name, first in zip(classes, english, strict=True))
+    equal = 0
+    descriptions = ImageNetInfo("imagenet-1k").label_descriptions()
+    for name, description in zip(classes, descriptions, strict=True):
+        first = description.split(",")[0].lower()
+        equal += name.lower().startswith(first)
     return equal >= 0.98 * len(classes)
 
 
@@ -111,10 +123,12 @@ def real_labels(source: Source, title: str) -> np.ndarray:
     Source: Beyer et al. (2020)
     Raises: UserError when a name has no such number, or two images have the same name.
     """
-    indices = np.asarray([_image_index(image_name(source.images, i), title) for i in range(len(source))], np.int64)
+    names = [image_name(source.images, i) for i in range(len(source))]
+    indices = np.asarray([_image_index(name, title) for name in names], np.int64)
     values, counts = np.unique(indices, return_counts=True)
     if len(values) < len(indices):
-        raise UserError(f"{title} has image ILSVRC2012_val_{values[counts > 1][0] + 1:08d} twice; remove one")
+        number = values[counts > 1][0] + 1
+        raise UserError(f"{title} has image ILSVRC2012_val_{number:08d} twice; remove one")
     return imagenet_labels().real[indices]
 
 
@@ -123,9 +137,9 @@ def _image_index(name: str | None, title: str) -> int:
     match = _IMAGE_NAME.search(name or "")
     number = int(match[1]) if match else 0
     if not 1 <= number <= len(imagenet_labels().real):
-        found = f"has an image named {name}" if name else "has images without names"
+        given = f"has an image named {name}" if name else "has images without names"
         raise UserError(
-            f"the suite real needs file names like ILSVRC2012_val_00000001.JPEG, but {title} {found}; "
+            f"the suite real needs file names like ILSVRC2012_val_00000001.JPEG, but {title} {given}; "
             "restore the original names, or leave real out"
         )
     return number - 1

@@ -18,15 +18,8 @@ from isomorph.errors import UserError, first_line
 from isomorph.lab.data.formats.naming import composed
 from isomorph.lab.data.sources import Source, image_name
 
-# of torch.load
-_LOAD_ERRORS = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    KeyError,
-    pickle.UnpicklingError,
-)
+# Of torch.load.
+_LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
 
 
 class MapLabels(NamedTuple):
@@ -78,7 +71,8 @@ def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tenso
             boxes.append(box)
         elif isinstance(step, transforms.RandomHorizontalFlip):
             flipped = bool(torch.rand(1) < step.p)
-            image = functional.hflip(image) if flipped else image
+            if flipped:
+                image = functional.hflip(image)
         else:
             image = step(image)
     if len(boxes) != 1:
@@ -91,8 +85,10 @@ def _random_resized_crop(step: RandomResizedCropAndInterpolation, image: Image.I
     top, left, height, width = step.get_params(image, step.scale, step.ratio)
     modes = step.interpolation
     interpolation = random.choice(modes) if isinstance(modes, Sequence) else modes
-    box = torch.tensor([top, left, top + height, left + width]) / torch.tensor([image.height, image.width] * 2)
-    return functional.resized_crop(image, top, left, height, width, step.size, interpolation), box
+    pixels = torch.tensor([top, left, top + height, left + width])
+    box = pixels / torch.tensor([image.height, image.width, image.height, image.width])
+    cropped = functional.resized_crop(image, top, left, height, width, step.size, interpolation)
+    return cropped, box
 
 
 class LabelMapSource(Source):

@@ -55,12 +55,10 @@ class IsolatedDataLoader(DataLoader[Any]):
 def _explain_killed_worker() -> Iterator[None]:
     try:
         yield
-    except (
-        RuntimeError,
-        ConnectionResetError,
-        ConnectionRefusedError,
-    ) as error:  # those while a batch is handed over
-        if not getattr(error, "errno", 0) and "worker (pid" not in str(error) and "Pin memory thread" not in str(error):
+    except (RuntimeError, ConnectionResetError, ConnectionRefusedError) as error:
+        # connections end while a batch is handed over
+        of_worker = "worker (pid" in str(error) or "Pin memory thread" in str(error)
+        if not getattr(error, "errno", 0) and not of_worker:
             raise
         raise UserError("a data-loading process was killed, perhaps as memory ran out; use fewer workers") from None
 
@@ -108,7 +106,8 @@ def eval_loader(
     transform: Any = eval_transform(options)
     if rfc is not None and rfc_fill == "zero":  # the normalised image is cropped
         transform.transforms.sort(key=lambda step: isinstance(step, transforms.CenterCrop))
-    return ordered_loader(transformed(source, transform), batch_ranges(len(source), batch_size)[batches], workers)
+    chosen = batch_ranges(len(source), batch_size)[batches]
+    return ordered_loader(transformed(source, transform), chosen, workers)
 
 
 def transformed(source: Examples, transform: Callable[[Image.Image], Any]) -> Examples:
@@ -165,7 +164,8 @@ def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
     >>> transform(source.image(0)).shape
     torch.Size([3, 32, 32])
     """
-    return _in_channels(config, create_transform(**{key: config[key] for key in _EVAL_KEYS if key in config}))
+    options = {key: config[key] for key in _EVAL_KEYS if key in config}
+    return _in_channels(config, create_transform(**options))
 
 
 def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
@@ -177,8 +177,9 @@ def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
     if channels not in (1, 3):
         raise UserError(f"the model reads images of {channels} channels; images are read with 3, or with 1 as grey")
     if channels == 1:
-        to_tensor = next(i for i, step in enumerate(transform.transforms) if isinstance(step, transforms.ToTensor))
-        transform.transforms.insert(to_tensor, transforms.Grayscale(1))  # augmentations fill with a colour
+        steps = transform.transforms
+        to_tensor = [isinstance(step, transforms.ToTensor) for step in steps].index(True)
+        steps.insert(to_tensor, transforms.Grayscale(1))  # augmentations fill with a colour
     return transform
 
 
@@ -221,20 +222,19 @@ def train_transform(
     >>> source[0][0].shape
     torch.Size([3, 32, 32])
     """
-    (height, width) = config["input_size"][-2:]
+    height, width = config["input_size"][-2:]
+    options = _NO_AUGMENTATION | augmentation
     if crop_padding:
-        augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
+        options |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
     shared = {key: config[key] for key in _SHARED_KEYS}
-    transform = create_transform(is_training=True, **shared, **{**_NO_AUGMENTATION, **augmentation})
+    transform = create_transform(is_training=True, **shared, **options)
     _fix_posterize(transform)
     transform = _in_channels(config, transform)
     if not crop_padding:
         return transform
-    crop = [
-        transforms.Resize((height, width)),
-        transforms.RandomCrop((height, width), padding=crop_padding),
-    ]
-    return transforms.Compose([*crop, transform])
+    resize = transforms.Resize((height, width))
+    crop = transforms.RandomCrop((height, width), padding=crop_padding)
+    return transforms.Compose([resize, crop, transform])
 
 
 class SeededDataset(Dataset[Example]):
@@ -285,8 +285,8 @@ def _exit_when_parent_asks() -> None:
 def _fix_posterize(transform: Any) -> None:
     """Let timm's policies posterize to 0 bits (black), which Pillow 13 rejects with an error mid-run."""
     for part in transform.transforms:
-        sub_policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]
-        for operation in (op for policy in sub_policies for op in policy):
+        policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]
+        for operation in chain.from_iterable(policies):
             if operation.name.startswith("Posterize"):
                 operation.aug_fn = _posterize
 

@@ -74,9 +74,12 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
 
 def decode(image: ImageLike) -> Image.Image:
     """Return the image in RGB, turned as its EXIF data says."""
-    if isinstance(image, Image.Image | np.ndarray):
-        return _to_rgb(image if isinstance(image, Image.Image) else Image.fromarray(np.array(image)))
-    with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+    if isinstance(image, Image.Image):
+        return _to_rgb(image)
+    if isinstance(image, np.ndarray):
+        return _to_rgb(Image.fromarray(np.array(image)))
+    file = io.BytesIO(image) if isinstance(image, bytes) else image
+    with Image.open(file) as opened:
         return _to_rgb(upright(opened))
 
 
@@ -133,7 +136,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
     if image.mode.startswith("I;16"):
         pixels = np.asarray(image)
-        if 0 < (high := pixels.max()) < _DIMMEST_WHITE:
+        high = pixels.max()
+        if 0 < high < _DIMMEST_WHITE:
             raise ValueError(f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits")
         image = Image.fromarray((pixels // 257).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
@@ -216,8 +220,10 @@ class Source(Dataset[tuple[Any, int]]):
             return decode(self.images[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        image = self.image(index)
-        return (image if self.transform is None else self.transform(image)), int(self.labels[index])
+        image: Any = self.image(index)
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, int(self.labels[index])
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """Return the given images in the given order; their `ids` stay their indices in the whole source."""
@@ -239,7 +245,9 @@ def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
     if fraction == 1:
         return examples
     count = max(1, int(fraction * len(examples)))
-    return examples.subset(range(count) if seed is None else np.sort(random_indices(len(examples), count, seed)))
+    if seed is None:
+        return examples.subset(range(count))
+    return examples.subset(np.sort(random_indices(len(examples), count, seed)))
 
 
 def spaced_images(source: Source, count: int | None) -> Source:
@@ -263,7 +271,8 @@ def spaced_indices(labels: np.ndarray, count: int) -> np.ndarray:
     if count < 1:
         raise UserError(f"the number of images, {count}, must be at least 1")
     by_class = np.argsort(labels, kind="stable")
-    return np.sort(by_class[np.linspace(0, len(labels) - 1, min(count, len(labels))).astype(int)])
+    positions = np.linspace(0, len(labels) - 1, min(count, len(labels)))
+    return np.sort(by_class[positions.astype(int)])
 
 
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
@@ -281,9 +290,14 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
     if not 0 < fraction <= 1:
         raise UserError(f"fraction {fraction} is not in (0, 1]")
     rng = np.random.default_rng(seed)
-    members = [np.flatnonzero(source.labels == label) for label in np.unique(source.labels)]
-    ordered = members if seed is None else [rng.permutation(each) for each in members]
-    return source.subset(np.sort(np.concatenate([each[: max(1, int(fraction * len(each)))] for each in ordered])))
+    chosen = []
+    for label in np.unique(source.labels):
+        members = np.flatnonzero(source.labels == label)
+        if seed is not None:
+            members = rng.permutation(members)
+        count = max(1, int(fraction * len(members)))
+        chosen.append(members[:count])
+    return source.subset(np.sort(np.concatenate(chosen)))
 
 
 def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:
@@ -302,7 +316,8 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
     if not 0 < test_fraction < 1:
         raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
     labels = np.asarray(source.labels)
-    places = np.array([hash_to_unit(image_name(source.images, i) or str(source.ids[i])) for i in range(len(labels))])
+    names = [image_name(source.images, i) or str(source.ids[i]) for i in range(len(labels))]
+    places = np.array([hash_to_unit(name) for name in names])
     held_out = places < test_fraction
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -310,7 +325,8 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
         held_out[members[places[members].argmax()]] = False
     if not held_out.any():
         raise UserError(f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images")
-    train, test = (source.subset(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
+    train = source.subset(np.flatnonzero(~held_out))
+    test = source.subset(np.flatnonzero(held_out))
     train.split = test.split = (test_fraction, len(labels))
     return train, test
 

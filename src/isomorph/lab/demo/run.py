@@ -84,8 +84,12 @@ class Demo:
     def table(self) -> list[list[str]]:
         """Return the header and the rows of the ViTs' results."""
         head = [f"{len(self.images)} test images", "first epoch", "last epoch (top-1, %)", "NLL"]
-        rows = [[v.name, f"{v.top1[0]:.1f}", f"{v.top1[-1]:.1f}", f"{v.metrics['nll']:.3f}"] for v in self.vits]
-        return [head, *rows]
+        table = [head]
+        for vit in self.vits:
+            first = f"{vit.top1[0]:.1f}"
+            last = f"{vit.top1[-1]:.1f}"
+            table.append([vit.name, first, last, f"{vit.metrics['nll']:.3f}"])
+        return table
 
 
 def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
@@ -109,7 +113,8 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
     def run(recipe: str, name: str, *changes: str) -> Trained:
         out = runs / recipe
         result = train(load_recipe(recipe, [f"out={out}", *changes, *overrides]), show)
-        shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
+        copy = f"{recipe.removeprefix('digits_')}.safetensors"
+        shutil.copyfile(out / "model.safetensors", folder / copy)
         top1 = [row["top1"] for row in read_log(out / "log.jsonl") if row["epoch"]]
         return Trained(name, result.model, top1, result.metrics)
 
@@ -124,15 +129,18 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
     images = torch.cat([batch for batch, _ in eval_loader(test, config)])
     report = verify(cnn.model, tcnn, [images[:VERIFIED], images[:16, :, :19, :23]])
     with torch.no_grad():
-        agreeing = int((cnn.model(images).argmax(1) == tcnn(images).argmax(1)).sum())
-    first = attention_maps(tcnn, images[:SHOWN])
-    weight = torch.stack([maps.amax(-1).mean() for maps in first.values()]).mean().item()
+        same = cnn.model(images).argmax(1) == tcnn(images).argmax(1)
+        agreeing = int(same.sum())
+    maps_of_layers = attention_maps(tcnn, images[:SHOWN]).values()
+    largest = [maps.amax(-1).mean() for maps in maps_of_layers]
+    weight = torch.stack(largest).mean().item()
     demo = Demo(cnn, tcnn, report, agreeing, images, config, weight)
     say(f"    {demo.equality}")
     say("\n[bold]3/4[/] inspect what its heads attend to")
     say(f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel")
     for i in range(SHOWN):
-        test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
+        enlarged = test.image(i).resize((96, 96), Image.Resampling.NEAREST)
+        enlarged.save(folder / f"digit-{i + 1}.png")
     say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
     demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
     return demo
@@ -142,16 +150,15 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     """Return three commands for the models in the demo's folder, each with what it does."""
     called = Path(sys.argv[0])
     program = [called] if called.name == "isomorph" else [sys.executable, "-m", "isomorph"]
-    cnn, tcnn, vit = (folder / f"{name}.safetensors" for name in ("cnn", "tcnn", "convit"))
-    commands: list[tuple[str, list[Any]]] = [
-        ("check the equality yourself", ["verify", cnn, tcnn, "--data", "digits"]),
-        (
-            "a page about one model and one image",
-            ["analyze", vit, "--image", folder / "digit-1.png"],
-        ),
-        (
-            "recast the CNN and train it further",
-            ["train", "digits_annealed", "--model.weights", cnn],
-        ),
+    cnn = folder / "cnn.safetensors"
+    tcnn = folder / "tcnn.safetensors"
+    vit = folder / "convit.safetensors"
+
+    def line(*arguments: Any) -> str:
+        return shlex.join(map(str, [*program, *arguments]))
+
+    return [
+        ("check the equality yourself", line("verify", cnn, tcnn, "--data", "digits")),
+        ("a page about one model and one image", line("analyze", vit, "--image", folder / "digit-1.png")),
+        ("recast the CNN and train it further", line("train", "digits_annealed", "--model.weights", cnn)),
     ]
-    return [(what, shlex.join(map(str, [*program, *arguments]))) for what, arguments in commands]

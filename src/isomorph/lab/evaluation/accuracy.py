@@ -20,7 +20,8 @@ _STEP = 2.0**-28
 
 class _Counts:
     def __add__(self, other: Self) -> Self:
-        return with_changes(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return with_changes(self, **sums)
 
 
 class PredictionCounts(_Counts):
@@ -59,14 +60,19 @@ class PredictionCounts(_Counts):
                 "set model.num_classes to the number of classes of the data"
             )
         labelled = (labels >= 0).to(logits.device)
-        logits, labels = logits[labelled].float(), labels.to(logits.device)[labelled]
+        logits = logits[labelled].float()
+        labels = labels.to(logits.device)[labelled]
         ranked = logits.topk(min(5, classes)).indices.eq(labels[:, None])  # (B, 5)
         log_p = logits.log_softmax(-1)
         nll = -log_p.gather(1, labels[:, None])[:, 0]
         confidence = log_p.amax(-1).exp()
-        top1, top5, *sums = torch.stack([ranked[:, 0].float(), ranked.any(1).float(), nll, confidence]).cpu().double()
-        nll, confidence = ((values / _STEP).round() * _STEP for values in sums)
-        self.total += (seen := labels.cpu()).bincount(minlength=len(self.total))
+        columns = [ranked[:, 0].float(), ranked.any(1).float(), nll, confidence]
+        top1, top5, nll, confidence = torch.stack(columns).cpu().double()  # one transfer for all
+        nll = (nll / _STEP).round() * _STEP
+        confidence = (confidence / _STEP).round() * _STEP
+
+        seen = labels.cpu()
+        self.total += seen.bincount(minlength=len(self.total))
         self.correct.index_add_(0, seen, top1.long())
         self.correct_top5.index_add_(0, seen, top5.long())
         edges = torch.linspace(0, 1, _ECE_BINS + 1, dtype=torch.float64)
@@ -80,18 +86,15 @@ class PredictionCounts(_Counts):
         Raises: UserError when no image was counted.
         """
         images = _require_images(int(self.total.sum()))
-        _, confidence, correct = self.bins
+        metrics = {"top1": 100 * self.correct.sum().item() / images}
         if len(self.total) > 5:
-            top5 = {"top5": 100 * self.correct_top5.sum().item() / images}
-        else:
-            top5 = {}
-        return {
-            "top1": 100 * self.correct.sum().item() / images,
-            **top5,
-            "nll": self.nll.item() / images,
-            "ece": 100 * (correct - confidence).abs().sum().item() / images,
-            "images": images,
-        }
+            metrics["top5"] = 100 * self.correct_top5.sum().item() / images
+        metrics["nll"] = self.nll.item() / images
+        _, confidence, correct = self.bins
+        gap = (correct - confidence).abs().sum()
+        metrics["ece"] = 100 * gap.item() / images
+        metrics["images"] = images
+        return metrics
 
 
 class MultiLabelCounts(_Counts):
@@ -137,22 +140,22 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
     with eval_mode(model):
         for batch in loader:
             images, labels = _check_batch(batch)
-            handle(class_logits(model(images.to(like, non_blocking=True))), labels)
+            outputs = model(images.to(like, non_blocking=True))
+            handle(class_logits(outputs), labels)
 
 
 def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
-    pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
-    if not pair or batch[1].ndim != 1 or batch[1].is_floating_point():
-        if pair:
-            shape = f"{str(batch[1].dtype).removeprefix('torch.')} labels of shape {tuple(batch[1].shape)}"
-        else:
-            shape = ""
-        given = shape or f"a {type(batch).__name__}"
-        raise UserError(
-            f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "
-            "DataLoader of a data set that yields such pairs"
-        )
-    return batch[0], batch[1]
+    given = f"a {type(batch).__name__}"
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        images, labels = batch
+        if labels.ndim == 1 and not labels.is_floating_point():
+            return images, labels
+        dtype = str(labels.dtype).removeprefix("torch.")
+        given = f"{dtype} labels of shape {tuple(labels.shape)}"
+    raise UserError(
+        f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "
+        "DataLoader of a data set that yields such pairs"
+    )
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:

@@ -73,10 +73,12 @@ def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
 
 def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
     """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
-    own: Any = None if data or root else record(model).data_root
+    if data or root:
+        return root
+    own: Any = record(model).data_root
     if own and Path(own).is_dir():
         return Path(own)
-    return root
+    return None
 
 
 def open_test_images(
@@ -97,7 +99,8 @@ def open_test_images(
     source = open_split(model, "test", data, root, test_fraction)
     if test_fraction != 1:
         _check_unseen(source, model)
-    source = source if classes is None else first_classes(source, classes)
+    if classes is not None:
+        source = first_classes(source, classes)
     return with_model_labels(source, model)
 
 
@@ -115,13 +118,15 @@ def open_split(
 
     Raises: UserError when the data is missing.
     """
+    if test_fraction == 1:
+        return _open(model, "test", data, root)
     if test_fraction is not None:
-        return _open(model, "test" if test_fraction == 1 else split, data, root, test_fraction % 1 or None)
+        return _open(model, split, data, root, test_fraction % 1 or None)
     fraction, images = recorded_split(model)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
-            now = (part.split or (0, 0))[1]
+            _, now = part.split or (0, 0)
             if now == images:
                 return part
             if part.classes == tuple(map(composed, label_names(model))):
@@ -166,22 +171,28 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         return source
     unknown = [name for name in source.classes if name not in own]
     if not unknown:
-        for names, whose in ((own, "the model"), (source.classes, "the data")):
-            for name in source.classes:
-                count = names.count(name)
-                if count > 1:
-                    raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
-        labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
-        return with_changes(source, labels=labels, classes=own)
-    known = len(unknown) < len(source.classes)
-    if known or isinstance(getattr(source.images, "images", source.images), ImageFiles | TarImages):
+        _check_unique("the model", own, source.classes)
+        _check_unique("the data", source.classes, source.classes)
+        numbers = np.asarray([own.index(name) for name in source.classes])
+        return with_changes(source, labels=numbers[source.labels], classes=own)
+    some_known = len(unknown) < len(source.classes)
+    stored = getattr(source.images, "images", source.images)
+    if some_known or isinstance(stored, ImageFiles | TarImages):
         todo = "give images of the model's classes (classnames.txt names those of shards, one a line)"
-        todo = f"rename the folders that differ ({shorten(unknown)})" if known else todo
+        if some_known:
+            todo = f"rename the folders that differ ({shorten(unknown)})"
         raise UserError(
             f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "
             f"({shorten(source.classes)}); {todo}"
         )
     return source
+
+
+def _check_unique(whose: str, names: Sequence[str], used: Iterable[str]) -> None:
+    for name in used:
+        count = names.count(name)
+        if count > 1:
+            raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
 
 
 def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
@@ -210,10 +221,10 @@ def evaluation_data(
     """
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
-    if data or root:
-        where = ""
-    else:
-        where = f" in {registry.data_root(data_root(model, data, root))} (data=NAME is not given)"
+    where = ""
+    if not data and not root:
+        folder = registry.data_root(data_root(model, data, root))
+        where = f" in {folder} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config
 
@@ -228,9 +239,11 @@ def evaluate_classifier(
     workers: int = 0,
 ) -> dict[str, float]:
     """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
-    size = None if size is None else image_size(size)
+    if size is not None:
+        size = image_size(size)
     if data is None or isinstance(data, str | Path):
-        source, config = evaluation_data(model, str(data) if data else None, size=size, test_fraction=test_fraction)
+        name = str(data) if data else None
+        source, config = evaluation_data(model, name, size=size, test_fraction=test_fraction)
     elif test_fraction is not None:
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
     elif isinstance(data, Source):
@@ -334,42 +347,55 @@ def run_sweep(
     rows: list[dict[str, Any]] = []
     class_rows: list[dict[str, Any]] = []
     for size, ratio, test_set, loader in jobs:
-        at = ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
-        batches = progress(loader, " ".join(filter(None, ["evaluating", test_set.title, *at])), len(loader))
+        title = "evaluating"
+        if test_set.title:
+            title += f" {test_set.title}"
+        point: dict[str, Any] = {}
+        if size:
+            title += " at {} x {}".format(*size)
+            point["size"] = list(size)
+        if ratio:
+            title += f" at rfc {ratio:g}"
+            point["rfc"] = ratio
+            point["rfc_fill"] = sweep.fill
+        batches = progress(loader, title, len(loader))
         counts = _score_predictions(fitted[size], batches, test_set.scorings, runtime)
-        point: dict[str, Any] = {"size": list(size)} if size else {}
-        point |= {"rfc": ratio, "rfc_fill": sweep.fill} if ratio else {}
         for scoring, own in zip(test_set.scorings, counts, strict=True):
-            head = ({"suite": scoring.name} if scoring.name else {}) | point
+            head = {"suite": scoring.name} | point if scoring.name else point
             rows.append(head | own.metrics())
             if isinstance(own, PredictionCounts):
-                found = zip(scoring.classes, own.total.tolist(), own.correct.tolist(), strict=True)
-                class_rows += [
-                    {
-                        **head,
-                        "class": name,
-                        "images": seen,
-                        "right": right,
-                        "top1": 100 * right / seen,
-                    }
-                    for name, seen, right in found
-                    if seen
-                ]
+                class_rows += [head | row for row in _rows_of_classes(own, scoring.classes)]
     return rows, class_rows
+
+
+def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each class that has images."""
+    rows: list[dict[str, Any]] = []
+    for name, images, right in zip(classes, counts.total.tolist(), counts.correct.tolist(), strict=True):
+        if images:
+            rows.append({"class": name, "images": images, "right": right, "top1": 100 * right / images})
+    return rows
 
 
 def _score_predictions(
     model: nn.Module, batches: Iterable[Any], scorings: Sequence[Scoring], runtime: Runtime
 ) -> list[PredictionCounts | MultiLabelCounts]:
     """Count predictions for every scoring in one pass over this process's share; counts are of all processes."""
-    counts = [MultiLabelCounts() if s.labels.ndim > 1 else PredictionCounts(len(s.classes)) for s in scorings]
+    counts: list[PredictionCounts | MultiLabelCounts] = []
+    for scoring in scorings:
+        if scoring.labels.ndim > 1:
+            counts.append(MultiLabelCounts())
+        else:
+            counts.append(PredictionCounts(len(scoring.classes)))
     labels = [torch.as_tensor(scoring.labels) for scoring in scorings]
 
     def add_batch(logits: Tensor, indices: Tensor) -> None:
         for scoring, own_labels, own in zip(scorings, labels, counts, strict=True):
             check_num_classes(logits.shape[1], scoring.num_classes)
-            chosen = slice(None) if scoring.class_indices is None else torch.as_tensor(scoring.class_indices)
-            own.add(logits[:, chosen], own_labels[indices])
+            scored = logits
+            if scoring.class_indices is not None:
+                scored = logits[:, torch.as_tensor(scoring.class_indices)]
+            own.add(scored, own_labels[indices])
 
     for_each_batch(model, batches, add_batch)
     return [sum_counts(list(parts)) for parts in zip(*runtime.gather(counts), strict=True)]
@@ -393,12 +419,18 @@ def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
         shape = evaluation_config(model, size)["input_size"]
-        row: dict[str, Any] = {"size": list(size)} if size else {}
+        row: dict[str, Any] = {}
+        if size:
+            row["size"] = list(size)
         if not exported:
             macs = count_pass(fitted, shape)
-            row |= {"parameters": count_parameters(model), "macs": macs.per_image}
-            row |= {"step_macs": macs.per_pass} if macs.per_pass else {}
-        rows.append(row | {"images_per_second": throughput(fitted, shape, max(1, min(images, 32)))})
+            row["parameters"] = count_parameters(model)
+            row["macs"] = macs.per_image
+            if macs.per_pass:
+                row["step_macs"] = macs.per_pass
+        batch = max(1, min(images, 32))
+        row["images_per_second"] = throughput(fitted, shape, batch)
+        rows.append(row)
     return rows
 
 
@@ -408,4 +440,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(row | ({"size": "x".join(map(str, row["size"]))} if "size" in row else {}) for row in rows)
+        for row in rows:
+            if "size" in row:
+                row = row | {"size": "x".join(map(str, row["size"]))}
+            writer.writerow(row)

@@ -54,11 +54,10 @@ class Suite:
                 raise UserError(f"no folder {folder}; give {self.name}=FOLDER the folder of {self.name}")
             return path, form or "huggingface"
         top = data_root(root)
-        split = any(path.stem.lower() in SPLITS["test"] for path in (*visible(top), *visible(top, ".tar")))
-        holds_images = split or any(CLASS_NAME.fullmatch(path.name) for path in visible(top))
         for name in self.folders:
-            if os.path.isdir(top / name) and (name != "." or holds_images):
-                return top / name, form or detect_format(top / name)
+            path = top / name
+            if os.path.isdir(path) and (name != "." or _holds_images(top)):
+                return path, form or detect_format(path)
         searched = ", ".join(name for name in self.folders if name != ".")
         where = f"no folder of {self.name} in {top} (searched {searched})"
         raise UserError(f"{where}; give --suite {self.name}=FOLDER or another --root")
@@ -66,51 +65,53 @@ class Suite:
     def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
         """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""
         wnids = imagenet_labels().wnids
-        indices = np.arange(NUM_CLASSES) if self.class_indices is None else self.class_indices
         if self.multilabel:
-            scoring = Scoring(self.name, real_labels(source, title), wnids, num_classes=NUM_CLASSES)
+            labels = real_labels(source, title)
+            scoring = Scoring(self.name, labels, wnids, num_classes=NUM_CLASSES)
         else:
-            labels = imagenet_classes(source, self.name, self.class_indices, title)[source.labels]  # (n,)
+            indices = self.class_indices
+            if indices is None:
+                indices = np.arange(NUM_CLASSES)
+            numbers = imagenet_classes(source, self.name, self.class_indices, title)
+            labels = numbers[source.labels]  # (n,)
             self._check_complete(len(np.unique(labels)), len(indices), "classes", title, partial)
             classes = [wnids[index] for index in indices]
-            scoring = Scoring(
-                self.name,
-                np.searchsorted(indices, labels),
-                classes,
-                self.class_indices,
-                NUM_CLASSES,
-            )
+            positions = np.searchsorted(indices, labels)
+            scoring = Scoring(self.name, positions, classes, self.class_indices, NUM_CLASSES)
         self._check_complete(len(source), self.images, "images", title, partial)
         return scoring
 
     def _check_complete(self, count: int, expected: int, noun: str, title: str, partial: bool) -> None:
-        if count > expected or (count < expected and not partial):
-            hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
-            raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
+        if count == expected or (count < expected and partial):
+            return
+        hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
+        raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
+
+
+def _holds_images(folder: Path) -> bool:
+    """Return True for a folder with a test split or with folders of classes."""
+    inside = visible(folder)
+    split = any(path.stem.lower() in SPLITS["test"] for path in (*inside, *visible(folder, ".tar")))
+    return split or any(CLASS_NAME.fullmatch(path.name) for path in inside)
 
 
 _IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
-_V2_FOLDERS = {
-    "imagenet-v2-matched-frequency": (
-        "imagenetv2-matched-frequency-format-val",
-        "imagenetv2-matched-frequency",
-    ),
-    "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
-    "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
-}
+_V2_MATCHED = ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency")
+_V2_THRESHOLD = ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7")
+_V2_TOP = ("imagenetv2-top-images-format-val", "imagenetv2-top-images")
 _SKETCH_FOLDERS = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
-SUITES = {
-    suite.name: suite
-    for suite in (
-        Suite("imagenet", _IMAGENET_FOLDERS, 50_000),
-        Suite("real", _IMAGENET_FOLDERS, 50_000, multilabel=True),
-        Suite("imagenet-v2", ("imagenet-v2", *_V2_FOLDERS["imagenet-v2-matched-frequency"]), 10_000),
-        *(Suite(name, (name, *folders), 10_000) for name, folders in _V2_FOLDERS.items()),
-        Suite("imagenet-a", ("imagenet-a",), 7_500),
-        Suite("imagenet-r", ("imagenet-r",), 30_000),
-        Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
-    )
-}
+_SUITES = (
+    Suite("imagenet", _IMAGENET_FOLDERS, 50_000),
+    Suite("real", _IMAGENET_FOLDERS, 50_000, multilabel=True),
+    Suite("imagenet-v2", ("imagenet-v2", *_V2_MATCHED), 10_000),
+    Suite("imagenet-v2-matched-frequency", ("imagenet-v2-matched-frequency", *_V2_MATCHED), 10_000),
+    Suite("imagenet-v2-threshold-0.7", ("imagenet-v2-threshold-0.7", *_V2_THRESHOLD), 10_000),
+    Suite("imagenet-v2-top-images", ("imagenet-v2-top-images", *_V2_TOP), 10_000),
+    Suite("imagenet-a", ("imagenet-a",), 7_500),
+    Suite("imagenet-r", ("imagenet-r",), 30_000),
+    Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
+)
+SUITES = {suite.name: suite for suite in _SUITES}
 NUM_CLASSES = 1000
 
 
@@ -142,17 +143,22 @@ def open_suites(
 
 def find_suites(wanted: Sequence[str], root: str | Path | None, form: str | None) -> dict[Location, list[Suite]]:
     """Find the folders of suites; imagenet and real share one. Raises: UserError if unknown, missing, or doubled."""
-    pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
-    folders = dict(pairs)
-    if len(folders) < len(pairs):
-        raise UserError("a suite is given twice; give each once")
+    folders: dict[str, str] = {}
+    for text in wanted:
+        for item in text.split(","):
+            name, _, folder = item.strip().partition("=")
+            if name in folders:
+                raise UserError("a suite is given twice; give each once")
+            folders[name] = folder
     validation = folders.get("imagenet") or folders.get("real", "")
     locations: dict[Location, list[Suite]] = {}
     for name, folder in folders.items():
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
-        shared = validation if name in ("imagenet", "real") else ""
-        locations.setdefault(SUITES[name].find(folder or shared, root, form), []).append(SUITES[name])
+        if name in ("imagenet", "real"):
+            folder = folder or validation
+        location = SUITES[name].find(folder, root, form)
+        locations.setdefault(location, []).append(SUITES[name])
     return locations
 
 
@@ -161,7 +167,8 @@ def open_located(locations: Mapping[Location, Sequence[Suite]], partial: bool = 
     test_sets = []
     for (path, form), suites in locations.items():
         source = open_source(form, "test", path)
-        test_sets.append(TestSet(source, [suite.scoring(source, path.as_posix(), partial) for suite in suites]))
+        scorings = [suite.scoring(source, path.as_posix(), partial) for suite in suites]
+        test_sets.append(TestSet(source, scorings))
     return test_sets
 
 
@@ -194,5 +201,7 @@ def evaluate_suites(
     [('imagenet', 1)]
     """
     check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
-    test_sets = open_suites([suites] if isinstance(suites, str) else suites, root, form, partial)
+    if isinstance(suites, str):
+        suites = [suites]
+    test_sets = open_suites(suites, root, form, partial)
     return run_sweep(model, test_sets, sweep or Sweep(), batch_size, workers)[0]

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 _PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
 _FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
 # Recipes by name: nested dicts of the fields that differ from their defaults.
-RECIPES: dict[str, dict[str, Any]] = {
-    name: fields for file in _FILES for name, fields in import_module(f"isomorph.lab.recipes.{file}").RECIPES.items()
-}
+RECIPES: dict[str, dict[str, Any]] = {}
+for _file in _FILES:
+    RECIPES |= import_module(f"isomorph.lab.recipes.{_file}").RECIPES
 
 # Options of other commands, and the recipe fields that they are.
-_OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
-_OTHER_NAMES |= {
+_OTHER_NAMES = {
+    "split": "data.split",
+    "size": "data.size",
+    "root": "data.root",
+    "classes": "data.classes",
+    "batch_size": "data.batch_size",
+    "workers": "data.workers",
     "weights": "model.weights",
     "arch": "model.name",
     "num_classes": "model.num_classes",
@@ -45,8 +50,11 @@ def recipe_values(name: str) -> dict[str, Any]:
     if path.is_file():
         raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
     completions = [known for known in RECIPES if known.startswith(name)]
-    close = list(dict.fromkeys((*difflib.get_close_matches(name, completions or RECIPES, n=3), *completions)))[:3]
-    hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
+    close = difflib.get_close_matches(name, completions or RECIPES, n=3)
+    names = list(dict.fromkeys([*close, *completions]))
+    hint = "; see `isomorph recipes`, or give a .yaml or .toml file"
+    if names:
+        hint = f"; did you mean {', '.join(names[:3])}?"
     raise UserError(f"there is no recipe {name!r}{hint}")
 
 

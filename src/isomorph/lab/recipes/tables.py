@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -85,10 +85,8 @@ def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
         rows = [replace(row, values={**row.values, "top1": None}) for row in rows]
     for column, value in fields.get("where", {}).items():
         rows = [row for row in rows if row.values[column] == value]
-    rows += [
-        TableRow(f"{recipe} (not in the paper)", {}, recipe, commands=commands_of(recipe))
-        for recipe in fields.get("controls", ())
-    ]
+    for recipe in fields.get("controls", ()):
+        rows.append(TableRow(f"{recipe} (not in the paper)", {}, recipe, commands=commands_of(recipe)))
     charts = fields.get("chart", [])
     if isinstance(charts, Mapping):
         charts = [charts]
@@ -98,20 +96,23 @@ def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
 def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
     label, steps, *cells = values
     by_column = dict(zip(columns, cells, strict=True))
-    if steps in ("-", "mean"):
-        return TableRow(str(label), by_column, recipe=None if steps == "-" else "mean")
-    each = steps.split(" > ")
-    evaluates = any(step.partition(" ")[0] in EVALUATIONS for step in each)
-    trained = [step for step in each if step in RECIPES]
-    training = [step for step in each if step not in ADDITIONS]
-    recipe = training[-1] if training[-1] in RECIPES else None
+    if steps == "-":
+        return TableRow(str(label), by_column)
+    if steps == "mean":
+        return TableRow(str(label), by_column, recipe="mean")
+    parts = steps.split(" > ")
+    training = [step for step in parts if step not in ADDITIONS]
     before = [step for step in training[:-1] if step in RECIPES]
+    evaluated = None
+    if any(step.partition(" ")[0] in EVALUATIONS for step in parts):
+        trained = [step for step in parts if step in RECIPES]
+        evaluated = trained[-1] if trained else parts[0]
     return TableRow(
         label=str(label),
         values=by_column,
-        recipe=recipe,
+        recipe=training[-1] if training[-1] in RECIPES else None,
         before=before[-1] if before else None,
-        evaluated=(trained or each)[-1 if trained else 0] if evaluates else None,
+        evaluated=evaluated,
         commands=commands_of(steps),
     )
 
@@ -151,13 +152,12 @@ def find_table(name: str) -> PublishedTable:
     for known, table in tables.items():
         if _normal(known) == wanted:
             return table
+    for paper in PAPERS.values():
+        if name.lower().startswith(paper.lower()):
+            numbers = [known.removeprefix(f"{paper} ") for known in tables if known.startswith(paper)]
+            given = name[len(paper) :].strip() or "such table"
+            raise UserError(f"{paper} has no {given!r} here; give one of {', '.join(numbers)}")
     close = difflib.get_close_matches(name, tables, n=3)
-    paper = next((known for known in PAPERS.values() if name.lower().startswith(known.lower())), "")
-    if paper:
-        numbers = [known.removeprefix(f"{paper} ") for known in tables if known.startswith(paper)]
-        raise UserError(
-            f"{paper} has no {name[len(paper) :].strip() or 'such table'!r} here; give one of {', '.join(numbers)}"
-        )
     hint = " or ".join(close or ["ConViT Table 2"])
     raise UserError(f"there is no table {name!r}; give a paper and its table, for example {hint}")
 
@@ -192,9 +192,11 @@ def table_with_evaluations(table: PublishedTable, evaluations: Sequence[Evaluati
     """Return a table whose rows have what was evaluated of their models, each at the row's size and ratio."""
     rows = []
     for row in table.rows:
-        own = [each for each in evaluations if _is_of(row, each)]
-        found = [RunResult(each.title, dict(each.measured), each.differs) for each in own]
-        rows.append(replace(row, runs=(*row.runs, *found)))
+        runs = list(row.runs)
+        for evaluation in evaluations:
+            if _is_of(row, evaluation):
+                runs.append(RunResult(evaluation.title, dict(evaluation.measured), evaluation.differs))
+        rows.append(replace(row, runs=tuple(runs)))
     return replace(table, rows=tuple(rows))
 
 
@@ -217,21 +219,20 @@ def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
     if named or own in RECIPES:
         return named
     source = log.recipe.get("source")
-    alike = [
-        i
-        for i, row in enumerate(table.rows)
-        if row.recipe in RECIPES and source and RECIPES[row.recipe].get("source") == source
-    ]
-    if not alike:
+    if not source:
         return []
-    distance: Callable[[int], int] = lambda i: count_differences(  # noqa: E731
-        log.recipe, load_recipe(str(table.rows[i].recipe))
-    )
-    return [min(alike, key=distance)]
+    differences = {}
+    for i, row in enumerate(table.rows):
+        if row.recipe in RECIPES and RECIPES[row.recipe].get("source") == source:
+            differences[i] = count_differences(log.recipe, load_recipe(row.recipe))
+    if not differences:
+        return []
+    return [min(differences, key=differences.__getitem__)]
 
 
 def _trained_epochs(log: RunLog) -> int:
-    return max((row["epoch"] for row in log.epochs if isinstance(row.get("epoch"), int)), default=0)
+    epochs = [row["epoch"] for row in log.epochs if isinstance(row.get("epoch"), int)]
+    return max(epochs, default=0)
 
 
 def _with_means(rows: Sequence[TableRow]) -> Iterator[TableRow]:
@@ -241,12 +242,10 @@ def _with_means(rows: Sequence[TableRow]) -> Iterator[TableRow]:
             yield row
             continue
         others = [other for other in rows if other.label == row.label and other is not row]
-        scores = [
-            result.measured["score"]
-            for other in others
-            for result in other.runs[:1]
-            if not result.differs and "score" in result.measured
-        ]
+        scores = []
+        for other in others:
+            if other.runs and not other.runs[0].differs and "score" in other.runs[0].measured:
+                scores.append(other.runs[0].measured["score"])
         runs: tuple[RunResult, ...] = ()
         if len(scores) == len(others):
             runs = (RunResult("mean", {"score": sum(scores) / len(scores)}),)
@@ -258,11 +257,12 @@ def published_rows(recipe: str) -> list[str]:
     lines = []
     for name in tables_of(recipe):
         for row in published_tables()[name].rows:
-            numbers = [
-                f"{COLUMNS[column]} {row.values[column]}"
-                for column in MEASURED
-                if row.recipe == recipe and row.values.get(column) is not None
-            ]
+            if row.recipe != recipe:
+                continue
+            numbers = []
+            for column in MEASURED:
+                if row.values.get(column) is not None:
+                    numbers.append(f"{COLUMNS[column]} {row.values[column]}")
             if numbers:
                 lines.append(f"{name}, {row.label}: {', '.join(numbers)}")
     return lines

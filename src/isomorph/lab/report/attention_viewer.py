@@ -283,7 +283,7 @@ def build_viewer(
     numbers = {id(maps): number for number, maps in enumerate(all_maps)}
     layers = []
     for name, of in pairs:
-        by_model = []
+        by_model: list[dict[str, Any] | None] = []
         for model, maps in zip(models, of, strict=True):
             if maps is None:
                 by_model.append(None)

@@ -322,7 +322,7 @@ class Scatter(Chart):
 
     def parts(self) -> dict[str, Any]:
         series = []
-        stops = []
+        stops: list[tuple[float, float]] = []
         for name, points in self.series.items():
             labelled = [(x, y, label) for label, (x, y) in points.items()]
             series.append(_series(name, [], labelled))

@@ -188,7 +188,7 @@ def _result_row(log: RunLog, keys: Sequence[str]) -> list[str]:
     recipe = str(log.recipe.get("name", "-"))
     trained = sum(row.get("epoch") != 0 for row in log.epochs)
     epochs = f"{trained} of {log.recipe.get('epochs', '?')}"
-    last = {}
+    last: dict[str, float] = {}
     seconds = 0.0
     for row in log.epochs:
         last |= {key: row[key] for key in keys if is_number(row.get(key))}
@@ -219,7 +219,7 @@ def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
     """Return the fields of a recipe by dotted name, as JSON text."""
     if not isinstance(values, Mapping) or not values:
         return {name: json.dumps(values)}
-    fields = {}
+    fields: dict[str, str] = {}
     for key, value in values.items():
         dotted = f"{name}.{key}" if name else str(key)
         fields |= flatten_recipe(value, dotted)

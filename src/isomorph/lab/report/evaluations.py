@@ -55,7 +55,10 @@ def read_evaluations(files: Sequence[Path]) -> list[Evaluation]:
 
     Raises: UserError for a file that cannot be read, or has no number for a column.
     """
-    return [found for path in files for found in _read_file(path)]
+    evaluations = []
+    for path in files:
+        evaluations += _read_file(path)
+    return evaluations
 
 
 def _read_file(path: Path) -> list[Evaluation]:
@@ -65,7 +68,8 @@ def _read_file(path: Path) -> list[Evaluation]:
         result = None
     if not isinstance(result, dict) or not isinstance(result.get("model"), str):
         raise UserError(f"{path} is not a result; write one with isomorph evaluate MODEL --suite imagenet --json")
-    rows = list(_robustness_rows(result) if "cells" in result else _suite_rows(result))
+    rows_of = _robustness_rows if "cells" in result else _suite_rows
+    rows = list(rows_of(result))
     if not rows:
         raise UserError(f"{path} has no result of a test suite; evaluate {result['model']} with --suite")
     model = result["model"].removesuffix(RANDOM)
@@ -83,19 +87,21 @@ def _suite_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             continue
         size = row["size"][0] if row.get("size") else None
         rfc = row.get("rfc")
-        found = points.setdefault((size, rfc), {"measured": {}, "size": size, "rfc": rfc, "differs": ""})
-        found["measured"]["rfc_top1" if rfc else column] = float(row["top1"])
+        if rfc:
+            column = "rfc_top1"
+        empty = {"measured": {}, "size": size, "rfc": rfc, "differs": ""}
+        point = points.setdefault((size, rfc), empty)
+        point["measured"][column] = float(row["top1"])
         images = SUITES[row["suite"]].scored_images
         if row.get("images", images) < images:
-            found["differs"] = f"{row['images']:,} of {images:,} images of {row['suite']}"
+            point["differs"] = f"{row['images']:,} of {images:,} images of {row['suite']}"
     yield from points.values()
 
 
 def _robustness_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if result.get("suite") != "imagenet-c" or not is_number(result.get("mean_top1")):
         return
-    if "mce" in result:
-        differs = ""
-    else:
+    differs = ""
+    if "mce" not in result:
         differs = f"{len(result['cells'])} cells of {result.get('images')} images"
     yield {"measured": {"imagenet_c": float(result["mean_top1"])}, "differs": differs}

@@ -16,17 +16,14 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.lab.report.attention_viewer import Viewer
 from isomorph.lab.report.charts import Chart
 
-_DRAWING = (
+# The files of the page's script, in the order in which they use each other.
+SCRIPTS = (
     "elements.js",
     "scales.js",
     "charts.js",
     "saving.js",
     "chart_view.js",
     "attention_maps.js",
-)
-# The files of the page's script, in the order in which they use each other.
-SCRIPTS = (
-    *_DRAWING,
     "differences.js",
     "canvas.js",
     "head_tile.js",
@@ -93,19 +90,28 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
     blobs: list[tuple[str, str]] = []
     contents = []
     for section in sections:
-        constants = [chart.constant_text() for chart in section.charts]
-        drawn = [chart.drawing() for chart, text in zip(section.charts, constants, strict=True) if not text]
+        constants = []
+        drawn = []
+        for chart in section.charts:
+            text = chart.constant_text()
+            if text:
+                constants.append(text)
+                continue
+            drawing = chart.drawing()
+            drawn.append({**drawing, "number": len(charts)})
+            charts.append(drawing)
         parts = {
-            "charts": [{**drawing, "number": len(charts) + i} for i, drawing in enumerate(drawn)],
+            "charts": drawn,
             "columns": 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS),
-            "constants": list(filter(None, constants)),
-            "viewer": section.viewer and {"number": len(viewers)},
+            "constants": constants,
         }
-        contents.append({**vars(section), **parts})
-        charts += drawn
         if section.viewer:
-            blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
+            number = len(viewers)
+            parts["viewer"] = {"number": number}
             viewers.append(section.viewer.data)
+            for name, text in section.viewer.blobs.items():
+                blobs.append((f"maps-{number}-{name}", text))
+        contents.append({**vars(section), **parts})
     script = "".join(_read_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(

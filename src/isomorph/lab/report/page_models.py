@@ -86,16 +86,19 @@ def unique_names(names: Sequence[str]) -> list[str]:
 def framing_text(config: Mapping[str, Any]) -> str:
     """Return a sentence on how images are resized and cropped, from a model's data config."""
     height, width = config["input_size"][-2:]
-    rows, columns = (math.floor(side / config["crop_pct"]) for side in (height, width))
-    resized = {
-        "squash": f"stretched to {rows} x {columns} px",
-        "border": f"resized to fit {rows} x {columns} px and padded",
-    }.get(config["crop_mode"], f"resized to cover {rows} x {columns} px")
-    if (rows, columns) == (height, width):
-        crop = ""
+    rows = math.floor(height / config["crop_pct"])
+    columns = math.floor(width / config["crop_pct"])
+    mode = config["crop_mode"]
+    if mode == "squash":
+        resized = f"stretched to {rows} x {columns} px"
+    elif mode == "border":
+        resized = f"resized to fit {rows} x {columns} px and padded"
     else:
+        resized = f"resized to cover {rows} x {columns} px"
+    crop = ""
+    if (rows, columns) != (height, width):
         crop = f", then cropped to its central {height} x {width} px"
-    if config["crop_mode"] == "center" and not crop:
+    elif mode == "center":
         crop = ", then cropped to its centre"
     return f"Each image is {resized} ({config['interpolation']}){crop}."
 
@@ -130,25 +133,34 @@ def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSE
     """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
     name = class_namer(model, logits.shape[1])
     shares, classes = logits.softmax(-1).topk(min(count, logits.shape[1]))
-    return [
-        ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))
-        for p, c in zip(shares.tolist(), classes.tolist(), strict=True)
-    ]
+    texts = []
+    for own_shares, own_classes in zip(shares.tolist(), classes.tolist(), strict=True):
+        likely = zip(own_shares, own_classes, strict=True)
+        words = [f"{name(label)} ({format_percent(share)})" for share, label in likely]
+        texts.append(", ".join(words))
+    return texts
 
 
 def register_count(model: Any) -> int:
     """Return how many of the tokens before the patches are registers, the last ones: timm's, or transformers'."""
-    return getattr(model, "num_reg_tokens", getattr(getattr(model, "config", None), "num_register_tokens", 0))
+    config = getattr(model, "config", None)
+    in_transformers = getattr(config, "num_register_tokens", 0)
+    return getattr(model, "num_reg_tokens", in_transformers)
 
 
 def model_history(model: PageModel) -> str:
     """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
-    base = record(model.model).base or {"name": spec_of(model.model).name or type(model.model).__name__}
+    base = record(model.model).base
+    if not base:
+        base = {"name": spec_of(model.model).name or type(model.model).__name__}
     lines = ["base: " + json.dumps(base, default=str)]
     for edit in edits(model.model):
-        names = ", ".join(edit.names[:6]) + f", ... ({len(edit.names)} in all)" * (len(edit.names) > 6)
+        names = ", ".join(edit.names[:6])
+        if len(edit.names) > 6:
+            names += f", ... ({len(edit.names)} in all)"
         lines.append(f"edit: {edit.rule} on {names}")
-    lines += ["edit: none"] * (len(lines) == 1)
+    if len(lines) == 1:
+        lines.append("edit: none")
     if model.recipe:
         lines.append("recipe: " + json.dumps(model.recipe, indent=2, default=str))
     return "\n".join(lines)

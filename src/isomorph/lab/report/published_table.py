@@ -1,6 +1,6 @@
 """A published table or figure: what the paper has next to what runs measured, as text and as charts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,9 +113,9 @@ class RunResult:
             latest["seconds"] = sum(seconds) / len(seconds)
         measured = {}
         for column in columns:
-            found = [latest[key] for key in MEASURED.get(column, ()) if key in latest]
-            if found:
-                measured[column] = float(found[0])
+            keys = [key for key in MEASURED.get(column, ()) if key in latest]
+            if keys:
+                measured[column] = float(latest[keys[0]])
         return cls(
             run=log.name,
             measured=measured,
@@ -126,6 +126,16 @@ class RunResult:
             loss=latest.get("loss"),
             images=log.test_images,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return run, numbers, difference, epochs and hours as plain values, for JSON."""
+        return {
+            "run": self.run,
+            "measured": dict(self.measured),
+            "differs": self.differs,
+            "epochs": self.epochs,
+            "hours": self.hours,
+        }
 
 
 @dataclass(frozen=True)
@@ -147,22 +157,12 @@ class TableRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain values, for JSON."""
-        runs = [
-            {
-                "run": result.run,
-                "measured": dict(result.measured),
-                "differs": result.differs,
-                "epochs": result.epochs,
-                "hours": result.hours,
-            }
-            for result in self.runs
-        ]
         return {
             "row": self.label,
             "recipe": self.recipe,
             "expected": dict(self.values),
             "commands": list(self.commands),
-            "runs": runs,
+            "runs": [result.as_dict() for result in self.runs],
         }
 
 
@@ -171,9 +171,16 @@ def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[li
 
     A run that differs from its row has no number under "measured"; its numbers stand next to what differs.
     """
-    shown = [column for column in columns if any(row.values.get(column) is not None for row in rows)]
-    results = [result for row in rows for result in row.runs]
-    measurable = [column for column in columns if any(column in result.measured for result in results)]
+    printed: set[str] = set()
+    measured: set[str] = set()
+    results: list[RunResult] = []
+    for row in rows:
+        printed.update(column for column, value in row.values.items() if value is not None)
+        results += row.runs
+    for result in results:
+        measured.update(result.measured)
+    shown = [column for column in columns if column in printed]
+    measurable = [column for column in columns if column in measured]
     head = ["row", *(COLUMNS[column] for column in shown)]
     if results:
         head += ["run", *(f"measured {COLUMNS[column]}" for column in measurable)]
@@ -192,16 +199,17 @@ def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[li
 
 def _result_cells(result: RunResult, measurable: Sequence[str]) -> list[str]:
     numbers = [_measured_text(result, column) for column in measurable]
-    if not result.differs:
-        own = [result.run, *numbers]
-        note = ""
-    else:
-        own = [result.run, *["-"] * len(numbers)]
-        titles = [COLUMNS[column].removesuffix(" (%)") for column in measurable]
-        named = zip(titles, numbers, strict=True)
-        values = [f"{title} {number}" for title, number in named if number != "-"]
-        note = f"{result.differs}: {', '.join(values)}" if values else result.differs
-    return [*own, str(result.epochs or "-"), f"{result.hours:.2f}", note]
+    note = result.differs
+    if note:
+        values = [
+            f"{COLUMNS[column].removesuffix(' (%)')} {number}"
+            for column, number in zip(measurable, numbers, strict=True)
+            if number != "-"
+        ]
+        if values:
+            note = f"{note}: {', '.join(values)}"
+        numbers = ["-"] * len(numbers)
+    return [result.run, *numbers, str(result.epochs or "-"), f"{result.hours:.2f}", note]
 
 
 def _measured_text(result: RunResult, column: str) -> str:
@@ -257,21 +265,25 @@ Points = dict[str, dict[str, tuple[float, float]]]
 
 def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) -> Points:
     """Return {series: {label: (x, y)}} of the rows that have both."""
-    found: Points = {}
+    points: Points = {}
     for row in rows:
         series = str(row.values.get(chart.get("by", ""), "rows"))
-        if not measured:
-            pairs = {row.label: (row.values.get(chart["x"]), row.values.get(chart["y"]))}
-        else:
-            pairs = {
-                result.run: (_measured_x(row, result, chart["x"]), result.measured.get(chart["y"]))
-                for result in row.runs
-                if not result.differs
-            }
-        for label, (x, y) in pairs.items():
+        for label, x, y in _candidates(row, chart, measured):
             if is_number(x) and is_number(y):
-                found.setdefault(series, {})[label] = (float(x), float(y))  # type: ignore[arg-type]
-    return found
+                points.setdefault(series, {})[label] = (float(x), float(y))
+    return points
+
+
+def _candidates(row: TableRow, chart: Mapping[str, str], measured: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield label, x and y of what the paper has for a row, or of what its runs measured."""
+    x = chart["x"]
+    y = chart["y"]
+    if not measured:
+        yield row.label, row.values.get(x), row.values.get(y)
+        return
+    for result in row.runs:
+        if not result.differs:
+            yield result.run, _measured_x(row, result, x), result.measured.get(y)
 
 
 def _measured_x(row: TableRow, result: RunResult, x: str) -> Any:

@@ -27,15 +27,18 @@ class RunLog:
     @property
     def best_top1(self) -> float | None:
         """The highest top-1 after an epoch, None where none was measured."""
-        measured = (row["top1"] for row in self.epochs if row.get("epoch") != 0 and is_number(row.get("top1")))
+        measured = []
+        for row in self.epochs:
+            if row.get("epoch") != 0 and is_number(row.get("top1")):
+                measured.append(row["top1"])
         return max(measured, default=None)
 
     @property
     def test_images(self) -> int | None:
         """The number of images of the last test, None where it was not logged."""
-        counted = [row["images"] for row in self.epochs if is_number(row.get("images")) and row["images"] > 0]
-        if counted:
-            return int(counted[-1])
+        for row in reversed(self.epochs):
+            if is_number(row.get("images")) and row["images"] > 0:
+                return int(row["images"])
         return None
 
 
@@ -49,10 +52,13 @@ def _parse(text: str) -> Any:
 def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
     try:
         lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
-    except OSError as error:
-        problems.append(f"no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name}: {error.strerror}")
+    except FileNotFoundError:
+        problems.append(f"no {path.name}")
         return []
-    rows = [row for line in lines if isinstance(row := _parse(line), dict)]
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return []
+    rows = [row for row in map(_parse, lines) if isinstance(row, dict)]
     if len(rows) < len(lines):
         problems.append(f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read")
     return rows
@@ -63,17 +69,26 @@ def _read_run(folder: Path) -> RunLog:
         what = "it is a file (isomorph analyze compares models)" if folder.exists() else "it does not exist"
         raise UserError(f"{folder} is not the folder of a run: {what}")
     problems = list[str]()
-    epochs, steps = (_read_jsonl(folder / name, problems) for name in ("log.jsonl", "steps.jsonl"))
-    monitored = folder / "monitor.jsonl"
-    path = folder / "recipe.json"
-    monitor = _read_jsonl(monitored, problems) if monitored.exists() else []
-    recipe = _parse(path.read_text(errors="replace")) if path.is_file() else None
-    if not isinstance(recipe, dict):
-        problems.append("recipe.json cannot be read" if path.is_file() else "no recipe.json")
+    epochs = _read_jsonl(folder / "log.jsonl", problems)
+    steps = _read_jsonl(folder / "steps.jsonl", problems)
+    monitor = []
+    if (folder / "monitor.jsonl").exists():
+        monitor = _read_jsonl(folder / "monitor.jsonl", problems)
+    recipe = _read_recipe(folder / "recipe.json", problems)
     if not (epochs or steps or recipe):
         raise UserError(f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json")
-    recipe = recipe if isinstance(recipe, dict) else {}
     return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
+
+
+def _read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        problems.append(f"no {path.name}")
+        return {}
+    recipe = _parse(path.read_text(errors="replace"))
+    if not isinstance(recipe, dict):
+        problems.append(f"{path.name} cannot be read")
+        return {}
+    return recipe
 
 
 def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
@@ -87,12 +102,20 @@ def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
 
     Raises: UserError for a path that is not the folder of a run, or is given twice.
     """
-    logs = [_read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
+    logs = []
+    for folder in folders:
+        if folder.name in ("", ".."):
+            logs.append(_read_run(folder.resolve()))
+        else:
+            logs.append(_read_run(folder))
     names = [log.name for log in logs]
-    unique = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
-    if len(set(unique)) < len(unique):
+    renamed = []
+    for log, folder in zip(logs, folders, strict=True):
+        name = log.name if names.count(log.name) == 1 else str(folder)
+        renamed.append(replace(log, name=name))
+    if len({log.name for log in renamed}) < len(renamed):
         raise UserError("a run is given twice; give each folder once")
-    return [replace(log, name=name) for name, log in zip(unique, logs, strict=True)]
+    return renamed
 
 
 class AccuracyPoint(NamedTuple):
@@ -112,10 +135,12 @@ def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
     """
     points = [_read_point(path) for path in files]
     names = [point.name for point in points]
-    return [
-        point if names.count(point.name) == 1 else point._replace(name=f"{point.name} ({path.stem})")
-        for point, path in zip(points, files, strict=True)
-    ]
+    unique = []
+    for point, path in zip(points, files, strict=True):
+        if names.count(point.name) > 1:
+            point = point._replace(name=f"{point.name} ({path.stem})")
+        unique.append(point)
+    return unique
 
 
 def _read_point(path: Path) -> AccuracyPoint:
@@ -124,11 +149,14 @@ def _read_point(path: Path) -> AccuracyPoint:
     except OSError as error:
         what = f"write it with isomorph evaluate MODEL --json > {path}"
         raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
-    if not isinstance(result, dict) or not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
+    values = result if isinstance(result, dict) else {}
+    if not isinstance(values.get("model"), str) or not is_number(values.get("top1")):
         raise UserError(f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set")
     missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
     if missing:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
-    name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")
+    name = short_name(result["model"])
+    if result.get("weights") == "random":
+        name += " (random weights)"
     data = str(result.get("data", "test set"))
     return AccuracyPoint(name, data, result["top1"], result["macs"], result["parameters"])

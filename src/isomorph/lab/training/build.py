@@ -46,7 +46,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     if part.head_std is not None and (part.is_own or part.name is None):
         raise UserError("model.head_std is for a model of timm that is given as model.name; leave it out")
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
-    arguments |= {"drop_path_rate": drop_path} if drop_path else {}
+    if drop_path:
+        arguments["drop_path_rate"] = drop_path
     start = ""
     if part.is_own:
         model, start = _open_own_model(part, drop_path)
@@ -64,7 +65,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         model = apply_surgery(model, part, recast_now)
     if part.weight_init and not (part.weights or part.pretrained):
         init_as_mae(model)
-    update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
+    messages = [message for message in (start, *notes(model)) if message]
+    update_record(model, start="; ".join(messages))
     return model
 
 
@@ -74,7 +76,9 @@ def start_classifiers(model: nn.Module, std: float) -> None:
 
     Raises: UserError for a model whose classifiers are not linear layers.
     """
-    heads = model.get_classifier() if hasattr(model, "get_classifier") else ()  # type: ignore[operator]
+    heads: Any = ()
+    if hasattr(model, "get_classifier"):
+        heads = model.get_classifier()  # type: ignore[operator]
     layers = [heads] if isinstance(heads, nn.Module) else list(heads)
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if not linear or len(linear) < len(layers):
@@ -102,7 +106,8 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     model = build_own(part.name, part.kwargs)
     if part.weights is None:
         return model, f"weights: those that {part.name} returns"
-    model = load(path := local_file(part.weights), base=model)
+    path = local_file(part.weights)
+    model = load(path, base=model)
     return model, describe_loaded_weights(model, path, ())
 
 
@@ -134,14 +139,20 @@ def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[
             ) from None
         form = " (of the recast model), whose gates and other start values replace those of model.recast"
         return model, describe_loaded_weights(model, path, new, form)
-    start = describe_loaded_weights(model, path, new, " (of the model before its recast)" if part.recast else "")
+    form = " (of the model before its recast)" if part.recast else ""
+    start = describe_loaded_weights(model, path, new, form)
     return apply_surgery(model, part, recast_now), start
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
-    loaded = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
-    named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
-    return f"weights: {loaded} tensors from {path}{form}" + (f"; new: {named}" if new else "")
+    """Return a message about the tensors that were loaded, and the new ones; `form` says of which form of the model."""
+    counted = [name for name in model.state_dict() if not name.endswith(".num_batches_tracked")]
+    text = f"weights: {len(counted) - len(new)} tensors from {path}{form}"
+    if new:
+        text += f"; new: {', '.join(new[:4])}"
+    if len(new) > 4:
+        text += f" and {len(new) - 4} more"
+    return text
 
 
 def apply_surgery(model: nn.Module, part: ModelPart, recast_now: bool = True) -> nn.Module:
@@ -176,13 +187,13 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     """Return input size, mean, std, interpolation and test crop: the model's, unless the recipe gives others."""
-    crops: dict[str, dict[str, Any]] = {
-        "center": {"crop_mode": "center"},
-        "whole": {"crop_mode": "squash", "crop_pct": 1.0},
-    }
-    crop = crops[recipe.data.test_crop] if recipe.data.test_crop else {}
+    crop: dict[str, Any] = {}
     if recipe.data.crop_pct:
-        crop = crops["center"] | {"crop_pct": recipe.data.crop_pct}
+        crop = {"crop_mode": "center", "crop_pct": recipe.data.crop_pct}
+    elif recipe.data.test_crop == "center":
+        crop = {"crop_mode": "center"}
+    elif recipe.data.test_crop == "whole":
+        crop = {"crop_mode": "squash", "crop_pct": 1.0}
     return training_config(model, recipe.data.size, crop)
 
 
@@ -193,15 +204,18 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
         train = open_stream(data.source, "train", data.root, data.images)
         len(train)  # raises if the number of images is neither known nor given
         return train, open_stream(data.source, "test", data.root, classes=len(train.classes))
-    source, test = (open_source(data.source, split, data.root, data.split) for split in ("train", "test"))
+    source = open_source(data.source, "train", data.root, data.split)
+    test = open_source(data.source, "test", data.root, data.split)
     if data.classes is not None:
         source = first_classes(source, data.classes)
         test = first_classes(test, data.classes)
     test = drawn_once(test, data.test_images)
     if data.fraction < 1:
-        source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        seed = recipe.seed if data.draw == "seeded" else None
+        source = class_fraction(source, data.fraction, seed)
     if recipe.token_labels and recipe.token_labels.maps:
-        source = LabelMapSource(source, recipe.token_labels.maps, recipe.model.num_classes or len(source.classes))
+        num_classes = recipe.model.num_classes or len(source.classes)
+        source = LabelMapSource(source, recipe.token_labels.maps, num_classes)
     return source, test
 
 
@@ -214,18 +228,19 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
     parts = recipe.scale.accumulate * runtime.world
     least = 2 * parts if recipe.augment.mixes else parts
     if data.batch_size % least:
-        raise UserError(
-            f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: processes "
-            f"{runtime.world}, scale.accumulate {recipe.scale.accumulate}" + ", pairs to mix" * recipe.augment.mixes
-        )
-    if data.batch_size <= len(train):
-        batch = data.batch_size
-    else:
+        why = f"processes {runtime.world}, scale.accumulate {recipe.scale.accumulate}"
+        if recipe.augment.mixes:
+            why += ", pairs to mix"
+        raise UserError(f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: {why}")
+    batch = data.batch_size
+    if batch > len(train):
         batch = len(train) // (2 * parts) * 2 * parts
     if not batch:
         raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
-    own = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
-    return BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats), BatchParts(own, parts)
+    order = BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats)
+    first = runtime.rank * recipe.scale.accumulate
+    own = range(first, first + recipe.scale.accumulate)
+    return order, BatchParts(own, parts)
 
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler) -> DataLoader[Any]:
@@ -233,7 +248,8 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, samp
     data = recipe.data
     options = augment.model_dump(include={"scale", "hflip", "auto_augment", "color_jitter"})
     options |= dict(ratio=(3 / 4, 4 / 3), re_prob=augment.erasing, re_mode="pixel")
-    transform = train_transform(config, augment.padding_at(*config["input_size"][-2:]), **options)
+    padding = augment.padding_at(*config["input_size"][-2:])
+    transform = train_transform(config, padding, **options)
     if isinstance(train, Stream):
         return stream_loader(train, transform, sampler, data.workers, data.unreadable)
     return train_loader(transformed(train, transform), sampler, data.workers, data.unreadable)

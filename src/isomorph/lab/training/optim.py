@@ -47,7 +47,7 @@ def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
 def _normalised_names(model: nn.Module) -> set[str]:
     """Return the names of the pyramid weights that a BatchNorm follows: their scale has no effect."""
     name_of = {module: name for name, module in model.named_modules()}
-    names = set()
+    names: set[str] = set()
     for module in model.modules():
         if isinstance(module, Pyramid):
             names.update(f"{name_of[layer]}.weight" for layer in module.scale_free_layers)
@@ -149,7 +149,7 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
 
 def _special_kinds(model: nn.Module, optim: OptimPart) -> dict[str, str]:
     """Return the kind of every parameter that has a group of its own, by name."""
-    kinds = {}
+    kinds: dict[str, str] = {}
     if optim.branch_lr:
         kinds |= dict.fromkeys(_normalised_names(model), "branches")
     gates, positions = _gating_names(model)

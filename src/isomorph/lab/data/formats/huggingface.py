@@ -84,7 +84,7 @@ class DatasetSplit:
 
         Shape: labels (columns, n)
         """
-        first, *others = (np.array([_number_or_none(label) for label in column]) for column in labels)
+        first, *others = map(_numbers_of, labels)
         for column, values in zip(self.more_labels, others, strict=True):
             own = self._numbered_as_first(column, values)
             wrong = np.flatnonzero((own >= 0) & (first >= 0) & (own != first))
@@ -120,7 +120,8 @@ class DatasetImages(Sequence[ImageLike]):
         return len(self.split.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.split.stored_image(self.split.dataset[range(len(self))[index]][self.split.image])
+        row = self.split.dataset[range(len(self))[index]]
+        return self.split.stored_image(row[self.split.image])
 
     def name(self, index: int) -> str:
         return f"image {index} of {self.split.title}"
@@ -148,26 +149,28 @@ def huggingface(split: str, root: Path) -> Source:
     Raises: UserError when the package, the network, the data set, its split or a column is missing, a class is not
     one of the training split's, or two columns of labels do not agree.
     """
-    found = open_dataset_split(split, root)
-    labels = _read_labels(found, found.label)
+    opened = open_dataset_split(split, root)
+    labels = _read_labels(opened, opened.label)
     if not len(labels):
-        raise UserError(f"{found.title} has no images")
-    classes, numbers = found.numbering()
+        raise UserError(f"{opened.title} has no images")
+    classes, numbers = opened.numbering()
     if not classes:
-        largest = max(_largest_label(each) for each in [found, *_other_splits(split, root)])
-        classes = tuple(number_classes(largest, found.title))
+        largest = max(map(_largest_label, [opened, *_other_splits(split, root)]))
+        classes = tuple(number_classes(largest, opened.title))
         numbers = np.arange(len(classes))
     if labels.min() < 0 or labels.max() >= len(numbers):
-        raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(numbers)} classes")
-    images = DatasetImages(found)
-    if found.more_labels:
-        columns = [_read_labels(found, column).tolist() for column in found.label_columns]
-        found.check_same_labels(columns, images.name)
+        raise UserError(f"{opened.title} has labels {labels.min()} to {labels.max()}, but {len(numbers)} classes")
+    images = DatasetImages(opened)
+    if opened.more_labels:
+        columns = [_read_labels(opened, column).tolist() for column in opened.label_columns]
+        opened.check_same_labels(columns, images.name)
     return Source(images, numbers[labels], classes)
 
 
 def _class_names(features: Any, column: str) -> list[str]:
-    names = getattr(features[column], "names", None) if features else None
+    if not features:
+        return []
+    names = getattr(features[column], "names", None)
     return [composed(name) for name in names or []]
 
 
@@ -181,8 +184,9 @@ def _largest_label(split: DatasetSplit) -> int:
     return int(_read_labels(split, split.label).max(initial=0))
 
 
-def _number_or_none(label: Any) -> int:
-    return label if isinstance(label, int) else -1
+def _numbers_of(labels: Sequence[Any]) -> np.ndarray:
+    """Return labels that are numbers, -1 for others."""
+    return np.array([label if isinstance(label, int) else -1 for label in labels])
 
 
 def _read_labels(split: DatasetSplit, column: str) -> np.ndarray:
@@ -201,41 +205,41 @@ def open_dataset_split(split: str, root: Path, streaming: bool = False) -> Datas
         _check_names_of_files(root)
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
-            first = next(
-                (row[candidate.label] for row in candidate.dataset.select_columns([candidate.label])),
-                None,
-            )
+            rows = candidate.dataset.select_columns([candidate.label])
+            row: dict[str, Any] = next(iter(rows), {})
+            first = row.get(candidate.label)
         if not isinstance(first, int) or first >= 0:
             return candidate
         unlabelled = candidate
     if unlabelled:
         raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
+    naming = ""
     if os.path.isdir(root):
         naming = f"; parquet files must be named like {SPLITS[split][0]}-00000.parquet"
-    else:
-        naming = ""
     raise UserError(f"{root.as_posix()} has no split {SPLIT_NAMES[split]}{naming}")
 
 
 def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     datasets = optional_module("datasets", "this source needs the package datasets", "data")
-    candidates = (_local_splits if os.path.isdir(root) else _hub_splits)(split, root, streaming)
-    for candidate in candidates:
+    find = _local_splits if os.path.isdir(root) else _hub_splits
+    for candidate in find(split, root, streaming):
         with explain_dataset_errors(candidate.title):
             columns = list(candidate.dataset.features or next(iter(candidate.dataset), {}))
-            image = next((name for name in _IMAGE_COLUMNS if name in columns), None)
+            images = [name for name in _IMAGE_COLUMNS if name in columns]
             labels = label_columns(columns)
-            if image is None or not labels:
+            if not images or not labels:
                 raise UserError(f"{candidate.title} has columns {', '.join(columns)}; it must have image and label")
-            undecoded = candidate.dataset.cast_column(image, datasets.Image(decode=False))
+            undecoded = candidate.dataset.cast_column(images[0], datasets.Image(decode=False))
         first, *others = labels
         more = tuple(name for name in others if _holds_numbers(candidate.dataset.features, name))
-        yield replace(candidate, dataset=undecoded, image=image, label=first, more_labels=more)
+        yield replace(candidate, dataset=undecoded, image=images[0], label=first, more_labels=more)
 
 
 def _holds_numbers(features: Any, column: str) -> bool:
-    kind = getattr(features[column], "dtype", None) if features else None
-    return str(kind).startswith(("int", "uint"))
+    if not features:
+        return False
+    dtype = getattr(features[column], "dtype", None)
+    return str(dtype).startswith(("int", "uint"))
 
 
 def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
@@ -247,21 +251,25 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
     with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
     training = _training_on_hub(name, splits)
-    for word in (path.name for path in named_for([Path(each) for each in splits], split)):
-        info = (splits[word].info.splits or {word: None})[word]
-        images = getattr(info, "num_examples", None) or None
-        yield DatasetSplit(f"the {word} split of {name}", splits[word], images, training)
+    for path in named_for(list(map(Path, splits)), split):
+        word = path.name
+        sizes = splits[word].info.splits
+        images = getattr(sizes[word], "num_examples", None) if sizes else None
+        yield DatasetSplit(f"the {word} split of {name}", splits[word], images or None, training)
 
 
 def _training_on_hub(name: str, splits: Mapping[str, Any]) -> TrainingClasses:
     named: list[Path] = []
     with suppress(UserError):  # several training splits, of which none is meant for certain
-        named = named_for([Path(each) for each in splits], "train")
-    for word in (path.name for path in named[:1]):
-        features = splits[word].features
-        for column in label_columns(features or ())[:1]:
-            return TrainingClasses(f"the {word} split of {name}", tuple(_class_names(features, column)))
-    return TrainingClasses()
+        named = named_for(list(map(Path, splits)), "train")
+    if not named:
+        return TrainingClasses()
+    word = named[0].name
+    features = splits[word].features
+    columns = label_columns(features or ())
+    if not columns:
+        return TrainingClasses()
+    return TrainingClasses(f"the {word} split of {name}", tuple(_class_names(features, columns[0])))
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:

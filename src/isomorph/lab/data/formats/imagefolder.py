@@ -43,11 +43,14 @@ def sort_by_class(
     if not last:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     loose = sum("/" not in name for name in names)
-    lost = Counter({"next to the classes": loose, "stored again later": len(names) - loose - len(last)})
+    again = len(names) - loose - len(last)
+    lost = Counter({"next to the classes": loose, "stored again later": again})
     report_left_out(top, left_out + lost)
     ordered = sorted(last, key=lambda name: (_class_of(name), name.replace("/", "\0")))
     label_of = {name: label for label, name in enumerate(classes)}
-    return np.array([last[name] for name in ordered]), np.array([label_of[_class_of(name)] for name in ordered])
+    indices = [last[name] for name in ordered]
+    labels = [label_of[_class_of(name)] for name in ordered]
+    return np.array(indices), np.array(labels)
 
 
 def _class_of(name: str) -> str:
@@ -71,15 +74,18 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     if test_fraction is not None:
         if tops["test"]:
             raise UserError(f"{root} has test images of its own, in {tops['test'].name}/; leave --split out")
-        return split_classes(_open_classes(train or root, train or root, trains=True), test_fraction)[split == "test"]
-    if any(tops.values()):
+        folder = train or root
+        training, testing = split_classes(_open_classes(folder, folder, trains=True), test_fraction)
+        return testing if split == "test" else training
+    has_splits = any(tops.values())
+    if has_splits:
         _report_outside(root)
-    if not top and (any(tops.values()) or split == "train"):
-        todo = "make one, or give --split 0.2 to test on a fifth of the images of each class"
-        raise UserError(
-            f"{root} has no folder {SPLIT_NAMES[split]} with one folder per class, for the {split} split"
-            + (f"; {todo}" if train or not tops["test"] else "")
-        )
+    if not top and (has_splits or split == "train"):
+        todo = ""
+        if train or not tops["test"]:
+            todo = "; make one, or give --split 0.2 to test on a fifth of the images of each class"
+        missing = f"{root} has no folder {SPLIT_NAMES[split]} with one folder per class, for the {split} split"
+        raise UserError(missing + todo)
     return _open_classes(top or root, train or top or root, trains=split == "train")
 
 
@@ -103,10 +109,10 @@ def find_splits(root: Path) -> dict[str, Path | None]:
     Raises: UserError for several folders of a split, or when names do not tell whether they are of splits or classes.
     """
     folders = [folder for folder in visible(root) if names_a_split(folder.name) and visible(folder)]
-    found = {split: _innermost_named(folders, split) for split in SPLITS}
+    splits = {split: _innermost_named(folders, split) for split in SPLITS}
     others = _folders_without_split(root) if folders else []
-    if not others or _share_a_class(found) or _is_extra_folder(folders, others):
-        return found
+    if not others or _share_a_class(splits) or _is_extra_folder(folders, others):
+        return splits
     if _are_classes(folders, others):
         return dict.fromkeys(SPLITS)
     raise ambiguous_split(root, f"{folders[0].name}/", f"{others[0].name}/")
@@ -174,7 +180,8 @@ def _open_classes(top: Path, train: Path, trains: bool) -> Source:
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
-    if trains and (empty := set(range(len(classes))) - set(labels.tolist())):
+    empty = set(range(len(classes))) - set(labels.tolist())
+    if trains and empty:
         raise UserError(f"{train / classes[min(empty)]} has no images; add some, or remove the folder")
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 

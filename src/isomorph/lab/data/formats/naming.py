@@ -16,26 +16,13 @@ from isomorph.terminal_tables import count_of
 
 # Those that torchvision's ImageFolder reads.
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
-_NOT_IMAGES = {
-    ".txt",
-    ".md",
-    ".cls",
-    ".csv",
-    ".json",
-    ".xml",
-    ".yaml",
-    ".yml",
-    ".html",
-    ".pdf",
-    ".db",
-    ".ini",
-    ".log",
-}
+_NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
 # The two splits, and the words that name them, alone or in a longer name; the first that exists is used.
 SPLITS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "val", "valid", "validation", "eval", "evaluation"),
 }
+_SPLIT_WORDS = {*SPLITS["train"], *SPLITS["test"]}
 SPLIT_NAMES = {"train": "train", "test": "test, val or validation"}
 MAX_UNNAMED_CLASSES = 1_000_000  # labels from this number on are taken for mistakes where no list names the classes
 
@@ -105,7 +92,7 @@ def split_words(name: str) -> list[str]:
     >>> [split_words(name) for name in ("imagenet-VAL-01", "TrainingSet", "interval")]
     [['val'], ['training'], []]
     """
-    return [word for word in _words(name) if any(word in known for known in SPLITS.values())]
+    return [word for word in _words(name) if word in _SPLIT_WORDS]
 
 
 def names_a_split(name: str) -> bool:
@@ -135,15 +122,22 @@ def ambiguous_split(root: Path, named: str, other: str) -> UserError:
 
 def named_for(paths: Collection[Path], split: str) -> list[Path]:
     """Return the files or folders named for a split, one per word. Raises: UserError for several of one word."""
-    found = []
+    chosen = []
     for word in SPLITS[split]:
         named = sorted(path for path in paths if split_words(path.stem) == [word])
-        exact = [path for path in named if path.stem == word] or [path for path in named if path.stem.lower() == word]
-        if len(exact or named) > 1:
-            several = ", ".join(path.name for path in exact or named)
+        named = _nearest_spelling(named, word)
+        if len(named) > 1:
+            several = ", ".join(path.name for path in named)
             raise UserError(f"{named[0].parent} has {several} for the {split} split; rename the one to use to {word}")
-        found += (exact or named)[:1]
-    return found
+        chosen += named
+    return chosen
+
+
+def _nearest_spelling(paths: list[Path], word: str) -> list[Path]:
+    """Return the paths whose name is the word; else those that are it in another case; else all."""
+    exact = [path for path in paths if path.stem == word]
+    in_any_case = [path for path in paths if path.stem.lower() == word]
+    return exact or in_any_case or paths
 
 
 def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
@@ -155,23 +149,39 @@ def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
         return []
     try:
         with os.scandir(folder) as entries:
-            named = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
-            wanted = [e for e in named if (e.is_dir() if suffix == "/" else e.name.endswith(suffix) and e.is_file())]
-            return sorted(Path(folder, entry.name) for entry in wanted)
+            return sorted(Path(folder, entry.name) for entry in entries if _is_visible(entry, suffix))
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from None
+
+
+def _is_visible(entry: os.DirEntry[str], suffix: str) -> bool:
+    if entry.name.startswith((".", "__MACOSX")):
+        return False
+    if suffix == "/":
+        return entry.is_dir()
+    return entry.name.endswith(suffix) and entry.is_file()
 
 
 def find_folder(root: Path, names: Iterable[str]) -> Path | None:
     """Return the first of these folders below a folder that exists, in any case; a name may have several parts."""
     for name in names:
-        found: Path | None = root
+        folder: Path | None = root
         for part in name.split("/"):
-            entries = {path.name: path for path in visible(found)} if found else {}
-            lower = {composed(each).lower(): path for each, path in reversed(entries.items())}
-            found = entries.get(part) or lower.get(part.lower())
-        if found:
-            return found
+            folder = _folder_inside(folder, part) if folder else None
+        if folder:
+            return folder
+    return None
+
+
+def _folder_inside(folder: Path, name: str) -> Path | None:
+    """Return the folder of a name, else the first of that name in another case or Unicode form."""
+    inside = visible(folder)
+    for path in inside:
+        if path.name == name:
+            return path
+    for path in inside:
+        if composed(path.name).lower() == name.lower():
+            return path
     return None
 
 
@@ -185,8 +195,9 @@ def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
     """Warn about files that are not read, by suffix or reason."""
     total = sum(left_out.values())
     if total:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
-        warnings.warn(f"{count_of(total, 'file')} in {where} left out ({kinds})", DataWarning, stacklevel=2)
+        most = Counter(left_out).most_common(5)
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in most if count)
+        warnings.warn(f"{count_of(total, 'file')} in {where} left out ({reasons})", DataWarning, stacklevel=2)
 
 
 def check_one_split(words: Mapping[Path, Sequence[str]]) -> None:

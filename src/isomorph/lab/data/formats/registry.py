@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,8 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
     """Return the format of a folder of images, and its path. Raises: UserError when there is no such folder."""
     path = Path(folder).expanduser()
     if not os.path.isdir(path):
-        close = get_close_matches(str(folder)[:200], [*SOURCES, *map(str, visible(path.parent))], n=1)
+        neighbours = map(str, visible(path.parent))
+        close = get_close_matches(str(folder)[:200], [*SOURCES, *neighbours], n=1)
         if close:
             hint = f"did you mean {close[0]}?"
         else:
@@ -90,16 +91,27 @@ def detect_format(path: Path) -> str:
     """Return the format of a folder by its content, or that of its folders of the test split."""
     inside = visible(path)
     folders = [path, *(folder for folder in inside if split_words(folder.name))]
-    if any(CLASS_NAME.fullmatch(each.name) for folder in folders for each in visible(folder)):
+    entries = [entry for folder in folders for entry in visible(folder)]
+    if any(CLASS_NAME.fullmatch(entry.name) for entry in entries):
         return "imagefolder"
-    tars = [each for folder in folders for each in visible(folder, ".tar")]
-    names = first_names(tars[0]) if tars else []
-    if not any(name.endswith((".cls", ".json")) for name in names):
-        in_classes = any("/" in name and is_image_name(name) for name in names)
-        if in_classes or any(each.parent != path or CLASS_NAME.fullmatch(each.stem) for each in tars):
-            return "tar"
-    if tars or (any(visible(folder, ".tar") for folder in inside) and not any(find_splits(path).values())):
+    tars = [tar for folder in folders for tar in visible(folder, ".tar")]
+    if tars and _are_tars_of_classes(tars, path):
+        return "tar"
+    if tars:
+        return "webdataset"
+    shards = any(visible(folder, ".tar") for folder in inside)
+    if shards and not any(find_splits(path).values()):
         return "webdataset"
     if any(visible(folder, ".parquet") for folder in [*folders, path / "data"]):
         return "huggingface"
     return "imagefolder"
+
+
+def _are_tars_of_classes(tars: Sequence[Path], path: Path) -> bool:
+    """Return True for tars that hold folders of classes, or one class each; False for shards of a webdataset."""
+    names = first_names(tars[0])
+    if any(name.endswith((".cls", ".json")) for name in names):
+        return False
+    if any("/" in name and is_image_name(name) for name in names):
+        return True
+    return any(file.parent != path or CLASS_NAME.fullmatch(file.stem) for file in tars)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -113,7 +113,8 @@ class TarImages(Sequence[ImageLike]):
     def __getitem__(self, index: Any) -> Any:
         size = int(self.sizes[index])
         offset = int(self.offsets[index])
-        data = os.pread(_open_tar(self.stamps[self._locate(index)[0]]).descriptor, size, offset)
+        number, _ = self._locate(index)
+        data = os.pread(_open_tar(self.stamps[number]).descriptor, size, offset)
         if len(data) != size:
             raise OSError(f"the file ends after {len(data)} of its {size} bytes")
         return data
@@ -122,10 +123,12 @@ class TarImages(Sequence[ImageLike]):
         """Return the number of an image's tar, and its index in the tar."""
         index = range(len(self))[index]
         number = int(np.searchsorted(self.ends, index, side="right"))
-        return number, index - (int(self.ends[number - 1]) if number else 0)
+        start = int(self.ends[number - 1]) if number else 0
+        return number, index - start
 
     def name(self, index: int) -> str:
-        return f"{self.stamps[self._locate(index)[0]].path}:{self.file_name(index)}"
+        number, member = self._locate(index)
+        return f"{self.stamps[number].path}:{self.names[number][member]}"
 
     def file_name(self, index: int) -> str:
         """Return the name of an image inside its tar."""
@@ -162,7 +165,7 @@ def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth
     if depth > _MAX_DEPTH:
         raise tarfile.ReadError(f"{prefix[:60]} is in more than {_MAX_DEPTH} tars inside each other")
     with tarfile.open(fileobj=file, mode="r:") as archive:
-        while (entry := archive.next()) is not None:
+        for entry in iter(archive.next, None):
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
             if is_image_name(entry.name) and (entry.islnk() or entry.issym()):
@@ -201,11 +204,17 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
         if label != _NO_LABEL:
             if len({member.name for member in members}) < len(members):
                 raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
-            images = [each for each in images if each.name.rpartition("/")[2].count(".") == 1][:1]
+            images = [image for image in images if _has_one_ending(image.name)][:1]
             others = [] if images else members
-        yield from (image._replace(label=label) for image in images)
+        for image in images:
+            yield image._replace(label=label)
         for member in others:
             count_left_out(member.name, left_out)
+
+
+def _has_one_ending(name: str) -> bool:
+    """True for key.jpg, False for key.mask.png."""
+    return name.rpartition("/")[2].count(".") == 1
 
 
 def _one_label(labels: set[int]) -> int:
@@ -264,28 +273,35 @@ def tar(split: str, root: Path) -> Source:
     archives = {name: _find_archives(root, name) for name in SPLITS}
     others = _tars_without_split(root) if any(archives.values()) else []
     train = archives["train"]
-    found = archives[split]
+    own = archives[split]
     _check_splits(root, train, archives["test"], others)
-    if not found:
+    if not own:
         raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
-    known = train or found
-    check_known_classes(found.path, found.classes, known.path, known.classes)
-    left_out = sum((index.left_out for index in found.indices), Counter[str]())
-    order, labels = sort_by_class(found.path, found.names, known.classes, left_out)
+    known = train or own
+    check_known_classes(own.path, own.classes, known.path, known.classes)
+    left_out = _sum_left_out(own.indices)
+    order, labels = sort_by_class(own.path, own.names, known.classes, left_out)
     if not len(order):
-        raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
-    return Source(ImageSubset(TarImages(found.indices), order), labels, known.classes)
+        raise UserError(f"{own.path} has no class folders with images; its members must be like cat/1.jpg")
+    return Source(ImageSubset(TarImages(own.indices), order), labels, known.classes)
+
+
+def _sum_left_out(indices: Sequence[TarIndex]) -> Counter[str]:
+    return sum((index.left_out for index in indices), Counter[str]())
 
 
 def _tars_without_split(root: Path) -> list[Path]:
     """Return the tars with images, and the folders of such tars, that are not named for one split."""
     entries = [*visible(root, ".tar"), *visible(root)]
     unnamed = [path for path in entries if not names_a_split(path.stem)]
-    return [path for path in unnamed if any(map(_starts_with_images, [*visible(path, ".tar"), path][:1]))]
+    return [path for path in unnamed if _starts_with_images(path)]
 
 
 def _starts_with_images(path: Path) -> bool:
-    return any(is_image_name(name) for name in first_names(path))
+    """True for a tar whose first members have images, or a folder whose first tar has."""
+    inside = visible(path, ".tar")
+    first = inside[0] if inside else path
+    return any(map(is_image_name, first_names(first)))
 
 
 def _check_splits(root: Path, train: "_Archives | None", test: "_Archives | None", others: Sequence[Path]) -> None:
@@ -318,8 +334,10 @@ class _Archives:
     def names(self) -> list[str]:
         if self.path in self.files:
             return _below_split(list(self.indices[0].names))
-        tars = zip(self.files, self.indices, strict=True)
-        return [f"{file.stem}/{name}" for file, index in tars for name in index.names]
+        names = []
+        for file, index in zip(self.files, self.indices, strict=True):
+            names += [f"{file.stem}/{name}" for name in index.names]
+        return names
 
     @cached_property
     def classes(self) -> list[str]:
@@ -343,8 +361,11 @@ def _find_archives(root: Path, split: str) -> _Archives | None:
     """Return the tar files of a split, by the first of its names; tars without classes (of test images) come last."""
     folders = [folder for folder in visible(root) if visible(folder, ".tar")]
     paths = [*named_for(visible(root, ".tar"), split), *named_for(folders, split)]
-    found = [_Archives(path) for path in paths]
-    return next((archives for archives in found if archives.classes), found[0] if found else None)
+    candidates = [_Archives(path) for path in paths]
+    for archives in candidates:
+        if archives.classes:
+            return archives
+    return candidates[0] if candidates else None
 
 
 def webdataset(split: str, root: Path) -> Source:
@@ -378,12 +399,12 @@ def webdataset(split: str, root: Path) -> Source:
     largest = int(labels.max())
     classes = _listed_classes(root / "classnames.txt")
     if not classes:
-        others = index_tars([path for name in SPLITS for path in shards[name]])
-        largest = max(int(other.numbers[2].max(initial=0)) for other in others)
+        everything = index_tars([*shards["train"], *shards["test"]])
+        largest = max(int(index.numbers[2].max(initial=0)) for index in everything)
         classes = number_classes(largest, root)
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
-    report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
+    report_left_out(root, _sum_left_out(indices))
     return Source(images, labels, classes)
 
 
@@ -406,18 +427,30 @@ def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    words = {path: [w for part in path.relative_to(root).parts for w in split_words(part)] for path in shards}
+    words = {}
+    for path in shards:
+        parts = path.relative_to(root).parts
+        words[path] = list(chain.from_iterable(map(split_words, parts)))
     if not any(words.values()):
         return {"train": [], "test": shards}
     check_one_split(words)
     report_unnamed(root, words)
-    named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
-    return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
+    by_split: dict[str, list[Path]] = {}
+    for split, known in SPLITS.items():
+        by_split[split] = []
+        for word in known:
+            named = [path for path in shards if word in words[path]]
+            if named:
+                by_split[split] = named
+                break
+    return by_split
 
 
 def _listed_classes(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
     try:
-        lines = path.read_text("utf-8-sig").split("\n") if path.is_file() else []
+        lines = path.read_text("utf-8-sig").split("\n")
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read {path} as text in UTF-8, a name per line ({first_line(error)})") from None
     return [composed(line.strip()) for line in lines if line.strip()]

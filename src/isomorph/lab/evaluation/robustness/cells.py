@@ -6,7 +6,7 @@ The file has a line that identifies the evaluation, which is compared with other
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,30 +43,25 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
 
     Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
     """
-    if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
+    limit = 1 if options.limit is None else options.limit
+    if options.batch_size < 1 or limit < 1 or options.workers < 0:
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     runtime = options.runtime
     severities = options.wanted()
     wanted = [(name, severity) for name in severities for severity in severities[name]]
     inputs = open_inputs(model, source, options)
     fitted = fit_to_size(model, inputs.size)
-    weights = weights_hash(model, *(tuple(inputs.config[key]) for key in ("mean", "std")))
-    identity = {
-        "model": options.name or type(model).__name__,
-        "weights": weights,
-        **inputs.identity(),
-    }
-    base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
-    if base:
-        differences = _differences(base.identity, identity)
-        if differences:
-            what = "measure both on the same images"
-            raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
-        if base.cells.keys().isdisjoint(wanted):
-            raise UserError(f"{options.baseline} has none of these cells; evaluate both with the same options")
+    weights = weights_hash(model, tuple(inputs.config["mean"]), tuple(inputs.config["std"]))
+    name_of_model = options.name or type(model).__name__
+    identity = {"model": name_of_model, "weights": weights, **inputs.identity()}
+    base = None
+    if options.baseline:
+        base = _read_baseline(options.baseline, identity, wanted)
     if options.workers:
         _limit_opencv_threads()
-    out = Path(options.out).expanduser() if options.out and runtime.is_main else None
+    out = None
+    if options.out and runtime.is_main:
+        out = Path(options.out).expanduser()
     file = CellFile(out, identity)
     cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
     resumed = sum(key in cells for key in wanted)
@@ -78,20 +73,39 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
                 finished = sum(key in cells for key in wanted)
                 options.progress(finished + done * (name != CLEAN), len(wanted), name)
 
-        for images in inputs.groups(name, left) if left else ():
+        if not left:
+            continue
+        for images in inputs.groups(name, left):
             measured = _measure_group(fitted, images, inputs, report)
             for severity, metrics in zip(images.severities, measured, strict=True):
                 cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
                 file.append(cells[name, severity])
-    found = {key: cells[key] for key in wanted if key in cells}
+    measured_cells = {key: cells[key] for key in wanted if key in cells}
     clean = cells.get((CLEAN, 0))
-    count = min(cell.get("images", 0) for cell in found.values())
-    result = {**identity, "images": count, "clean": clean, "cells": list(found.values())}
+    count = min(cell.get("images", 0) for cell in measured_cells.values())
     imagenet = inputs.num_classes == 1000 and inputs.size == PUBLISHED_SIZE
-    result |= robustness_summary(found, clean, imagenet) | {"resumed": resumed}
+    result = {
+        **identity,
+        "images": count,
+        "clean": clean,
+        "cells": list(measured_cells.values()),
+        **robustness_summary(measured_cells, clean, imagenet),
+        "resumed": resumed,
+    }
     if base:
-        result["against"] = compare_to_baseline(found, base.cells, base.identity["model"])
+        result["against"] = compare_to_baseline(measured_cells, base.cells, base.identity["model"])
     return result
+
+
+def _read_baseline(path: str | Path, identity: Mapping[str, Any], wanted: Sequence[tuple[str, int]]) -> "SavedResult":
+    base = read_result(Path(path).expanduser())
+    differences = _differences(base.identity, identity)
+    if differences:
+        what = "measure both on the same images"
+        raise UserError(f"{path} was measured on other images: {differences}; {what}")
+    if base.cells.keys().isdisjoint(wanted):
+        raise UserError(f"{path} has none of these cells; evaluate both with the same options")
+    return base
 
 
 def _measure_group(
@@ -102,12 +116,14 @@ def _measure_group(
 ) -> list[dict[str, float]]:
     options = inputs.options
     together = len(images.severities)
-    batches = batch_ranges(len(images), max(1, options.batch_size // together))[options.runtime.share]
+    size = max(1, options.batch_size // together)
+    batches = batch_ranges(len(images), size)[options.runtime.share]
     report(0)
     counts: list[PredictionCounts] = []
     loader = ordered_loader(images, batches, options.workers)
     for done, (logits, labels) in enumerate(_predict(model, loader, inputs.config), 1):
-        counts = counts or [PredictionCounts(logits.shape[-1]) for _ in images.severities]
+        if not counts:
+            counts = [PredictionCounts(logits.shape[-1]) for _ in images.severities]
         for own, own_logits in zip(counts, logits.unbind(1), strict=True):
             own.add(own_logits, labels)
         report(together * done / len(batches))
@@ -122,11 +138,13 @@ def _predict(model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any])
     Shape: (B, severities, 3, H, W) uint8 -> (B, severities, K), (B,)
     """
     like = first_float(model)
-    mean, std = (torch.tensor(config[key], device=like.device)[:, None, None] for key in ("mean", "std"))
+    mean = torch.tensor(config["mean"], device=like.device)[:, None, None]
+    std = torch.tensor(config["std"], device=like.device)[:, None, None]
     with eval_mode(model):
         for images, labels in loader:
             pixels = images.flatten(0, 1).to(like.device, non_blocking=True)  # (B * severities, 3, H, W)
-            logits = class_logits(model(((pixels / 255 - mean) / std).to(like.dtype)))
+            normalised = (pixels / 255 - mean) / std
+            logits = class_logits(model(normalised.to(like.dtype)))
             yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
 
 
@@ -142,15 +160,25 @@ def weights_hash(model: nn.Module, *more: Any) -> str:
     """Return a hash of a model's state (names, types, shapes, bytes), of its modules' numbers, and of more values."""
     digest = hashlib.sha256(repr(more).encode())
     for module in model.modules():
-        values = {name: each for name, each in vars(module).items() if name != "training" and not name.startswith("_")}
-        plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple)}
-        written = {name: text for name, each in plain.items() if " at 0x" not in (text := repr(each))}
-        digest.update(repr((type(module).__name__, sorted(written.items()))).encode())
+        digest.update(repr((type(module).__name__, _plain_values(module))).encode())
     for name, tensor in model.state_dict().items():
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy().data if values.numel() else b"")
+        if values.numel():
+            digest.update(values.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _plain_values(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the public numbers, strings and tuples of a module as text; without those that hold addresses."""
+    texts = {}
+    for name, value in vars(module).items():
+        if name == "training" or name.startswith("_") or not isinstance(value, int | float | str | tuple):
+            continue
+        text = repr(value)
+        if " at 0x" not in text:
+            texts[name] = text
+    return sorted(texts.items())
 
 
 class CellFile:
@@ -205,15 +233,15 @@ def read_result(path: Path) -> SavedResult:
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1
-        identity, *cells = [json.loads(line) for line in content[:complete].splitlines()]
-        if identity.pop("kind") != _KIND or not identity.keys() >= {
-            "model",
-            "weights",
-            *_IDENTITY_KEYS,
-        }:
+        identity, *lines = [json.loads(line) for line in content[:complete].splitlines()]
+        needed = {"model", "weights", *_IDENTITY_KEYS}
+        if identity.pop("kind") != _KIND or not identity.keys() >= needed:
             raise ValueError
-        parsed = {(cell["corruption"], int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in cells}
-        return SavedResult(identity, parsed, complete)
+        cells = {}
+        for cell in lines:
+            key = (cell["corruption"], int(cell["severity"]))
+            cells[key] = {**cell, "top1": float(cell["top1"])}
+        return SavedResult(identity, cells, complete)
     except OSError as error:
         raise UserError(f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}") from None
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -219,9 +219,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    named = {}
+    named: dict[int, str] = {}
     for category in categories:
-        number = category.get("id")
+        number: Any = category.get("id")
         if _is_id(number):
             named[number] = str(category.get("name") or number)
     if not named or len(named) < len(categories):

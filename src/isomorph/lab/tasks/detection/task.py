@@ -104,7 +104,8 @@ class GuidedDetector(nn.Module):
             return self.student(x)
         losses = self.student(x, targets, keep_maps=True)
         self.passes += 1
-        losses["maps"] = [adapt(each) for adapt, each in zip(self.adapt, losses["maps"], strict=True)]
+        levels = zip(self.adapt, losses["maps"], strict=True)
+        losses["maps"] = [adapt(level) for adapt, level in levels]
         return losses
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
@@ -130,8 +131,10 @@ class GuidedDetectionLoss(DetectionLoss):
 
     def __init__(self, student: Any, teacher: Any, device: torch.device, part: DetectionPart) -> None:
         check_teacher(student, teacher)
-        widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]
-        super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)
+        width = student.rpn.head.cls_logits.in_channels
+        teacher_width = teacher.rpn.head.cls_logits.in_channels
+        guided = GuidedDetector(student, width, teacher_width, len(teacher.strides))
+        super().__init__(guided, device)
         self.part = part
         self.teacher = FrozenTeacher(teacher, student.pretrained_cfg, teacher.pretrained_cfg, device)
 
@@ -143,10 +146,16 @@ class GuidedDetectionLoss(DetectionLoss):
             teacher = self.teacher.model
             theirs = list(teacher.pyramid_maps(self.teacher.images(input)).values())
             their_objectness = teacher.rpn.head(theirs)[0]
-        pairs = [guided_losses(*each) for each in zip(maps, objectness, theirs, their_objectness, strict=True)]
-        features, scores = zip(*pairs, strict=True)
-        passed = unwrap_model(self.trainable_module).passes - 1
-        share = (passed / self.part.ramp).clamp(max=1.0) if self.part.ramp else 1.0
+        features = []
+        scores = []
+        for level in zip(maps, objectness, theirs, their_objectness, strict=True):
+            of_features, of_objectness = guided_losses(*level)
+            features.append(of_features)
+            scores.append(of_objectness)
+        share: Any = 1.0
+        if self.part.ramp:
+            passed = unwrap_model(self.trainable_module).passes - 1
+            share = (passed / self.part.ramp).clamp(max=1.0)
         losses["loss_features"] = share * self.part.feature_weight * torch.stack(features).sum()
         losses["loss_teacher_objectness"] = share * self.part.objectness_weight * torch.stack(scores).sum()
         return {"loss": sum(losses.values()), **losses}
@@ -161,8 +170,10 @@ def guided_losses(
     """
     wanted = their_objectness.float().sigmoid()
     m = wanted.amax(1, keepdim=True)  # (B, 1, H, W)
-    features = (m * (theirs.float() - adapted.float()).square()).sum() / m.sum()
-    scores = (m * F.binary_cross_entropy_with_logits(objectness.float(), wanted, reduction="none")).sum() / m.sum()
+    squares = (theirs.float() - adapted.float()).square()
+    features = (m * squares).sum() / m.sum()
+    entropy = F.binary_cross_entropy_with_logits(objectness.float(), wanted, reduction="none")
+    scores = (m * entropy).sum() / m.sum()
     return features, scores
 
 
@@ -181,8 +192,13 @@ class Detection(Task):
     fields = DetectionPart
     sources = ("coco",)
     unused = (
-        *(*Task.unused, "monitor_every", "data.split", "data.classes", "data.test_crop"),
-        *("data.crop_pct", "data.images"),
+        *Task.unused,
+        "monitor_every",
+        "data.split",
+        "data.classes",
+        "data.test_crop",
+        "data.crop_pct",
+        "data.images",
     )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
 
@@ -200,7 +216,8 @@ class Detection(Task):
         check_same_categories(train, test)
         if not options.keep_empty:
             train = train.with_objects()
-        train = drawn_fraction(train, recipe.data.fraction, recipe.seed if recipe.data.draw == "seeded" else None)
+        seed = recipe.seed if recipe.data.draw == "seeded" else None
+        train = drawn_fraction(train, recipe.data.fraction, seed)
         test = drawn_once(test, recipe.data.test_images)
         test.with_objects()  # raises where there is nothing to find
         return train, test
@@ -211,8 +228,11 @@ class Detection(Task):
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         part = recipe.model
         if part.name == "mask_rcnn":
-            size = {"img_size": list(recipe.data.size)} if recipe.data.size else {}
-            part = part.model_copy(update={"kwargs": {**size, "masks": self.options.masks, **part.kwargs}})
+            kwargs: dict[str, Any] = {}
+            if recipe.data.size:
+                kwargs["img_size"] = list(recipe.data.size)
+            kwargs["masks"] = self.options.masks
+            part = part.model_copy(update={"kwargs": kwargs | part.kwargs})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
@@ -237,7 +257,8 @@ class Detection(Task):
             return getattr(module, "student", module)
 
         def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
-            return metric_rows(loader.dataset.source, collect_detections(student(module), loader, runtime))[0]
+            detections = collect_detections(student(module), loader, runtime)
+            return metric_rows(loader.dataset.source, detections)[0]
 
         options = self.options
         loss = DetectionLoss(model, device)
@@ -268,19 +289,22 @@ class Detection(Task):
     def loss_without_values(self, objective: Objective, inputs: Any, targets: Any) -> Tensor:
         """Return a sum of all outputs, with fixed boxes: which boxes are proposed depends on values."""
         outputs = objective.loss_module.get_trainable_module()(inputs)
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
-        return torch.stack([each.float().mean() for each in tensors]).sum()
+        means = []
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor):
+                means.append(output.float().mean())
+        return torch.stack(means).sum()
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
         given = options.data
         own = self.options
-        if given is not None and given.endswith(".json"):
-            source = self._open(Path(given).parent, "test", Path(given).name, None)
-        elif given is None or given in self.sources:
+        if given is None or given in self.sources:
             source = self._open(data_root(options.root), "test", own.test, own.test_images)
+        elif given.endswith(".json"):
+            source = self._open(Path(given).parent, "test", Path(given).name, None)
+        elif not Path(given).is_dir():
+            raise UserError(f"{given} is neither a folder nor an annotation file that ends in .json")
         else:
-            if not Path(given).is_dir():
-                raise UserError(f"{given} is neither a folder nor an annotation file that ends in .json")
             if own.test is None:
                 find_annotations(Path(given), "test", "give such a folder, or the annotation file itself")
             source = self._open(Path(given), "test", own.test, own.test_images)

@@ -4,7 +4,6 @@ Features, distances, precision and recall are torch-fidelity's.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -60,9 +59,14 @@ class InceptionFeatures(nn.Module):
                 raise UserError(f"--weights {weights} {what}") from None
         elif not cached.is_file() and not is_reachable(inception.URL_INCEPTION_V3):
             raise UserError(NO_INCEPTION)
-        build = partial(inception.FeatureExtractorInceptionV3, "inception-v3-compat", ["2048"], verbose=False)
+        path = None if weights is None else str(weights)
         try:
-            self.inception = build(feature_extractor_weights_path=None if weights is None else str(weights))
+            self.inception = inception.FeatureExtractorInceptionV3(
+                "inception-v3-compat",
+                ["2048"],
+                feature_extractor_weights_path=path,
+                verbose=False,
+            )
         except Exception as error:
             if weights is None and is_connection_error(error):
                 raise UserError(NO_INCEPTION) from None
@@ -115,7 +119,11 @@ def open_extractor(features: str, weights: Path | None, device: torch.device) ->
 
     Raises: UserError without torch-fidelity, or when the weights are missing, damaged or cannot be downloaded.
     """
-    network = InceptionFeatures(weights) if features == INCEPTION else PooledFeatures(open_model(features, weights))
+    network: nn.Module
+    if features == INCEPTION:
+        network = InceptionFeatures(weights)
+    else:
+        network = PooledFeatures(open_model(features, weights))
     return Extractor(features, network.requires_grad_(False).eval().to(device))
 
 
@@ -130,34 +138,44 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
     Source: Heusel et al. (2017); Binkowski et al. (2018); Kynkaanniemi et al. (2019)
     Raises: UserError without torch-fidelity, or for fewer than 5 images; NotFinite for NaN or infinite features.
     """
-    fid, kid, prc = (_fidelity(f"metric_{name}") for name in ("fid", "kid", "prc"))
-    if min(len(generated), len(real)) < MIN_IMAGES:
-        raise UserError(f"{min(len(generated), len(real))} images are too few to compare; give at least {MIN_IMAGES}")
+    fid = _fidelity("metric_fid")
+    kid = _fidelity("metric_kid")
+    prc = _fidelity("metric_prc")
+    fewest = min(len(generated), len(real))
+    if fewest < MIN_IMAGES:
+        raise UserError(f"{fewest} images are too few to compare; give at least {MIN_IMAGES}")
     require_finite((generated, real))
-    statistics = [fid.fid_features_to_statistics(each) for each in (generated, real)]
-    subset = min(_KERNEL_IMAGES, len(generated), len(real))
-    found = fid.fid_statistics_to_metric(*statistics, verbose=False)
-    found |= kid.kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
-    found |= prc.prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
-    own = features == INCEPTION
-    frechet, kernel = ("fid", "kid") if own else ("frechet_distance", "kernel_distance")
-    return {
-        **({} if own else {"features": features}),
-        frechet: found["frechet_inception_distance"],
-        kernel: found["kernel_inception_distance_mean"],
-        f"{kernel}_std": found["kernel_inception_distance_std"],
-        "precision": found["precision"],
-        "recall": found["recall"],
-        "images": len(generated),
-        "real_images": len(real),
-    }
+    statistics = [fid.fid_features_to_statistics(features_of) for features_of in (generated, real)]
+    frechet = fid.fid_statistics_to_metric(*statistics, verbose=False)
+    subset = min(_KERNEL_IMAGES, fewest)
+    kernel = kid.kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
+    overlap = prc.prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
+
+    distances: dict[str, Any] = {}
+    frechet_name = "fid"
+    kernel_name = "kid"
+    if features != INCEPTION:
+        distances["features"] = features
+        frechet_name = "frechet_distance"
+        kernel_name = "kernel_distance"
+    distances[frechet_name] = frechet["frechet_inception_distance"]
+    distances[kernel_name] = kernel["kernel_inception_distance_mean"]
+    distances[f"{kernel_name}_std"] = kernel["kernel_inception_distance_std"]
+    distances["precision"] = overlap["precision"]
+    distances["recall"] = overlap["recall"]
+    distances["images"] = len(generated)
+    distances["real_images"] = len(real)
+    return distances
 
 
 def open_folder(folder: Path) -> Source:
     """Open the images of a folder and the folders in it, in their order. Raises: UserError when there are none."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    paths = sorted(path for path in folder.rglob("*") if is_image_name(path.name) and not path.name.startswith("."))
+    paths = []
+    for path in sorted(folder.rglob("*")):
+        if is_image_name(path.name) and not path.name.startswith("."):
+            paths.append(path)
     if not paths:
         raise UserError(f"no images in {folder}; give a folder of PNGs, as `isomorph sample --out FOLDER` writes it")
     images = ImageFiles(folder, (path.relative_to(folder).as_posix() for path in paths))
@@ -174,9 +192,17 @@ def open_real_images(
 
     Raises: UserError when there are none.
     """
-    if data in SOURCES or any(find_splits(Path(data)).values()) or locate_folder(data)[0] != "imagefolder":
-        return spaced_images(open_source(data, split, root), max_images)
-    return spaced_images(open_folder(Path(data)), max_images)
+    if _has_splits(data):
+        source = open_source(data, split, root)
+    else:
+        source = open_folder(Path(data))
+    return spaced_images(source, max_images)
+
+
+def _has_splits(data: str) -> bool:
+    if data in SOURCES or any(find_splits(Path(data)).values()):
+        return True
+    return locate_folder(data)[0] != "imagefolder"
 
 
 def _batches(
@@ -186,19 +212,28 @@ def _batches(
 
     Raises: UserError for images of another size, if it is to be `exact`.
     """
-    config = dict(input_size=(3, *size), crop_pct=1.0, crop_mode="center", interpolation="bilinear")
-    crop = eval_transform({**config, "mean": (0.0,) * 3, "std": (1.0,) * 3})
+    crop = eval_transform(
+        dict(
+            input_size=(3, *size),
+            crop_pct=1.0,
+            crop_mode="center",
+            interpolation="bilinear",
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+        )
+    )
     batches = batch_ranges(len(source), batch_size)
     for done, numbers in enumerate(batches, 1):
-        images = [source.image(i) for i in numbers]
-        for number, image in zip(numbers, images, strict=True) if exact else ():
-            if image.size[::-1] != size:
-                (height, width) = size
-                (own_height, own_width) = image.size[::-1]
+        images = []
+        for number in numbers:
+            image = source.image(number)
+            if exact and image.size[::-1] != size:
+                height, width = size
                 paths = cast(Any, source.images)
-                what = f"is {own_height} x {own_width}, and {paths[0]} is {height} x {width}"
+                what = f"is {image.height} x {image.width}, and {paths[0]} is {height} x {width}"
                 raise UserError(f"{paths[number]} {what}; give images of one size")
-        yield torch.stack([(crop(image) * 255).round().to(torch.uint8) for image in images])
+            images.append((crop(image) * 255).round().to(torch.uint8))
+        yield torch.stack(images)
         progress(done, len(batches))
 
 
@@ -213,11 +248,16 @@ def compare_folder(
 
     Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite.
     """
-    own = open_folder(folder)
-    features = []
-    width, height = own.image(0).size
-    for source, title in ((own, "generated images"), (real, "real images")):
-        report = partial(lambda title, done, total: progress(done, total, title), title)
-        features.append(extractor.extract(_batches(source, (height, width), batch_size, report, source is own)))
-    generated, others = features
-    return image_distances(generated, others, extractor.name)
+    generated = open_folder(folder)
+    width, height = generated.image(0).size
+
+    def features_of(source: Source, title: str) -> Tensor:
+        def report(done: int, total: int) -> None:
+            progress(done, total, title)
+
+        batches = _batches(source, (height, width), batch_size, report, exact=source is generated)
+        return extractor.extract(batches)
+
+    own = features_of(generated, "generated images")
+    others = features_of(real, "real images")
+    return image_distances(own, others, extractor.name)

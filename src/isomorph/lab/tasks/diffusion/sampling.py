@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -77,13 +77,17 @@ def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
         raise
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"the network does not take images of {'x'.join(map(str, size))}: {reason}") from None
+        sides = "x".join(map(str, size))
+        raise UserError(f"the network does not take images of {sides}: {reason}") from None
 
 
 def noise_schedule(model: nn.Module) -> NoiseSchedule:
     """Return the noise schedule that a network was trained with; the published one for a network of another program."""
     recorded = task_record(model)
-    betas = {name: float(recorded[name]) for name in ("beta_start", "beta_end") if name in recorded}
+    betas = {}
+    for name in ("beta_start", "beta_end"):
+        if name in recorded:
+            betas[name] = float(recorded[name])
     return NoiseSchedule(int(model.time_steps), **betas)  # type: ignore[arg-type]
 
 
@@ -125,9 +129,12 @@ def sample(
     schedule = noise_schedule(model)
     steps = check_steps(sampler, steps, schedule.time_steps)
     height, width = size or model.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
-    with eval_mode(model):
-        net = fuse(model, norms=False) if fusible_modules(model) else model
-    shape, batches = (int(model.in_chans), height, width), []  # type: ignore[arg-type]
+    net = model
+    if fusible_modules(model):
+        with eval_mode(model):
+            net = fuse(model, norms=False)
+    shape = (int(model.in_chans), height, width)  # type: ignore[arg-type]
+    batches = []
     passes = count(1)
     total = -(-images // batch_size) * steps
     with eval_mode(net):
@@ -142,7 +149,8 @@ def sample(
                 seed,
                 lambda: progress(next(passes), total),
             )
-            batches.append(((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
+            levels = (x.float().clamp(-1, 1) + 1) * 127.5
+            batches.append(levels.round().to(torch.uint8).cpu())
     return torch.cat(batches)
 
 
@@ -150,10 +158,10 @@ def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
     """Return the number of steps of a sampler. Raises: UserError for an unknown sampler, or another number of steps."""
     if sampler not in get_args(Sampler):
         raise UserError(f"the sampler {sampler!r} is unknown; choose {' or '.join(get_args(Sampler))}")
-    if steps is not None:
-        steps = steps
-    else:
-        steps = time_steps if sampler == "ancestral" else min(DDIM_STEPS, time_steps)
+    if steps is None:
+        steps = time_steps
+        if sampler == "ddim":
+            steps = min(DDIM_STEPS, time_steps)
     if not 2 <= steps <= time_steps:
         raise UserError(f"{steps:,} steps are out of range; the model takes 2 to {time_steps:,}")
     return steps
@@ -204,12 +212,17 @@ def denoise(
     """Return images of these numbers, from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W). Raises: NotFinite."""
     parameter = next(net.parameters())
     times = spaced_times(schedule.time_steps, steps)
-    generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
-    x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
+    generators = []
+    first = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(derive_seed("sample", seed, number))
+        generators.append(generator)
+        first.append(torch.randn(shape, generator=generator))
+    x = torch.stack(first).to(parameter)
     signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
-    for t, *now_then in zip(times, signal[:-1], signal[1:], strict=True):
+    for t, (now, then) in zip(times, pairwise(signal), strict=True):
         noise = net(x, torch.full((len(x),), t, device=x.device))
-        x = next_images(x, noise, tuple(now_then), sampler, generators)
+        x = next_images(x, noise, (now, then), sampler, generators)
         after_step()
     require_finite(x)
     return x
@@ -217,7 +230,8 @@ def denoise(
 
 def write_grid(images: Tensor, path: Path) -> None:
     """Write images as one PNG, in rows of a square. Shape: (N, C, H, W) uint8. Raises: UserError when it cannot."""
-    grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=2, pad_value=255)  # (3, H, W)
+    columns = math.ceil(math.sqrt(len(images)))
+    grid = make_grid(images, nrow=columns, padding=2, pad_value=255)  # (3, H, W)
     write_atomically(path, lambda file: to_pil_image(grid).save(file, format="PNG"))
 
 

@@ -68,10 +68,8 @@ class DenoisingLoss(LossModule):
         t = torch.randint(self.schedule.time_steps, (len(input),), device=input.device)
         noise = torch.randn_like(input)
         predicted = self.trainable_module(self.schedule.add_noise(input, noise, t), t)
-        return {
-            "loss": squared_errors(predicted, noise).sum() * self.parts / 1000,
-            "output": predicted,
-        }
+        loss = squared_errors(predicted, noise).sum() * self.parts / 1000
+        return {"loss": loss, "output": predicted}
 
 
 def squared_errors(predicted: Tensor, noise: Tensor) -> Tensor:
@@ -98,12 +96,9 @@ def denoising_errors(
     with eval_mode(model):
         for images, labels in loader:
             images = images.to(runtime.device)
-            t, noise = _draw(
-                images.shape,
-                range(index, index + len(images) * runtime.world, runtime.world),
-                schedule,
-            )
-            index += len(images) * runtime.world
+            end = index + len(images) * runtime.world
+            t, noise = _draw(images.shape, range(index, end, runtime.world), schedule)
+            index = end
             t = t.to(images.device)
             noise = noise.to(images)
             with runtime.autocast():
@@ -111,7 +106,8 @@ def denoising_errors(
             require_finite(predicted)
             errors = squared_errors(predicted, noise) / images[0].numel()
             counted = labels >= 0
-            interval = (t.cpu() * INTERVALS // schedule.time_steps)[counted]
+            interval = t.cpu() * INTERVALS // schedule.time_steps
+            interval = interval[counted]
             sums[:, 0].index_add_(0, interval, errors.double().cpu()[counted])
             sums[:, 1] += torch.bincount(interval, minlength=INTERVALS)
     return torch.stack(runtime.gather(sums)).sum(0)
@@ -134,13 +130,14 @@ def mean_error(sums: Tensor) -> dict[str, Any]:
 
 
 def errors_by_time(sums: Tensor, time_steps: int) -> list[dict[str, Any]]:
-    edges = [-(-i * time_steps // INTERVALS) for i in range(INTERVALS + 1)]
-    named = zip(edges, edges[1:], sums.tolist(), strict=False)
-    return [
-        {"time steps": f"{first} to {end - 1}", "denoising": total / images, "images": int(images)}
-        for first, end, (total, images) in named
-        if images
-    ]
+    rows: list[dict[str, Any]] = []
+    for interval, (total, images) in enumerate(sums.tolist()):
+        if images:
+            first = -(-interval * time_steps // INTERVALS)
+            end = -(-(interval + 1) * time_steps // INTERVALS)
+            row = {"time steps": f"{first} to {end - 1}", "denoising": total / images, "images": int(images)}
+            rows.append(row)
+    return rows
 
 
 class Diffusion(Task):
@@ -150,22 +147,20 @@ class Diffusion(Task):
     sources = tuple(SOURCES)
     unused = (
         *(f"augment.{name}" for name in AugmentPart.model_fields if name != "hflip"),
-        *(
-            "loss",
-            "distill",
-            "token_labels",
-            "map_similarity",
-            "mask",
-            "model.num_classes",
-            "monitor_every",
-        ),
+        "loss",
+        "distill",
+        "token_labels",
+        "map_similarity",
+        "mask",
+        "model.num_classes",
+        "monitor_every",
     )
     printed = {"denoising": ".5f"}
     test_loader: Any = staticmethod(build_test_loader)
 
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
-        train, test = (with_changes(source, classes=()) for source in open_sources(recipe))
-        return train, test
+        train, test = open_sources(recipe)
+        return with_changes(train, classes=()), with_changes(test, classes=())
 
     def build_model(self, recipe: Recipe, train: Source, recast_now: bool) -> nn.Module:
         return build_model(recipe.model, 0, recipe.drop_path, recast_now)
@@ -186,12 +181,15 @@ class Diffusion(Task):
         return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        schedule = NoiseSchedule(int(model.time_steps), self.options.beta_start, self.options.beta_end)  # type: ignore[arg-type]
+        time_steps = int(model.time_steps)  # type: ignore[arg-type]
+        schedule = NoiseSchedule(time_steps, self.options.beta_start, self.options.beta_end)
 
         def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-            return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
+            sums = denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime)
+            return mean_error(sums)
 
-        loss = DenoisingLoss(model, schedule, recipe.scale.accumulate * torchrun_place()[1], device)
+        _, processes, _ = torchrun_place()
+        loss = DenoisingLoss(model, schedule, recipe.scale.accumulate * processes, device)
         return Objective(loss, measure, lambda metrics: -metrics["denoising"])
 
     def synthetic_data(self, recipe: Recipe) -> SyntheticData:

@@ -69,45 +69,84 @@ _THREE = ("entailment", "neutral", "contradiction")
 _TWO_SCORES = ("accuracy", "f1")
 
 # The eight tasks of the paper's table, by name; WNLI is left out, as usual.
-GLUE: dict[str, GlueData] = {
-    "cola": GlueData(
-        "CoLA",
-        (3,),
-        1,
-        _BINARY,
-        ("unacceptable", "acceptable"),
-        ("matthews", "accuracy"),
-        ("sentence",),
-    ),
-    "sst2": GlueData("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
-    "mrpc": GlueData("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _PARAPHRASE, _TWO_SCORES, _PAIR),
-    "stsb": GlueData("STS-B", _PAIR, "score", (), ("similarity",), ("spearman", "pearson")),
-    "qqp": GlueData(
-        "QQP",
-        ("question1", "question2"),
-        "is_duplicate",
-        _BINARY,
-        _PARAPHRASE,
-        _TWO_SCORES,
-        tolerant=True,
-    ),
-    "mnli": GlueData(
-        "MNLI",
-        _PAIR,
-        "gold_label",
-        _THREE,
-        _THREE,
-        hub_texts=("premise", "hypothesis"),
-        test="dev_matched",
-    ),
-    "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
-    "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
-}
+GLUE: dict[str, GlueData] = {}
+GLUE["cola"] = GlueData(
+    folder="CoLA",
+    texts=(3,),
+    label=1,
+    labels=_BINARY,
+    classes=("unacceptable", "acceptable"),
+    metrics=("matthews", "accuracy"),
+    hub_texts=("sentence",),
+)
+GLUE["sst2"] = GlueData(
+    folder="SST-2",
+    texts=("sentence",),
+    label="label",
+    labels=_BINARY,
+    classes=("negative", "positive"),
+)
+GLUE["mrpc"] = GlueData(
+    folder="MRPC",
+    texts=("#1 String", "#2 String"),
+    label="Quality",
+    labels=_BINARY,
+    classes=_PARAPHRASE,
+    metrics=_TWO_SCORES,
+    hub_texts=_PAIR,
+)
+GLUE["stsb"] = GlueData(
+    folder="STS-B",
+    texts=_PAIR,
+    label="score",
+    classes=("similarity",),
+    metrics=("spearman", "pearson"),
+)
+GLUE["qqp"] = GlueData(
+    folder="QQP",
+    texts=("question1", "question2"),
+    label="is_duplicate",
+    labels=_BINARY,
+    classes=_PARAPHRASE,
+    metrics=_TWO_SCORES,
+    tolerant=True,
+)
+GLUE["mnli"] = GlueData(
+    folder="MNLI",
+    texts=_PAIR,
+    label="gold_label",
+    labels=_THREE,
+    classes=_THREE,
+    hub_texts=("premise", "hypothesis"),
+    test="dev_matched",
+)
+GLUE["qnli"] = GlueData(
+    folder="QNLI",
+    texts=("question", "sentence"),
+    label="label",
+    labels=_ENTAILMENT,
+    classes=_ENTAILMENT,
+)
+GLUE["rte"] = GlueData(
+    folder="RTE",
+    texts=_PAIR,
+    label="label",
+    labels=_ENTAILMENT,
+    classes=_ENTAILMENT,
+)
 
 
 # Training examples, for dry runs.
-TRAINING_SENTENCES = {"cola": 8551, "sst2": 67_349, "mrpc": 3668, "stsb": 5749}
-TRAINING_SENTENCES |= {"qqp": 363_846, "mnli": 392_702, "qnli": 104_743, "rte": 2490}
+TRAINING_SENTENCES = {
+    "cola": 8551,
+    "sst2": 67_349,
+    "mrpc": 3668,
+    "stsb": 5749,
+    "qqp": 363_846,
+    "mnli": 392_702,
+    "qnli": 104_743,
+    "rte": 2490,
+}
 
 
 def read_file(path: Path, task: GlueData) -> list[Row]:
@@ -116,7 +155,9 @@ def read_file(path: Path, task: GlueData) -> list[Row]:
     Raises: UserError, with file and line, for missing columns, unknown labels or an empty file, or without pyarrow.
     """
     cells = _tsv_cells if path.suffix == ".tsv" else _parquet_cells
-    rows = [(tuple(map(str, texts)), _label_of(label, task, where)) for where, (*texts, label) in cells(path, task)]
+    rows = []
+    for where, (*texts, label) in cells(path, task):
+        rows.append((tuple(map(str, texts)), _label_of(label, task, where)))
     if not rows:
         raise UserError(f"{path} is empty: it has no examples of {task.folder}")
     return rows
@@ -131,14 +172,17 @@ def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: 
 
 
 def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
-    lines = [
-        (n, line.rstrip("\r").split("\t")) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()
-    ]
     wanted: Any = (*task.texts, task.label)
-    if isinstance(task.label, str) and lines:
-        wanted = _columns(path, [name.strip() for name in lines.pop(0)[1]], wanted, task)
-    for number, cells in lines:
-        if len(cells) > max(wanted):
+    has_header = isinstance(task.label, str)
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        cells = line.rstrip("\r").split("\t")
+        if has_header:
+            header = [name.strip() for name in cells]
+            wanted = _columns(path, header, wanted, task)
+            has_header = False
+        elif len(cells) > max(wanted):
             yield f"{path}, line {number}", [cells[column].strip() for column in wanted]
         elif not task.tolerant:
             raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed")
@@ -146,14 +190,16 @@ def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]
 
 def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
     needs = f"{path}: reading parquet files needs pyarrow"
-    pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
+    pyarrow = optional_module("pyarrow", needs, "data")
+    parquet = optional_module("pyarrow.parquet", needs, "data")
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
-    wanted = _columns(path, table.column_names, (*(task.hub_texts or map(str, task.texts)), "label"), task)
+    texts = task.hub_texts or tuple(map(str, task.texts))
+    wanted = _columns(path, table.column_names, (*texts, "label"), task)
     columns = [table.column(number).to_pylist() for number in wanted]
-    if any(value is None for column in columns for value in column):
+    if any(None in column for column in columns):
         raise UserError(f"{path} has empty cells; give the hub's file")
     return ((str(path), row) for row in zip(*columns, strict=True))
 
@@ -169,9 +215,11 @@ def _label_of(label: Any, task: GlueData, where: str) -> float:
         return task.labels.index(label)
     if not isinstance(label, str) and label in range(len(task.labels)):
         return label
-    known = ", ".join(task.labels if isinstance(label, str) else (f"{n} ({c})" for n, c in enumerate(task.classes)))
-    hidden = "; the hub's test files have no labels" * (label == -1)
-    raise UserError(f"{where}: label {label!r} is unknown; use {known}{hidden}")
+    known = task.labels
+    if not isinstance(label, str):
+        known = tuple(f"{number} ({name})" for number, name in enumerate(task.classes))
+    hidden = "; the hub's test files have no labels" if label == -1 else ""
+    raise UserError(f"{where}: label {label!r} is unknown; use {', '.join(known)}{hidden}")
 
 
 def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
@@ -189,11 +237,11 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
         with impatient_hub():
             return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # those of the hub's client and of the network
+        what = " ".join(str(error).split())[:160]
         if is_connection_error(error):
             what = "the hub does not answer"
-        else:
-            what = " ".join(str(error).split())[:160]
-        command = f"hf download {name} --repo-type dataset --include {' '.join(map(repr, wanted))} --local-dir glue"
+        files = " ".join(map(repr, wanted))
+        command = f"hf download {name} --repo-type dataset --include {files} --local-dir glue"
         raise UserError(
             f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `{command}` where the network "
             "is, and give that folder, or one with the published TSV files"
@@ -201,19 +249,19 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
 
 
 def _patterns(name: str, split: Split) -> dict[str, str]:
-    test = GLUE[name].test
-    if split == "train":
-        names = ("train", "train")
-    else:
-        names = (test, test.replace("dev", "validation"))
-    return {GLUE[name].folder: f"{names[0]}.tsv", name: f"{names[1]}-*.parquet"}
+    """Return patterns of the published files and of the hub's, by their folders."""
+    published = "train" if split == "train" else GLUE[name].test
+    on_hub = published.replace("dev", "validation")
+    return {GLUE[name].folder: f"{published}.tsv", name: f"{on_hub}-*.parquet"}
 
 
 def find_files(root: Path, name: str, split: Split) -> list[Path]:
     """Return the files of a task's split, below a folder of all tasks or in its own folder; none if there are none."""
     for folder, pattern in _patterns(name, split).items():
-        own = (root,) if root.name.lower() == folder.lower() else ()
-        for place in (root / folder, root / "glue" / folder, *own):
+        places = [root / folder, root / "glue" / folder]
+        if root.name.lower() == folder.lower():
+            places.append(root)
+        for place in places:
             files = sorted(place.glob(pattern))
             if files:
                 return files
@@ -224,7 +272,7 @@ def read_examples(root: Path, name: str, split: Split) -> list[Row]:
     """Return the examples of a task's split. Raises: UserError if there are none, or the files are damaged."""
     files = find_files(root, name, split)
     if files:
-        return [row for path in files for row in read_file(path, GLUE[name])]
+        return list(chain.from_iterable(read_file(path, GLUE[name]) for path in files))
     published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
     other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
     raise UserError(
@@ -235,12 +283,15 @@ def read_examples(root: Path, name: str, split: Split) -> list[Row]:
 
 def training_sentences(root: Path) -> list[str]:
     """Return the sentences of the training files of all tasks in a folder. Raises: UserError if there is none."""
-    names = [name for name in GLUE if find_files(root, name, "train")]
-    texts = [text for name in names for row in read_examples(root, name, "train") for text in row[0]]
-    if not texts:
+    sentences: list[str] = []
+    for name in GLUE:
+        if find_files(root, name, "train"):
+            for texts, _ in read_examples(root, name, "train"):
+                sentences += texts
+    if not sentences:
         what = f"there is no train.tsv or train-*.parquet of a GLUE task in {root}"
         raise UserError(f"{what}; give data.root, or {HUB_NAME}")
-    return texts
+    return sentences
 
 
 class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
@@ -250,24 +301,27 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
     """
 
     def __init__(self, rows: Sequence[Row], classes: tuple[str, ...], tokenizer: Any, length: int) -> None:
-        texts = [list(column) for column in zip(*(row[0] for row in rows), strict=True)]
-        encoded = tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True)
+        texts = zip(*(texts for texts, _ in rows), strict=True)
+        encoded = tokenizer(*map(list, texts), truncation=True, max_length=length, return_token_type_ids=True)
         self.ids = [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
         self.types = [np.array(types, dtype=np.int8) for types in encoded["token_type_ids"]]
-        regression = len(classes) == 1
-        self.labels = torch.tensor([row[1] for row in rows], dtype=torch.float32 if regression else torch.long)
+        dtype = torch.float32 if len(classes) == 1 else torch.long
+        self.labels = torch.tensor([label for _, label in rows], dtype=dtype)
         self.classes = classes
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
-        ids, types = (torch.from_numpy(values[index]).long() for values in (self.ids, self.types))
+        ids = torch.from_numpy(self.ids[index]).long()
+        types = torch.from_numpy(self.types[index]).long()
         return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
 
     def subset(self, indices: np.ndarray) -> "Sentences":
-        ids, types = ([values[i] for i in indices] for values in (self.ids, self.types))
-        return with_changes(self, ids=ids, types=types, labels=self.labels[torch.from_numpy(np.asarray(indices))])
+        ids = [self.ids[i] for i in indices]
+        types = [self.types[i] for i in indices]
+        labels = self.labels[torch.from_numpy(np.asarray(indices))]
+        return with_changes(self, ids=ids, types=types, labels=labels)
 
 
 class TextClassificationPart(LanguagePart):
@@ -282,8 +336,7 @@ class SentenceLoss(LossModule):
 
     def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
         output = self.trainable_module(**input).float()  # (B, num_classes)
-        regression = target.is_floating_point()
-        if regression:
+        if target.is_floating_point():
             loss = F.mse_loss(output[:, 0], target)
         else:
             loss = F.cross_entropy(output, target)
@@ -302,10 +355,10 @@ def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndar
 
     require_finite(torch.from_numpy(predicted))
 
-    def correlation(found: Any) -> float:
+    def correlation(function: Any) -> float:
         if np.ptp(predicted) == 0 or np.ptp(labels) == 0:
             return 0.0
-        return found(predicted, labels).statistic
+        return function(predicted, labels).statistic
 
     known = {
         "accuracy": lambda: metrics.accuracy_score(labels, predicted),
@@ -331,7 +384,8 @@ class TextClassification(LanguageTask):
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
         root = open_root(data_root(recipe.data.root), [self.options.dataset])
         train = self._read(root, "train")
-        return self.split(recipe, train, None if recipe.data.split else self._read(root, "test"))
+        test = None if recipe.data.split else self._read(root, "test")
+        return self.split(recipe, train, test)
 
     def _read(self, root: Path, split: Split) -> Sentences:
         rows = read_examples(root, self.options.dataset, split)
@@ -368,15 +422,17 @@ class TextClassification(LanguageTask):
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         device = next(model.parameters()).device
-        found = list[tuple[np.ndarray, np.ndarray]]()
+        parts = list[tuple[np.ndarray, np.ndarray]]()
         with eval_mode(model):
             for inputs, targets, *_ in runtime.pad_batches(loader):
                 with runtime.autocast():
                     output = model(**to_device(inputs, device))
                 require_finite(output)
                 own = targets != REPEATED
-                found.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
-        outputs, labels = map(np.concatenate, zip(*chain.from_iterable(runtime.gather(found)), strict=True))
+                parts.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
+        everything = list(chain.from_iterable(runtime.gather(parts)))
+        outputs = np.concatenate([part for part, _ in everything])
+        labels = np.concatenate([part for _, part in everything])
         if len(self.glue.classes) == 1:
             predicted = outputs[:, 0]
         else:
@@ -386,7 +442,8 @@ class TextClassification(LanguageTask):
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
         part, examples = recorded_split(model)
-        known = part and find_files(root, self.options.dataset, "train")
-        if part and known and len(train := self._read(root, "train")) == examples:
-            return divide(train, part)[1]  # what training left out
+        if part and find_files(root, self.options.dataset, "train"):
+            train = self._read(root, "train")
+            if len(train) == examples:
+                return divide(train, part)[1]  # what training left out
         return self._read(root, "test")

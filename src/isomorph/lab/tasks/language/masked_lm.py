@@ -43,8 +43,9 @@ def find_text_files(root: Path) -> tuple[list[Path], list[Path]]:
     files = sorted(root.glob("*.txt")) if root.is_dir() else []
     if not files:
         raise UserError(f"there are no text files (*.txt) in {root}; give data.root, a text file or a folder of them")
+    train = [path for path in files if path.stem not in _TEST_NAMES]
     test = [path for path in files if path.stem in _TEST_NAMES]
-    return [path for path in files if path not in test], test
+    return train, test
 
 
 def pack(texts: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
@@ -52,22 +53,21 @@ def pack(texts: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
 
     Shape: -> (sequences, length), int32
     """
-    parts: list[list[int]] = []
+    parts: list[np.ndarray] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):
         some = list(texts[start : start + _TEXTS_AT_A_TIME])
         encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        parts.append([token for ids in encoded["input_ids"] for token in (*ids, tokenizer.sep_token_id)])
-    if parts:
-        stream = np.concatenate([np.array(part, dtype=np.int32) for part in parts])
-    else:
-        stream = np.empty(0, np.int32)
-    count = len(stream) // (length - 2)
-    rows = stream[: count * (length - 2)].reshape(count, length - 2)
-    return np.pad(
-        rows,
-        ((0, 0), (1, 1)),
-        constant_values=((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id)),
-    )
+        tokens: list[int] = []
+        for ids in encoded["input_ids"]:
+            tokens += ids
+            tokens.append(tokenizer.sep_token_id)
+        parts.append(np.array(tokens, dtype=np.int32))
+    stream = np.concatenate([np.empty(0, np.int32), *parts])
+    inside = length - 2  # without [CLS] and [SEP]
+    count = len(stream) // inside
+    rows = stream[: count * inside].reshape(count, inside)
+    ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), ends))
 
 
 class PackedTexts(Dataset[Any]):
@@ -94,8 +94,9 @@ class PackedTexts(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         ids = torch.from_numpy(self.rows[index]).long()
-        seed = derive_seed("masked words", index) if self.fixed else None
-        generator = torch.Generator().manual_seed(seed) if seed is not None else torch.default_generator
+        generator = torch.default_generator
+        if self.fixed:
+            generator = torch.Generator().manual_seed(derive_seed("masked words", index))
         positions, targets, masked = self._mask(ids, generator)
         return {"input_ids": masked, "positions": positions}, targets
 
@@ -103,16 +104,16 @@ class PackedTexts(Dataset[Any]):
         """Return the positions to predict, their words, and the tokens with masks. Shape: (N,) -> (K,), (K,), (N,)"""
         count = max(1, round(self.masked * len(ids)))
         words = (~torch.isin(ids, self.special)).nonzero().flatten()
-        chosen = words[torch.randperm(len(words), generator=generator)[:count]].sort().values
-        kind = torch.rand(len(chosen), generator=generator)
+        order = torch.randperm(len(words), generator=generator)
+        chosen = words[order[:count]].sort().values
+        draw = torch.rand(len(chosen), generator=generator)
         other = torch.randint(self.vocabulary, (len(chosen),), generator=generator)
-        shown = torch.where(kind < 0.8, self.mask_token, torch.where(kind < 0.9, other, ids[chosen]))
+        not_masked = torch.where(draw < 0.9, other, ids[chosen])
+        shown = torch.where(draw < 0.8, self.mask_token, not_masked)
         lacking = (0, count - len(chosen))  # in a sequence of almost nothing but special tokens
-        return (
-            F.pad(chosen, lacking),
-            F.pad(ids[chosen], lacking, value=IGNORED),
-            ids.index_copy(0, chosen, shown),
-        )
+        positions = F.pad(chosen, lacking)
+        targets = F.pad(ids[chosen], lacking, value=IGNORED)
+        return positions, targets, ids.index_copy(0, chosen, shown)
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
         return with_changes(self, rows=self.rows[indices])
@@ -130,7 +131,8 @@ class MaskedWordsLoss(LossModule):
 
     def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
         logits = self.trainable_module(**input)  # (B, K, V)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)}
+        words = logits.flatten(0, 1).float()
+        return {"loss": F.cross_entropy(words, target.flatten(), ignore_index=IGNORED)}
 
 
 class MaskedLM(LanguageTask):
@@ -151,7 +153,8 @@ class MaskedLM(LanguageTask):
             train = read_lines(files)
             test = read_lines(test_files)
         packed = self._pack(train, root)
-        train_set, test_set = self.split(recipe, packed, self._pack(test, root) if test else None, TEST_PART)
+        packed_test = self._pack(test, root) if test else None
+        train_set, test_set = self.split(recipe, packed, packed_test, TEST_PART)
         test_set.fixed = True
         return train_set, test_set
 

@@ -59,7 +59,8 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
     """
     transformers = optional_module("transformers", "tokenisers need the package transformers", "nlp")
     title = f"task.tokenizer {source!r}"
-    if (path := Path(source)).is_file():
+    path = Path(source)
+    if path.is_file():
         words = set(read_text(path).splitlines())
         lacking = [token for token in _NEEDED if token not in words]
         if lacking:
@@ -141,8 +142,14 @@ class LanguageTask(Task):
 
     fields: ClassVar[type[Part]] = LanguagePart
     unused: ClassVar[tuple[str, ...]] = (
-        *(*Task.unused, "monitor_every", "drop_path"),
-        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct")),
+        *Task.unused,
+        "monitor_every",
+        "drop_path",
+        "data.images",
+        "data.classes",
+        "data.size",
+        "data.test_crop",
+        "data.crop_pct",
     )
 
     @property
@@ -155,12 +162,15 @@ class LanguageTask(Task):
         Without a test file, or with data.split, a part of the training examples is tested on, the same for every seed.
         """
         data = recipe.data
-        part = data.split or (default if test is None else None)
+        part = data.split
+        if not part and test is None:
+            part = default
         split = None
         if part:
             split = (part, len(examples))
             examples, test = divide(examples, part)
-        examples = drawn_fraction(examples, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        seed = recipe.seed if data.draw == "seeded" else None
+        examples = drawn_fraction(examples, data.fraction, seed)
         examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
 
@@ -185,10 +195,12 @@ class LanguageTask(Task):
         return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
-        return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
+        batch = max(1, recipe.data.batch_size // runtime.world)
+        return self.share_loader(test, batch, recipe.data.workers, runtime)
 
     def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
-        return loader_of_share(test, batch_size, workers, runtime, partial(pad_batch, self.tokenizer.pad_token_id))
+        collate = partial(pad_batch, self.tokenizer.pad_token_id)
+        return loader_of_share(test, batch_size, workers, runtime, collate)
 
     open_test: Any
     measure: Any
@@ -196,18 +208,14 @@ class LanguageTask(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         if options.size:
             raise UserError("--size is for images; leave it out for this model")
-        recorded = spec_of(model).config.get("source")
+        source = spec_of(model).config.get("source") or self.sources[0]
+        folder: Any = options.root
         if options.data in self.sources:
             source = options.data
         else:
-            source = recorded or self.sources[0]
-        folder = options.data if options.data not in self.sources else None
+            folder = folder or options.data
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
-        test = drawn_once(self.open_test(model, source, data_root(options.root or folder)), options.max_images)
-        return [
-            self.measure(
-                model,
-                self.share_loader(test, options.batch_size, options.workers, runtime),
-                runtime,
-            )
-        ]
+        test = self.open_test(model, source, data_root(folder))
+        test = drawn_once(test, options.max_images)
+        loader = self.share_loader(test, options.batch_size, options.workers, runtime)
+        return [self.measure(model, loader, runtime)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
@@ -125,17 +125,17 @@ class CappedCrop(v2.Transform):
         self.share = share
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        sides = query_size(flat_inputs)
-        height, width = (min(side, limit) for side, limit in zip(sides, self.size, strict=True))
-        mask = next((each for each in flat_inputs if isinstance(each, tv_tensors.Mask)), None)
+        rows, columns = query_size(flat_inputs)
+        height = min(rows, self.size[0])
+        width = min(columns, self.size[1])
+        masks = [part for part in flat_inputs if isinstance(part, tv_tensors.Mask)]
         for _ in range(CROP_ATTEMPTS):
-            top, left = (
-                int(torch.randint(0, side - own + 1, ())) for side, own in zip(sides, (height, width), strict=True)
-            )
+            top = int(torch.randint(0, rows - height + 1, ()))
+            left = int(torch.randint(0, columns - width + 1, ()))
             box = dict(top=top, left=left, height=height, width=width)
-            if self.share >= 1 or mask is None:
+            if self.share >= 1 or not masks:
                 break
-            part = mask[top : top + height, left : left + width]
+            part = masks[0][top : top + height, left : left + width]
             counts = torch.bincount(part[part != IGNORE])
             if (counts > 0).sum() > 1 and counts.max() < self.share * counts.sum():
                 break
@@ -173,10 +173,15 @@ class Photometric(v2.Transform):
         x = F.to_dtype(inpt, torch.float32, scale=True)
         if params["brightness"] is not None:
             x = (x + params["brightness"]).clamp(0, 1)
-        steps = {"saturation": F.adjust_saturation, "hue": F.adjust_hue}
-        contrast = {"contrast": F.adjust_brightness}
-        for name, adjust in ({**contrast, **steps} if params["contrast_first"] else {**steps, **contrast}).items():
-            x = x if params[name] is None else adjust(x, params[name])
+        contrast = params["contrast"]
+        if contrast is not None and params["contrast_first"]:
+            x = F.adjust_brightness(x, contrast)
+        if params["saturation"] is not None:
+            x = F.adjust_saturation(x, params["saturation"])
+        if params["hue"] is not None:
+            x = F.adjust_hue(x, params["hue"])
+        if contrast is not None and not params["contrast_first"]:
+            x = F.adjust_brightness(x, contrast)
         return tv_tensors.Image(x)
 
 
@@ -189,7 +194,9 @@ class PadTo(v2.Transform):
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = query_size(flat_inputs)
-        return {"padding": [0, 0, max(0, self.size[1] - width), max(0, self.size[0] - height)]}
+        right = max(0, self.size[1] - width)
+        below = max(0, self.size[0] - height)
+        return {"padding": [0, 0, right, below]}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         fill = IGNORE if isinstance(inpt, tv_tensors.Mask) else 0
@@ -202,16 +209,19 @@ class TrainTransform:
     """Augment a pair. Shape: (3, H, W) uint8, (H, W) -> (3, *crop) float32, normalised, (*crop) int64"""
 
     def __init__(self, part: SegmentationPart, mean: Sequence[float], std: Sequence[float]) -> None:
-        geometry = [
+        steps: list[nn.Module] = [
             RatioResize(part.resize, part.ratio),
             CappedCrop(part.crop, part.category_share),
+            v2.RandomHorizontalFlip(part.hflip),
         ]
-        colours = [Photometric()] if part.photometric else []
-        numbers = [
+        if part.photometric:
+            steps.append(Photometric())
+        steps += [
             v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
             v2.Normalize(mean, std),
+            PadTo(part.crop),
         ]
-        self.steps = v2.Compose([*geometry, v2.RandomHorizontalFlip(part.hflip), *colours, *numbers, PadTo(part.crop)])
+        self.steps = v2.Compose(steps)
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
         image, mask = self.steps(pair.image, pair.mask)
@@ -233,7 +243,8 @@ class TestTransform:
         if self.resize:
             size = scaled_size((image.shape[-2], image.shape[-1]), self.resize)
             image = F.resize(image, list(size), antialias=True)
-        return F.normalize(F.to_dtype(image, torch.float32, scale=True), self.mean, self.std).as_subclass(Tensor)
+        shares = F.to_dtype(image, torch.float32, scale=True)
+        return F.normalize(shares, self.mean, self.std).as_subclass(Tensor)
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
         return self.image(pair.image), pair.mask.as_subclass(Tensor)

@@ -5,7 +5,7 @@ Formats: ADE20K, CamVid, and any folder of pairs.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -68,17 +68,19 @@ def read_mask(path: Path) -> np.ndarray:
     changes numbers, or has values that are not whole numbers from 0.
     """
     with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
-        kind = opened.format or "image"
-        exact = kind in _EXACT_FORMATS and str(opened.info.get("compression")).lower() not in _LOSSY_COMPRESSIONS
-        if kind == "PPM":  # Pillow scales values whose white is not 255 or 65535
+        stored = opened.format or "image"
+        compression = str(opened.info.get("compression")).lower()
+        exact = stored in _EXACT_FORMATS and compression not in _LOSSY_COMPRESSIONS
+        if stored == "PPM":  # Pillow scales values whose white is not 255 or 65535
             exact = all(tile[0] == "raw" for tile in opened.tile)
         values = np.asarray(upright(opened))
     if not exact:
-        raise UserError(f"{path} is stored as {kind}, which changes the numbers of classes; save masks as PNG")
+        raise UserError(f"{path} is stored as {stored}, which changes the numbers of classes; save masks as PNG")
     if values.ndim != 2:
         raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
     wrong = ~((values >= 0) & (values <= np.iinfo(np.int32).max))  # NaN is not in any range
-    wrong |= np.trunc(values) != values if values.dtype.kind == "f" else False
+    if values.dtype.kind == "f":
+        wrong |= np.trunc(values) != values
     if wrong.any():
         raise UserError(f"{path} has the value {values[wrong][0]:g}; a mask has whole numbers of classes, from 0")
     return values.astype(np.int64)
@@ -143,7 +145,7 @@ class MaskedImages(ImageSet[Files]):
                 if not path.is_file():
                     raise UserError(f"{path} does not exist; every image needs a mask of the same name")
             with _counting(damaged, unreadable):
-                _check_size(files, *(_size_of(path) for path in files))
+                _check_size(files, _size_of(files.image), _size_of(files.mask))
         for index in spaced_indices(np.zeros(len(self)), CHECKED_MASKS):
             with _counting(damaged, unreadable):
                 seen.update(np.unique(self.mask(index)).tolist())
@@ -178,7 +180,8 @@ def _size_of(path: Path) -> tuple[int, int]:
 
 def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> None:
     if image != mask:
-        own, given = ("{} x {}".format(*size) for size in (mask, image))
+        own = "{} x {}".format(*mask)
+        given = "{} x {}".format(*image)
         where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as EXIF data says"
         raise UserError(f"{where}; make them equal")
 
@@ -189,9 +192,20 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
 # Names of the two folders of a data set of one's own; the first that exists is used.
 IMAGE_FOLDERS = ("images", "image", "imgs")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations")
-_CAMVID_NAMES = "Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist"
-_CAMVID_COLOURS = "808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0"
-CAMVID = dict(zip(_CAMVID_NAMES.split(), map(tuple, map(bytes.fromhex, _CAMVID_COLOURS.split())), strict=True))
+# CamVid's classes and their colours.
+CAMVID = {
+    "Sky": (128, 128, 128),
+    "Building": (128, 0, 0),
+    "Pole": (192, 192, 128),
+    "Road": (128, 64, 128),
+    "Pavement": (60, 40, 222),
+    "Tree": (128, 128, 0),
+    "SignSymbol": (192, 128, 128),
+    "Fence": (64, 64, 128),
+    "Car": (64, 0, 128),
+    "Pedestrian": (64, 64, 0),
+    "Bicyclist": (0, 128, 192),
+}
 ADE_CLASSES = 150
 
 
@@ -202,38 +216,44 @@ def _files(folder: Path) -> list[Path]:
 
 def _pair_by_name(images: Path, masks: Path) -> list[Files]:
     """Pair images with masks of the same names. Raises: UserError for an image without a mask, or no images."""
-    found = []
-    named = {composed(str(path.relative_to(masks))): path for path in _files(masks)}
+    pairs = []
+    mask_of = {composed(str(path.relative_to(masks))): path for path in _files(masks)}
     for file in _files(images):
-        stem = masks / file.relative_to(images).with_suffix("")
-        names = (f"{stem.relative_to(masks)}{end}" for end in (".png", file.suffix, *sorted(IMAGE_SUFFIXES)))
-        mask = next((named[name] for name in map(composed, names) if name in named), None)
-        if mask is None:
-            raise UserError(f"{file} has no mask: {stem}.png does not exist")
-        found.append(Files(file, mask))
-    if not found:
+        stem = file.relative_to(images).with_suffix("")
+        suffixes = (".png", file.suffix, *sorted(IMAGE_SUFFIXES))
+        names = [composed(f"{stem}{suffix}") for suffix in suffixes]
+        present = [name for name in names if name in mask_of]
+        if not present:
+            raise UserError(f"{file} has no mask: {masks / stem}.png does not exist")
+        pairs.append(Files(file, mask_of[present[0]]))
+    if not pairs:
         raise UserError(f"{images} has no images")
-    return found
+    return pairs
 
 
 def camvid(split: str, root: Path) -> MaskedImages | None:
     """Open CamVid as published with SegNet: {train,val,test}/ and {train,val,test}annot/, 11 classes, 11 ignored."""
-    root = root if find_folder(root, SPLITS["train"]) else root / "camvid"
+    if not find_folder(root, SPLITS["train"]):
+        root = root / "camvid"
     images = find_folder(root, SPLITS[split])
     if images is None:
         return None
     pairs = _pair_by_name(images, images.with_name(f"{images.name}annot"))
-    return MaskedImages(pairs, list(CAMVID), lookup_table(range(len(CAMVID)), len(CAMVID)), list(CAMVID.values()))
+    count = len(CAMVID)
+    table = lookup_table(range(count), count)
+    return MaskedImages(pairs, list(CAMVID), table, list(CAMVID.values()))
 
 
 def ade20k(split: str, root: Path) -> MaskedImages | None:
     """Open ADE20K as published: images/ and annotations/ with training/ and validation/; 0 has no class."""
-    root = root if (root / "annotations").is_dir() else root / "ADEChallengeData2016"
+    if not (root / "annotations").is_dir():
+        root = root / "ADEChallengeData2016"
     folder = {"train": "training", "test": "validation"}[split]
     if not (root / "images" / folder).is_dir():
         return None
     files = _pair_by_name(root / "images" / folder, root / "annotations" / folder)
-    return MaskedImages(files, _ade_classes(root / "objectInfo150.txt"), lookup_table(range(1, ADE_CLASSES + 1), 0))
+    classes = _ade_classes(root / "objectInfo150.txt")
+    return MaskedImages(files, classes, lookup_table(range(1, ADE_CLASSES + 1), 0))
 
 
 def _ade_classes(path: Path) -> list[str]:
@@ -265,17 +285,22 @@ def masks(split: str, root: Path) -> MaskedImages | None:
         if split == "train":
             raise UserError(f"{root} has no folders images and masks; each image needs a mask of the same name")
         return None
-    files = _pair_by_name(*pair)
-    classes = _own_classes(root, [each.mask for each in files] if split == "train" else None)
-    return MaskedImages(files, classes, lookup_table(range(len(classes))))
+    pairs = _pair_by_name(*pair)
+    training = None
+    if split == "train":
+        training = [files.mask for files in pairs]
+    classes = _own_classes(root, training)
+    return MaskedImages(pairs, classes, lookup_table(range(len(classes))))
 
 
 def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
-    for pattern in [pattern for name in names for pattern in (f"{name}/{{}}", f"{{}}/{name}")]:
-        folders = (IMAGE_FOLDERS, MASK_FOLDERS)
-        images, found = (find_folder(root, [pattern.format(each).strip("/") for each in kind]) for kind in folders)
-        if images and found:
-            return images, found
+    """Return the folders of images and masks of a split: inside its folder, or with its folders inside them."""
+    for name in names:
+        for pattern in (f"{name}/{{}}", f"{{}}/{name}"):
+            images = find_folder(root, [pattern.format(folder).strip("/") for folder in IMAGE_FOLDERS])
+            masks = find_folder(root, [pattern.format(folder).strip("/") for folder in MASK_FOLDERS])
+            if images and masks:
+                return images, masks
     return None
 
 
@@ -319,7 +344,8 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
 
     Raises: UserError without training images, or without test images and a fraction.
     """
-    train, test = (open_masks(source, split, root) for split in ("train", "test"))
+    train = open_masks(source, "train", root)
+    test = open_masks(source, "test", root)
     if train is None:
         raise _missing(source, root, "training")
     if test is not None:
@@ -329,7 +355,8 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
     if fraction is None:
         raise UserError(f"{root} has no test images; give --data.split, the fraction to test on, like 0.2")
     names = [files.image.relative_to(root).as_posix() for files in train.samples]
-    held_out = np.array(list(map(hash_to_unit, names))) < fraction
+    places = np.array([hash_to_unit(name) for name in names])
+    held_out = places < fraction
     if held_out.all() or not held_out.any():
         raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")
     train.split = (fraction, len(train))
@@ -353,16 +380,10 @@ def open_test_pairs(
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
     pairs = None
-    with suppress(UserError):  # of a folder that cannot be split
-        pairs = open_splits(source, root, fraction)[1] if fraction else None
-        if pairs and pairs.split and images not in (None, now := pairs.split[1]):
-            kept = f"the {len(pairs)} that a split of {fraction:g} leaves out of training are used"
-            warnings.warn(
-                f"{root} has {now} images, it had {images} in training: {kept}",
-                DataWarning,
-                stacklevel=2,
-            )
-    pairs = pairs or open_masks(source, "test", root)
+    if fraction:
+        pairs = _left_out_of_training(source, root, fraction, images)
+    if pairs is None:
+        pairs = open_masks(source, "test", root)
     if pairs is None and source == "masks" and not any(_own_folders(root, names) for names in SPLITS.values()):
         pairs = masks("train", root)
     if pairs is None:
@@ -370,6 +391,20 @@ def open_test_pairs(
     if max_images is None:
         return pairs
     return pairs.subset(spaced_indices(np.zeros(len(pairs)), max_images))
+
+
+def _left_out_of_training(source: str, root: Path, fraction: float, images: int | None) -> MaskedImages | None:
+    """Return the part of a folder that a split leaves out of training; None of a folder that cannot be split."""
+    try:
+        _, pairs = open_splits(source, root, fraction)
+    except UserError:
+        return None
+    _, now = pairs.split or (fraction, images)
+    if images is not None and images != now:
+        kept = f"the {len(pairs)} that a split of {fraction:g} leaves out of training are used"
+        message = f"{root} has {now} images, it had {images} in training: {kept}"
+        warnings.warn(message, DataWarning, stacklevel=3)
+    return pairs
 
 
 def _missing(source: str, root: Path, kind: str) -> UserError:

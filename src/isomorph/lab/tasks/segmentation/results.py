@@ -52,17 +52,16 @@ def slide(
     total = torch.empty(0)
     count = images.new_zeros(B, 1, H, W)
     for first in range(0, len(starts), batch_size):
-        windows = [
+        boxes = [
             (image, slice(None), slice(top, top + height), slice(left, left + width))
             for image, top, left in starts[first : first + batch_size]
         ]
-        batch = torch.stack([images[window] for window in windows])
-        batch_logits = model(batch)
+        batch_logits = model(torch.stack([images[box] for box in boxes]))
         if not len(total):
             total = batch_logits.new_zeros(B, batch_logits.shape[1], H, W)
-        for window, logits in zip(windows, batch_logits, strict=True):
-            total[window] += logits
-            count[window] += 1
+        for box, logits in zip(boxes, batch_logits, strict=True):
+            total[box] += logits
+            count[box] += 1
     return total / count
 
 

@@ -73,8 +73,6 @@ def channel_distillation(student: Tensor, teacher: Tensor, temperature: float = 
     B, K = student.shape[:2]
     if teacher.shape != student.shape:
         teacher = resize_map(teacher, student.shape[-2:])
-    else:
-        teacher = teacher
     log_own = (student.float().flatten(2) / temperature).log_softmax(-1)  # (B, K, H W)
     target = (teacher.float().flatten(2) / temperature).softmax(-1)  # (B, K, H W)
     return -(target * log_own).sum() * temperature**2 / (K * B)
@@ -144,7 +142,8 @@ class Segmentation(Task):
         data = recipe.data
         train, test = open_splits(data.source, data_root(data.root), data.split)
         test = drawn_once(test, data.test_images)
-        train = drawn_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        seed = recipe.seed if data.draw == "seeded" else None
+        train = drawn_fraction(train, data.fraction, seed)
         train.check(data.unreadable)
         test.check()
         if len(train.classes) > MAX_CLASSES:
@@ -154,7 +153,8 @@ class Segmentation(Task):
     def build_model(self, recipe: Recipe, train: MaskedImages, recast_now: bool) -> nn.Module:
         part = recipe.model
         if part.name == "upernet":  # positions are created for the crops
-            part = part.model_copy(update={"kwargs": {"img_size": list(self.options.crop), **part.kwargs}})
+            kwargs = {"img_size": list(self.options.crop), **part.kwargs}
+            part = part.model_copy(update={"kwargs": kwargs})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
     def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
@@ -228,10 +228,14 @@ class Segmentation(Task):
         config = evaluation_config(model)
         reader = TestTransform(self.options.resize, config["mean"], config["std"])
         tensor = reader.image(tv_tensors.Image(pil_to_tensor(image)))[None]
-        mask = predict_mask(model, tensor, self.options, (image.height, image.width)).cpu().numpy()
+        size = (image.height, image.width)
+        mask = predict_mask(model, tensor, self.options, size).cpu().numpy()
         names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
-        rows = [{"class": names[i], "share": 100 * counts[i] / mask.size} for i in np.argsort(-counts) if counts[i]]
+        rows: list[dict[str, Any]] = []
+        for i in np.argsort(-counts):
+            if counts[i]:
+                rows.append({"class": names[i], "share": 100 * counts[i] / mask.size})
         drawn = draw_prediction(image, mask, names, colours)
         return Prediction(rows, {".png": drawn, "-mask.png": index_image(mask, colours)})

@@ -9,17 +9,31 @@ from isomorph.lab.training.recipe.recipe import Recipe
 
 # Fields that do not change what is trained, or say only where it is read, kept and reported.
 _WITHOUT_EFFECT = (
-    *("name", "out", "device", "seed", "amp", "dataset", "source", "expected", "log_every"),
-    *(
-        "checkpoint_minutes",
-        "tensorboard",
-        "evaluate_every",
-        "keep_every",
-        "monitor_every",
-        "scale",
-    ),
-    *("data.root", "data.workers", "data.unreadable", "data.images", "data.draw"),
-    *("model.weights", "model.start", "distill.weights", "mask.teacher", "token_labels.maps"),
+    "name",
+    "out",
+    "device",
+    "seed",
+    "amp",
+    "dataset",
+    "source",
+    "expected",
+    "log_every",
+    "checkpoint_minutes",
+    "tensorboard",
+    "evaluate_every",
+    "keep_every",
+    "monitor_every",
+    "scale",
+    "data.root",
+    "data.workers",
+    "data.unreadable",
+    "data.images",
+    "data.draw",
+    "model.weights",
+    "model.start",
+    "distill.weights",
+    "mask.teacher",
+    "token_labels.maps",
 )
 # Data sets by their names as a data source.
 _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "glue": "GLUE"}
@@ -41,22 +55,25 @@ def _differing(own: Mapping[str, Any], published: Recipe) -> list[str]:
     """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest."""
     mine = _flat(own)
     theirs = _flat(published.model_dump(mode="json"))
+    groups = tuple(f"{field}." for field in _WITHOUT_EFFECT)
     fields = []
     for name in sorted(mine.keys() | theirs.keys()):
-        ignored = any(name == each or name.startswith(f"{each}.") for each in _WITHOUT_EFFECT)
-        if ignored or (name not in mine and not name.startswith(("model.kwargs.", "model.recast."))):
+        if name in _WITHOUT_EFFECT or name.startswith(groups):
             continue
-        if mine.get(name) != theirs.get(name):
+        if name not in mine and not name.startswith(("model.kwargs.", "model.recast.")):
+            continue
+        if mine.get(name) != theirs.get(name) and not _follows_rate(name, mine, theirs):
             fields.append(name)
-    return [name for name in fields if not _follows_rate(name, mine, theirs)]
+    return fields
 
 
 def _follows_rate(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """True for the rate of a parameter group that is the same multiple of another `optim.lr`."""
     if name not in ("optim.gate_lr", "optim.position_lr", "optim.gamma_lr"):
         return False
-    ratios = [float(flat[name]) / float(flat["optim.lr"]) for flat in (mine, theirs)]
-    return math.isclose(*ratios, rel_tol=1e-9)
+    own_ratio = float(mine[name]) / float(mine["optim.lr"])
+    published_ratio = float(theirs[name]) / float(theirs["optim.lr"])
+    return math.isclose(own_ratio, published_ratio, rel_tol=1e-9)
 
 
 def count_differences(own: Mapping[str, Any], published: Recipe) -> int:
@@ -78,15 +95,16 @@ def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int
     for unit in ("epochs", "iterations"):
         if unit in fields and own.get(unit) and getattr(published, unit):
             parts.append(f"{own[unit]} of {getattr(published, unit)} {unit}")
-    shorter = bool({"epochs", "iterations"} & set(fields))
-    said = {"data.source", "epochs", "iterations", *(SCHEDULES if shorter else ())}
+    said = {"data.source", "epochs", "iterations"}
+    if "epochs" in fields or "iterations" in fields:
+        said |= SCHEDULES.keys()
     others = [name for name in fields if name not in said]
     if others:
-        named = ", ".join(others[:_NAMED_FIELDS])
+        text = ", ".join(others[:_NAMED_FIELDS])
         more = len(others) - _NAMED_FIELDS
         if more > 0:
-            named += f" and {more} more field{'s' if more > 1 else ''}"
-        parts.append(named)
+            text += f" and {more} more field{'s' if more > 1 else ''}"
+        parts.append(text)
     length = own.get("epochs")
     if not own.get("iterations") and trained is not None and isinstance(length, int) and trained < length:
         parts.append(f"at epoch {trained} of {length}")

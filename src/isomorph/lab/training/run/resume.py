@@ -51,7 +51,7 @@ class Resume:
         self.path = snapshot.path
         self.values = snapshot.values
 
-    def check_data(self, header: Mapping[str, str], counts: Mapping[str, int]) -> None:
+    def check_data(self, header: Mapping[str, str], counts: dict[str, int]) -> None:
         """Check that the run has the images and classes that it began with."""
         differences = changed_fields(self.values["data"], counts)
         old_names = json.loads(self.values["model"]["data"]).get("label_names", [])
