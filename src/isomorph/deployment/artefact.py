@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import DATA_KEYS, parse_data, short_reason
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.onnx_operations import onnx_operations
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, optional_module
+from isomorph.errors import UserError, first_line, optional_module, short_reason
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs
@@ -304,5 +304,5 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return module, texts
+        return (lambda **inputs: module(**inputs)), texts  # a module of the artefact would follow its train()
     return (lambda **inputs: module(*inputs.values())), texts

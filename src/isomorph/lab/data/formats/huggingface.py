@@ -148,7 +148,7 @@ def huggingface(split: str, root: Path) -> Source:
     Raises: UserError when the package, the network, the data set, its split or a column is missing, a class is not
     one of the training split's, or two columns of labels do not agree.
     """
-    found = open_split(split, root)
+    found = open_dataset_split(split, root)
     labels = _read_labels(found, found.label)
     if not len(labels):
         raise UserError(f"{found.title} has no images")
@@ -194,7 +194,7 @@ def _read_labels(split: DatasetSplit, column: str) -> np.ndarray:
     return labels
 
 
-def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
+def open_dataset_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
     """Return the first split with a matching name that has labels. Raises: UserError when there is none."""
     unlabelled = None
     if os.path.isdir(root):

@@ -24,7 +24,7 @@ from isomorph.lab.tasks.detection.data import (
     TrainTransform,
     check_same_categories,
     find_annotations,
-    open_split,
+    open_annotated,
 )
 from isomorph.lab.tasks.detection.results import (
     FittedImages,
@@ -206,7 +206,7 @@ class Detection(Task):
         return train, test
 
     def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> DetectionSource:
-        return open_split(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
+        return open_annotated(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         part = recipe.model

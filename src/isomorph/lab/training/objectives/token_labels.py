@@ -43,7 +43,8 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
     Source: Jiang et al. (2021); differs: their code swaps rows and columns of the crop
     """
     height, width = dense.shape[-2:]
-    boxes = target.box.to(dense)[:, [1, 0, 3, 2]] * dense.new_tensor([width, height, width, height])
+    boxes = target.box.to(dense)[:, [1, 0, 3, 2]]
+    boxes = boxes * dense.new_tensor([width, height, width, height])
     scores = roi_align(dense, list(boxes[:, None]), grid_size, aligned=True)  # (B, num_classes, H, W)
     scores = torch.where(target.flipped[:, None, None, None], scores.flip(-1), scores)
     return scores.flatten(2).transpose(1, 2).softmax(-1)  # (B, H W, num_classes)
@@ -52,13 +53,16 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
 def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
     """Draw a box of area 1 - lambda, lambda from Beta(beta, beta), with a uniform centre, clipped at the border."""
     lam = torch.distributions.Beta(beta, beta).sample().item()
-    sides = [int(size * math.sqrt(1 - lam)) for size in grid_size]
-    centres = [int(torch.randint(size, ())) for size in grid_size]
-    (top, bottom), (left, right) = (
-        (max(centre - side // 2, 0), min(centre + side // 2, size))
-        for centre, side, size in zip(centres, sides, grid_size, strict=True)
-    )
+    share = math.sqrt(1 - lam)
+    top, bottom = _draw_interval(grid_size[0], share)
+    left, right = _draw_interval(grid_size[1], share)
     return Box(top, bottom, left, right)
+
+
+def _draw_interval(size: int, share: float) -> tuple[int, int]:
+    half = int(size * share) // 2
+    centre = int(torch.randint(size, ()))
+    return max(centre - half, 0), min(centre + half, size)
 
 
 class MixedLabelMaps(NamedTuple):
@@ -69,7 +73,8 @@ class MixedLabelMaps(NamedTuple):
 
     def mix(self, labels: Tensor) -> Tensor:
         """Mix labels by the shares of the images, the same everywhere. Shape: (B, ..., num_classes), the same"""
-        own = self.own.to(labels).view(-1, *[1] * (labels.ndim - 1))
+        ones = [1] * (labels.ndim - 1)
+        own = self.own.to(labels).view(-1, *ones)
         return own * labels + (1 - own) * labels.flip(0)
 
 
@@ -125,7 +130,8 @@ class TokenLabelLoss(PenalisedLoss):
         patches = _smooth(crop_label_maps(dense, target, grid_size), self.smoothing)
         if self.part.class_token == "label":
             return _soft_labels(target.label, self.num_classes, self.smoothing), patches
-        return _smooth(crop_label_maps(dense, target, (1, 1))[:, 0], self.smoothing), patches
+        image = crop_label_maps(dense, target, (1, 1))[:, 0]
+        return _smooth(image, self.smoothing), patches
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return `labels`, mixed if the images were mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
@@ -137,10 +143,9 @@ class TokenLabelLoss(PenalisedLoss):
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         grid_size = self.grid_of(tuple(input.shape[-2:]))
         labels, dense = self.mixed_labels(target, grid_size)
+        box = Box(0, 0, 0, 0)
         if self.part.mix:
             box = draw_box(grid_size, self.part.beta)
-        else:
-            box = Box(0, 0, 0, 0)
         (logits, tokens), penalty = self.predict(input, tokens=True, box=box)
         inside = box.mask(grid_size, input.device).flatten()  # (H W,)
         mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from isomorph.checkpoints.files import short_reason
-from isomorph.errors import UserError
+from isomorph.errors import UserError, short_reason
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
 from isomorph.terminal_tables import METRIC_FORMATS
