@@ -48,7 +48,10 @@ def model_card(
     if in_timm:
         sections += ["Or with timm:", _timm_code(name, architecture)]
     if metrics:
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in metrics.items()}
+        rounded = dict(metrics)
+        for key, value in metrics.items():
+            if isinstance(value, float):
+                rounded[key] = round(value, 4)
         sections += ["## Results", _block(recipe_text(rounded))]
     if recipe:
         sections += ["## Training", "Save as recipe.yaml, for `isomorph train recipe.yaml`:"]
@@ -110,13 +113,15 @@ def _card_data(
     if in_timm:
         tags.append("timm")
     accuracy = None
+    model_name = None
     if "top1" in metrics and classifies:
+        model_name = name.rpartition("/")[2]
         data = describe_data(model).get("source") or "test images"
         accuracy = [EvalResult(task, data, data, "accuracy", round(metrics["top1"], 2), metric_name="top-1 (%)")]
     return ModelCardData(
         library_name="timm" if in_timm else "isomorph",
         pipeline_tag=task if classifies else None,
         tags=tags,
-        model_name=name.rpartition("/")[2] if accuracy else None,
+        model_name=model_name,
         eval_results=accuracy,
     )

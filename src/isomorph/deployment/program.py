@@ -225,9 +225,9 @@ def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
 
 def _layer_name(node: Any, reads: Mapping[str, int]) -> str:
     """Return the name of the layer that a node is from: that of its weight, unless tied layers read it."""
-    weight = node.input[1] if len(node.input) > 1 else ""
-    if weight.endswith(".weight") and reads[weight] == 1:  # a folded norm has another
-        return weight.removesuffix(".weight")
+    for weight in node.input[1:2]:
+        if weight.endswith(".weight") and reads[weight] == 1:  # a folded norm has another
+            return weight.removesuffix(".weight")
     notes = {entry.key: entry.value for entry in node.metadata_props}
     scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
     return scopes[-2] if len(scopes) > 1 else ""

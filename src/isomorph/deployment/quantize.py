@@ -199,7 +199,9 @@ def quantize(
     progress("converting to onnx")
     metadata = describe(model, shapes)
     before = to_onnx(trace(prepared, shapes), shapes, metadata)
-    kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
+    if isinstance(float_layers, str):
+        float_layers = [float_layers]
+    kept = _kept_nodes(before, float_layers)
     if weights_only:
         progress("rounding")
         after = _round_weights(before, list(kept))
@@ -367,12 +369,14 @@ def _describe_layers(
             rounded.update(node.output)
     rows = []
     for name, node in _layer_nodes(before).items():
-        reads = [source in rounded for source in now[name].input[:2]] if name in now else []
-        precision = "int8" if all(reads) else "int8 w"
+        reads = set(now[name].input[:2]) if name in now else set()
+        precision = "int8 w"
         reason = ""
-        if name in kept or not any(reads):
+        if name in kept or reads.isdisjoint(rounded):
             precision = "float"
             reason = kept.get(name, "not supported")
+        elif reads <= rounded:
+            precision = "int8"
         rows.append(QuantizedLayer(_layer_of(name), node.op_type, precision, reason))
     return tuple(rows)
 

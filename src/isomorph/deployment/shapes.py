@@ -101,11 +101,15 @@ def plan_shapes(
         raise UserError(
             "a detector cannot be exported: the number of its boxes depends on the image; use model.detect",
         )
-    batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
-    batch_axis = {0: "batch"} if "batch" in dynamic else {}
+    batches = (1, 1, 1)
+    axes: dict[int, str] = {}
+    if "batch" in dynamic:
+        batches = (1, 2, 5)
+        axes[0] = "batch"
     if hasattr(model, "max_length"):
-        return _plan_text(model, dynamic, size, batches, batch_axis)
-    axes = batch_axis | ({2: "height", 3: "width"} if "size" in dynamic else {})
+        return _plan_text(model, dynamic, size, batches, axes)
+    if "size" in dynamic:
+        axes |= {2: "height", 3: "width"}
     if getattr(model, "time_steps", None):
         return _plan_denoiser(model, dynamic, size, batches, axes)
     channels, height, width = evaluation_config(model, size)["input_size"]
@@ -125,9 +129,9 @@ def plan_shapes(
             if multiple != far and min(sides) > multiple and not input_size_problem(model, (channels, *sides)):
                 near.append(sides)
     tried = [(height, width), (height, width + far), (height + far, width), *near]
+    all_batches = [*batches, *[batches[1]] * len(near)]
     checks = []
-    for seed, sides in enumerate(tried):
-        batch = batches[seed] if seed < len(batches) else batches[1]
+    for seed, (batch, sides) in enumerate(zip(all_batches, tried, strict=True)):
         generator = torch.Generator().manual_seed(seed)
         checks.append({INPUT: torch.randn((batch, channels, *sides), generator=generator, device="cpu")})
     return ExportShapes(dynamic, tuple(checks), {INPUT: axes}, size_multiple=multiple, near=len(near), named=False)
@@ -143,11 +147,15 @@ def _plan_denoiser(
         raise UserError(
             f"the model takes no images of {height} x {width}: sides must be multiples of {step}",
         )
-    far = _far(step) if "size" in dynamic else 0
+    far = 0
+    multiple = None
+    if "size" in dynamic:
+        far = _far(step)
+        multiple = step
     tried = ((height, width), (height, width + far), (height + far, width))
     checks: Any = tuple(own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True))
-    batch_axis = {0: axes[0]} if 0 in axes else {}
-    return ExportShapes(dynamic, checks, {"x": axes, "t": batch_axis}, "noise", step if far else None)
+    of_steps = {axis: name for axis, name in axes.items() if axis == 0}
+    return ExportShapes(dynamic, checks, {"x": axes, "t": of_steps}, "noise", multiple)
 
 
 def _far(step: int) -> int:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import compute_dtype, gated_mix, kronecker, mix_weights
+from isomorph.layers.gated.positions import compute_dtype, gate_gradient, gated_mix, kronecker, mix_weights
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
 from isomorph.layers.modes import constant, on_cpu
@@ -126,15 +126,13 @@ class _SoftPatches(torch.autograd.Function):
         if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None
 
-        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps .
-        # position
-        by_content = (d_maps * content).sum((0, 2, 3))
         d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1))
         d_grid = d_grid.unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
-        d_rows = (d_grid * columns[:, None, :, None]).sum((2, 4)) * share
+        d_scaled = (d_grid * columns[:, None, :, None]).sum((2, 4))
+        d_rows = d_scaled * share
         d_columns = (d_grid * scaled[:, :, None, :, None]).sum((1, 3))
-        by_position = (rows * d_rows).sum((1, 2))
-        d_gate = torch.addcmul(by_position, weights[0], by_content, value=-1) * weights[1]
+        by_content = (d_maps * content).sum((0, 2, 3))
+        d_gate = gate_gradient(rows, d_rows, by_content, weights)
         return d_values, d_content, d_rows, d_columns, d_gate, None
 
 

@@ -185,6 +185,18 @@ def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     return from_head_grid(attend_columns(columns, attend_rows(rows, grid)))
 
 
+def gate_gradient(rows: Tensor, d_rows: Tensor, by_content: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of the gates of (1 - s) content + s position, with s = sigma(gate).
+
+    It is s (1 - s) (dy . position - dy . content), where rows . d_rows is s dy . position.
+
+    Shape: rows, d_rows (nh, H, H), by_content dy . content (nh,), weights s and 1 - s (2, nh) -> (nh,)
+    """
+    share, rest = weights
+    by_position = (rows * d_rows).sum((1, 2))
+    return torch.addcmul(by_position, share, by_content, value=-1) * rest
+
+
 class MixPositions(torch.autograd.Function):
     """Mix content with (rows (x) columns) values by their weights; prefix tokens keep their content.
 
@@ -238,10 +250,8 @@ class MixPositions(torch.autograd.Function):
         read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
         by_row = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
         d_columns = by_row.sum(1)
-        # s (1 - s) (dy . position - dy . content), where rows . d_rows is s dy . position
-        by_position = (rows * d_rows).sum((1, 2))
         by_content = (dy * content[:, p:]).sum((0, 1, 3))
-        d_gate = torch.addcmul(by_position, share, by_content, value=-1) * rest
+        d_gate = gate_gradient(rows, d_rows, by_content, weights)
         return d_content, d_values, d_rows, d_columns, d_gate, None, None
 
 

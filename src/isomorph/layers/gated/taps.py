@@ -39,6 +39,16 @@ BY_HEAD_COST = 1.5
 Range = tuple[int, int]
 
 
+def _to_grid(x: Tensor) -> Tensor:
+    """Shape: (B, C, H, W) -> (H, W, B, C)"""
+    return x.permute(2, 3, 0, 1)
+
+
+def _from_grid(grid: Tensor) -> Tensor:
+    """Shape: (H, W, B, C) -> (B, C, H, W)"""
+    return grid.permute(2, 3, 0, 1)
+
+
 def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the column maps of every query row, what all heads read along the rows, and along both axes.
 
@@ -65,7 +75,7 @@ class _TapsAtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor, groups: int) -> Tensor:
-        grid = x.permute(2, 3, 0, 1).flatten(2)  # (H, W, B C)
+        grid = _to_grid(x).flatten(2)  # (H, W, B C)
         read = _read(grid, rows, columns)[2]
         return F.conv1d(_to_patches(read, x, rows), filters, groups=groups)
 
@@ -80,12 +90,12 @@ class _TapsAtOnce(torch.autograd.Function):
         B, C, H, W = x.shape
         nh, Hq, _ = rows.shape
         Wq = columns.shape[1]
-        grid = x.permute(2, 3, 0, 1).flatten(2)  # (H, W, B C)
+        grid = _to_grid(x).flatten(2)  # (H, W, B C)
         lines, halfway, read = _read(grid, rows, columns)
         patches = _to_patches(read, x, rows)
-        stride, padding, dilation, wanted = (1,), (0,), (1,), (True, True, False)
+        wanted = (True, True, False)
         d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
-            grad, patches, filters, None, stride, padding, dilation, False, (0,), ctx.groups, wanted
+            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, wanted
         )
         by_head = d_patches.unflatten(1, (C, nh)).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
         d_read = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
@@ -93,7 +103,7 @@ class _TapsAtOnce(torch.autograd.Function):
         d_halfway = torch.bmm(lines.mT, d_read).flatten(1)  # (nh Hq, W B C)
         d_rows = torch.mm(d_halfway, grid.flatten(1).t()).view_as(rows)
         d_grid = torch.mm(rows.flatten(0, 1).t(), d_halfway)  # (H, W B C)
-        d_x = d_grid.view(H, W, B, C).permute(2, 3, 0, 1)
+        d_x = _from_grid(d_grid.view(H, W, B, C))
         return d_x, d_rows, d_columns, d_filters, None
 
 
@@ -169,9 +179,10 @@ def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tens
     groups = x.shape[1] // filters.shape[1]
     by_head = groups == 1 or groups == x.shape[1] == len(filters)
     if on_cpu(x) and x.shape[1] >= MIN_CHANNELS and by_head:
-        grid = x.permute(2, 3, 0, 1).contiguous()  # (H, W, B, C)
-        return _TapsByHead.apply(grid, rows, columns, filters).permute(2, 3, 0, 1).contiguous()
-    y = _TapsAtOnce.apply(x, rows, columns, filters.flatten(1)[:, :, None], groups)
+        y = _TapsByHead.apply(_to_grid(x).contiguous(), rows, columns, filters)
+        return _from_grid(y).contiguous()
+    as_convolution = filters.flatten(1)[:, :, None]  # (C_out, C nh / G, 1)
+    y = _TapsAtOnce.apply(x, rows, columns, as_convolution, groups)
     return y.unflatten(-1, (rows.shape[1], columns.shape[1]))
 
 

@@ -268,7 +268,10 @@ class _NormGradients:
         return rows.view(sizes.groups, sizes.chains[level], -1, sizes.reads)
 
     def through(self, level: int, d: Tensor, read: Tensor, at: slice) -> Tensor:
-        """Return the gradient of what a level's BatchNorms read, of which the first rows are normalised."""
+        """Return the gradient of what a level's BatchNorms read, of which the first rows are normalised.
+
+        dgamma = rowsum(dA Z) / sqrt(v + eps),    dv = -gamma dgamma / (2 (v + eps)),    dZ = s dA + 2 dv P
+        """
         sizes = self.tensors.sizes
         v = self.variances[:, at]
         gamma = self.tensors.scales[:, at]
