@@ -81,7 +81,8 @@ class Worker:
 
     def __init__(self, code: Path, threads: int) -> None:
         path = os.pathsep.join([str(code / "src"), str(HERE)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": ""}
+        environment = {**os.environ, **own}
         command = [sys.executable, str(Path(__file__).resolve()), "--work", str(threads)]
         pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.process = subprocess.Popen(command, env=environment, **pipes)
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--against", type=Path, metavar="JSON", help="print what is slower than in this file")
     parser.add_argument("--code", type=Path, metavar="DIR", help="another checkout, measured in turn with this one")
-    parser.add_argument("--write", action="store_true", help="update results/ledger.json")
+    parser.add_argument("--write", action="store_true", help="update results/ledger.json, row by row")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
@@ -175,14 +176,14 @@ def main() -> None:
                 found[code][key] = worker.ask(name)
             shown = "   ".join(f"{code} {found[code][key]}" for code in codes)
             print(f"{key}: {shown}", flush=True)
+            if given.write:
+                write({key: found["here"][key]})
         for worker in workers.values():
             worker.close()
     if given.code:
         show_slower(f"with {given.code}", found["here"], found["there"])
     if given.against:
         show_slower(str(given.against), found["here"], json.loads(given.against.read_text())["rows"])
-    if given.write:
-        write(found["here"])
 
 
 def write(rows: dict[str, Found]) -> None:
@@ -198,8 +199,10 @@ def write(rows: dict[str, Found]) -> None:
     commit = commit_of(HERE.parent)
     stamped = {name: row | {"commit": commit, "date": str(date.today())} for name, row in rows.items()}
     about = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
-    path.write_text(json.dumps({**about, "rows": {**earlier, **stamped}}, indent=1) + "\n")
-    print(f"\nwrote {path}")
+    whole = json.dumps({**about, "rows": {**earlier, **stamped}}, indent=1) + "\n"
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(whole)
+    scratch.replace(path)
 
 
 if __name__ == "__main__":

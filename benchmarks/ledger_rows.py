@@ -295,6 +295,8 @@ def rows() -> dict[str, Row]:
     found["network/ResNet-18, windows/inference/8"] = Row(
         partial(of_modules, NETWORKS["ResNet-18, windows"], 8, "inference")
     )
+    for name in ("TDRL-ViT-Ti", "TDRL-ViT-Ti, naive-W1"):
+        found[f"network/{name}/step/32"] = Row(partial(of_modules, NETWORKS[name], 32, "step"))
     for name in MODELS:
         for what in OPERATIONS:
             found[f"operation/{what}/{name}"] = Row(partial(operation, name, what))

@@ -157,30 +157,34 @@ def convit_7(runs: Path) -> Any:
     return figure
 
 
-def last_top1(folder: Path) -> float:
-    """Return the last test accuracy of a run."""
+def top1_by_epoch(folder: Path) -> list[float]:
+    """Return the test accuracy of a run after each epoch."""
     rows = read_log(folder / "log.jsonl")
-    return next(row["top1"] for row in reversed(rows) if "top1" in row)
+    return [row["top1"] for row in rows if row["epoch"]]
+
+
+def gpsa_run(runs: Path, layers: int, strength: float) -> Path:
+    """Train a ViT on digits whose first layers are GPSA of a locality strength."""
+    where = f"blocks.[0-{layers - 1}].attn"
+    changes = [f"model.recast.where={where}", f"model.recast.locality={strength}"]
+    return run_of(runs, f"digits_gpsa_{layers}_{strength:g}", "digits_convit", *changes)
 
 
 def convit_8(runs: Path) -> Any:
-    """ConViT Fig. 8: top-1 by locality strength and number of GPSA layers."""
-    figure, cell = plt.subplots(figsize=(4.4, 2.8), layout="constrained")
-    plain = last_top1(run_of(runs, "digits_vit_2", "digits_vit", "epochs=2"))
-    strengths = (0.5, 2.0)
-    for layers in (1, 3):
-        where = f"blocks.[0-{layers - 1}].attn"
-        tops = []
-        for strength in strengths:
-            changes = [f"model.recast.where={where}", f"model.recast.locality={strength}", "epochs=2"]
-            folder = run_of(runs, f"digits_convit_{layers}_{strength:g}", "digits_convit", *changes)
-            tops.append(last_top1(folder))
-        cell.plot(strengths, tops, "o-", label=f"{layers} GPSA layers")
-    cell.axhline(plain, lw=1, ls="--", color="grey", label="no GPSA")
-    cell.set(xlabel="locality strength", ylabel="top-1 (%)")
-    cell.grid()
-    cell.legend(fontsize=7)
-    return figure
+    """ConViT Fig. 8: top-1 by locality strength and number of GPSA layers, and along training."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), layout="constrained")
+    strengths = (0.5, 1.0, 2.0)
+    plain = top1_by_epoch(convit_runs(runs)["ViT"])
+    axes[0].axhline(plain[-1], lw=1, ls="--", color="grey", label="no GPSA")
+    axes[1].plot(range(1, len(plain) + 1), plain, "--", color="grey")
+    for layers in (1, 2, 3):
+        tops = {strength: top1_by_epoch(gpsa_run(runs, layers, strength)) for strength in strengths}
+        axes[0].plot(strengths, [tops[strength][-1] for strength in strengths], "o-", ms=3, label=f"{layers} GPSA")
+        axes[1].plot(range(1, len(plain) + 1), tops[1.0], "o-", ms=3)
+    axes[0].set(title="a) after training", xlabel="locality strength", ylabel="test top-1 (%)")
+    axes[1].set(title="b) along training, strength 1", xlabel="epoch")
+    axes[0].legend(fontsize=7)
+    return with_grids(figure)
 
 
 MLP = ["blocks.*.mlp.fc?"]

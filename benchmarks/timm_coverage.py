@@ -272,18 +272,39 @@ def cell(total):
     return "all" if total["accepted"] == total["modules"] else f"{total['accepted']:,} of {total['modules']:,}"
 
 
+def largest_deviation(result, family):
+    """The largest deviation over the rules that were tried on a model of the family; None without any."""
+    rules = result["verified"].get(family, {}).get("rules", {})
+    return max((rule["deviation"] for rule in rules.values() if "deviation" in rule), default=None)
+
+
 def markdown(result):
-    """The table of the documentation: a row for each family."""
-    head = "family, models, `ConvToGPSA`, edits of maps, verified"
-    lines = [head.split(", ")]
-    lines.append(["---"] * len(lines[0]))
+    """What the documentation says of families: lists of those that are alike, and a table of the others."""
+    whole, tokens, rows = [], [], []
     for family, found in result["families"].items():
-        checked, rules = result["verified"].get(family, {}), found["rules"]
-        deviations = [rule["deviation"] for rule in checked.get("rules", {}).values() if "deviation" in rule]
-        worst = f"`{checked['model']}`, {max(deviations):.0e}" if deviations else ""
+        rules = found["rules"]
+        total = rules.get("ConvToGPSA")
+        convolutions = cell(total)
         edits = " / ".join(dict.fromkeys(cell(rules.get(name)) for name in ("AttentionToRefined", "AttentionToGPSA")))
-        lines.append([family, str(found["models"]), cell(rules.get("ConvToGPSA")), edits, worst])
-    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+        if convolutions in ("all", "-") and edits in ("all", "-"):
+            whole.append(family)
+        elif edits == "all" and total["accepted"] == 0:
+            tokens.append(family)
+        else:
+            rows.append([family, str(found["models"]), convolutions, edits])
+    deviations = {family: largest_deviation(result, family) for family in result["families"]}
+    tried = [value for value in deviations.values() if value is not None]
+    missing = [family for family, value in deviations.items() if value is None]
+    table = [["family", "models", "`ConvToGPSA`", "edits of maps"], ["---"] * 4, *rows]
+    return "\n\n".join(
+        [
+            f"**Everything is taken** (convolutions and attention, where there are any) in {', '.join(whole)}.",
+            f"**All attention, but not the convolutions of the patch embedding**, in {', '.join(tokens)}.",
+            f"**Verified** in {len(tried)} families, largest deviation {max(tried):.0e}; not tried: "
+            f"{', '.join(missing)}.",
+            "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in table),
+        ]
+    )
 
 
 if __name__ == "__main__":

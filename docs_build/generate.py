@@ -2,9 +2,9 @@
 
 Run `python docs_build/generate.py` after a change of the command line, recipes, models or the public API.
 
-Command line, recipe fields, recipes, models, suites, the API's pages, the changelog and the table of messages. The
-pages are committed, so that they can be read without a build; `tests/test_docs.py` holds them equal to what this
-script writes.
+Command line, recipe fields, recipes, models, suites, the API's pages and the table of messages. These pages are
+committed, so that they can be read without a build; `tests/test_docs.py` holds them equal to what this script writes.
+The changelog's page is a copy of CHANGELOG.md, and only made for the site.
 """
 
 import ast
@@ -76,6 +76,7 @@ def command_line_page() -> str:
     body = "".join(sorted(commands))
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
+    body = re.sub(r"\*\*(Arguments|Parameters)\*\*:\n+", "", body)
     body = re.sub(
         r"Every field of the recipe is an option:\n.*?(?=^## |\Z)",
         "Every [field of the recipe](recipe-fields.md) is an option, for example `--optim.lr 1e-4`.\n\n",
@@ -102,7 +103,7 @@ def name_rule_options(body: str) -> str:
     recast, end, after = rest.partition("\n## ")
     names = ", ".join(f"`{name}`" for name in rule_texts())
     listed = ", ".join(f"`{match[1]}`" for match in OPTION.finditer(recast) if match[1] in flags)
-    line = f"* Options of the rules, explained as [fields of a recipe](recipe-fields.md#modelrecast): {listed}.\n"
+    line = f"* Options of the rules, [explained there](rules.md): {listed}.\n"
     recast = OPTION.sub(lambda match: "" if match[1] in flags else match[0], recast)
     recast = re.sub(
         r"(?m)^\* `--rule CHOICE`.*\n",
@@ -124,7 +125,9 @@ def shared_options(body: str) -> tuple[str, str]:
         names = [shared[match[0]] for match in OPTION.finditer(command) if match[0] in shared]
         rest = OPTION.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
         line = f"\n\n[Shared options](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}."
-        rest = re.sub(r"\*\*(Arguments|Parameters)\*\*:\s*(?=\*\*|\Z)", "", rest).rstrip()
+        if "Example: " in rest:
+            rest = re.sub(r"```console\n.*\n```\n\n", "", rest)
+        rest = re.sub(r"\n{3,}", "\n\n", rest)
         parts.append(rest + (line if names else ""))
     return "## Options of several commands\n\n" + "".join(shared), "\n\n".join(filter(None, parts))
 
@@ -189,18 +192,19 @@ def group_lines(part: Any, prefix: str) -> str:
     else:
         fields = {name: field for name, field in part.documented_fields().items() if not part_of(field.annotation)}
     names = "|".join(rule_texts())
+    of_rules: dict[str, list[str]] = {}
     for name, field in fields.items():
-        text = " ".join((field.description or "").split())
-        parts = re.split(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", text)
-        if parts[0] or len(parts) == 1:
+        owners = re.findall(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", " ".join((field.description or "").split()))
+        if not owners:
             lists.setdefault("", []).append(field_line(prefix + name, field))
-        for owner, meaning in zip(parts[1::2], parts[2::2], strict=True) if not parts[0] else ():
-            key = ", ".join(f"`{each}`" for each in owner.split(", "))
-            lists.setdefault(key, []).append(field_line(prefix + name, field, meaning))
-    first = lists.pop("", [])
-    return "\n\n".join(
-        ["\n".join(first), *(f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items())]
-    )
+        for rule in ", ".join(owners).split(", ") if owners else ():
+            of_rules.setdefault(rule, []).append(f"`{name}`")
+    blocks = ["\n".join(lists.pop("", []))]
+    blocks += [f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items()]
+    if of_rules:
+        lines = [f"* `{rule}`: {', '.join(own)}" for rule, own in of_rules.items()]
+        blocks.append(f"Fields `{prefix}NAME` of the rules, [explained there](rules.md):\n\n" + "\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
@@ -249,16 +253,14 @@ def recipes_page() -> str:
 
     papers: dict[str, dict[str, list[str]]] = {paper: {} for paper in (*PAPERS, "isomorph")}
     for name, fields in sorted(RECIPES.items()):
-        found = re.match(r"([\d.]+) top-1.* on ImageNet-1k", fields.get("expected") or "")
-        number = f" ({found[1]})" if found else ""
         source = fields.get("source", "")
         paper = source.partition(" ")[0] if source.partition(" ")[0] in PAPERS else "isomorph"
         source = re.sub(SHORT_SOURCES, "", source.removeprefix(f"{paper} "))
-        papers[paper].setdefault(source, []).append(f"`{name}`{number}")
+        papers[paper].setdefault(source, []).append(f"`{name}`")
     lead = (
-        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the paper's top-1 on "
-        "ImageNet-1k; `isomorph table` has all numbers, and what each run starts from. JFT is not public. Which "
-        "published rows have no recipe, and why: [published runs](../recipes.md)."
+        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. `isomorph table` has the papers' "
+        "numbers, and what each run starts from. JFT is not public. Which published rows have no recipe, and why: "
+        "[published runs](../recipes.md)."
     )
     sections = [
         f"## {paper}\n\n" + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))
@@ -347,7 +349,6 @@ def troubleshooting_page() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "changelog.md": changelog_page,
     "guides/troubleshooting.md": troubleshooting_page,
     "reference/command-line.md": command_line_page,
     "reference/recipe-fields.md": recipe_fields_page,
@@ -362,9 +363,14 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+BUILT: dict[str, Callable[[], str]] = {"changelog.md": changelog_page}
+"""Pages that are made with the site, and not committed."""
+
+
 def main(names: Sequence[str]) -> None:
-    """Write the pages whose path contains one of `names`; all without names."""
-    for path, write in PAGES.items():
+    """Write the pages whose path contains one of `names`; all committed ones without names."""
+    pages = PAGES | BUILT if names else PAGES
+    for path, write in pages.items():
         if not names or any(name in path for name in names):
             (DOCS / path).parent.mkdir(parents=True, exist_ok=True)
             (DOCS / path).write_text(write())

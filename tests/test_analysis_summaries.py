@@ -102,6 +102,25 @@ class TestSummaries:
         assert k.shape[2] == 7 * 9
         torch.testing.assert_close(found.max_logit, (q @ k.mT).amax((2, 3)).mean(0))
 
+    @pytest.mark.parametrize(
+        ("layer", "size"),
+        [
+            (iso.layers.DecomposedAttention(24, 4), (2, 3, 4, 24)),
+            (iso.layers.RelativeAttention(24, 4, grid_size=(3, 4)), (2, 3, 4, 24)),
+            (iso.layers.ViTRelativeAttention(24, 4, grid_size=(3, 4), prefix_tokens=1), (2, 13, 24)),
+            (iso.layers.PSA(24, 4, grid_size=(3, 4), prefix_tokens=1), (2, 13, 24)),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+    )
+    def test_logits_of_a_layer_are_those_of_its_map(self, layer, size):
+        x = 3 * torch.randn(size)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        stats = iso.analysis.logit_stats(nn.Sequential(layer), x)["0"]
+        maps = layer.attention(x)
+        torch.testing.assert_close(stats.max_attention, maps.amax((2, 3)).mean(0))
+        torch.testing.assert_close(stats.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
+
     def test_a_loader_is_the_mean_over_its_images(self):
         model, x = vit().double(), torch.randn(10, 3, 32, 32)
         loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]

@@ -5,7 +5,7 @@ import timm
 import torch
 
 import isomorph as iso
-from isomorph.analysis.windows import Windows
+from isomorph.analysis.windows import WindowMembers
 from refusals import refused
 
 SMALL = {
@@ -93,7 +93,7 @@ class TestWhere:
 
 
 def test_padding_of_windows_is_no_query_and_no_key():
-    windows = Windows((1, 3), torch.tensor([[0, 1], [2, -1]]))
+    windows = WindowMembers((1, 3), torch.tensor([[0, 1], [2, -1]]))
     distances, tokens = windows.distances(range(2, 4))  # those of the second image
     assert (distances.tolist(), tokens) == ([[[0, 1], [1, 0]], [[0, 0], [0, 0]]], 3)
 

@@ -32,6 +32,12 @@ from refusals import refused
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
         ("train", "give --weights FILE, or --no-pretrained", "give --model.weights FILE, or --model.pretrained false"),
         ("train", "the file; model.safetensors is damaged", "the file; model.safetensors is damaged"),
+        (
+            "train",
+            "give --size 224, or --model-kwargs img_size=32",
+            "give --data.size 224, or --model.kwargs.img_size 32",
+        ),
+        ("analyze", "give --size 224, or --model-kwargs img_size=32", "give --size 224, or --model-kwargs img_size=32"),
     ],
 )
 def test_messages_name_options_as_they_are_typed(command, message, expected):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 import timm
@@ -258,6 +260,24 @@ def test_steps_without_the_memory_for_them_are_left_out(monkeypatch):
     assert plan.seconds is None
     assert "GiB" in plan.notes[0]
     assert dict(plan.table()[1:])["hours here"] == "not measured"
+
+
+def small_runs():
+    """Runs on small data, as docs/guides/reproduce.md prints their commands: a recipe and its changes each."""
+    page = (Path(__file__).parents[1] / "docs/guides/reproduce.md").read_text().replace("\\\n", " ")
+    shared = shlex.split(re.search(r'isomorph train "\$@" (.*)', page)[1])
+    for line in re.findall(r"(?m)^small ([a-z].*)", page):
+        name, *own = shlex.split(line)
+        options = [*shared, *own]
+        names = [option.removeprefix("--") for option in options[::2]]
+        yield name, [f"{field}={value}" for field, value in zip(names, options[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "changes"), list(small_runs()))
+def test_runs_on_small_data_fit_their_networks(name, changes):
+    plan = plan_of(name, *changes)
+    assert plan.recipe.epochs == 2
+    assert plan.steps == 20
 
 
 def test_command_line(tmp_path):

@@ -1,13 +1,14 @@
 """A file imports only from floors before its own, files import each other in no circle, and both stay readable."""
 
 import ast
+import runpy
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 ORDER = (
-    "errors < spec process terminal_tables slow_work < distributed < layers < operations < surgery < models < analysis"
-    " < checkpoints < deployment < lab < __init__ < cli < __main__"
+    "errors json_values < spec process terminal_tables slow_work < distributed < layers < operations < surgery"
+    " < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
 )
 LAB_ORDER = "data < evaluation < report training < recipes < demo tasks"
 SHARED_RUNS = ("isomorph.deployment.hub", "isomorph.lab.training.run.summary")
@@ -103,3 +104,18 @@ def test_files_and_public_classes_are_documented():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert not undocumented
+
+
+def test_the_tests_of_a_changed_file_are_those_that_use_it():
+    """What `make test-changed` runs."""
+    script = runpy.run_path(str(ROOT.parents[1] / "docs_build" / "changed_tests.py"))
+    tests = sorted(Path(__file__).parent.glob("test_*.py"))
+    used = {path: script["names_used"](path) for path in tests}
+
+    def chosen(name):
+        return {path.name for path in script["tests_of"](ROOT / name, used)}
+
+    assert "test_gpsa.py" in chosen("layers/gated/gpsa.py")
+    assert "test_pyramid.py" not in chosen("layers/gated/gpsa.py")
+    assert "test_pyramid.py" in chosen("layers/pyramid/moments.py")  # no test imports it: those of its importers
+    assert script["tests_that_import"](tests[0], used) == {tests[0]}

@@ -318,6 +318,25 @@ def test_what_is_not_finite_is_an_error(name):
     assert caught.value.exit_status == 1
 
 
+class NotFiniteElsewhere(nn.Sequential):
+    """Divides by 0 at widths but its own, and in a second way to call it."""
+
+    def forward(self, x, far=False):
+        y = super().forward(x)
+        return y if x.shape[-1] == MAP[-1] and not far else y / torch.zeros_like(y)
+
+    def embed(self, x):
+        return self(x, far=True)
+
+
+def test_a_call_that_is_not_finite_in_the_given_model_is_not_compared():
+    model, x = made(lambda: NotFiniteElsewhere(*in_turn(THREE, norm())()), MAP)
+    new, report = fuse_with_report(model, x)
+    assert list(report.merged) == ["1"]
+    assert report.entry_points == ("forward",)
+    assert deviation(new(x), model(x)) < 1e-12
+
+
 @torch.no_grad()
 def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     model, _ = made(in_turn(THREE, norm(), nn.ReLU, conv(6, 8, 3), norm(8)), MAP)

@@ -169,7 +169,7 @@ REFUSED = {
     "a CNN": (lambda: encoded("resnet18"), "VisionTransformer"),
     "places": (lambda: MaskedAutoencoder(gated(), 1, 16, 4), "recast"),
     "nothing visible": (lambda: plain_autoencoder(mask=0.99), "mask ratio"),
-    "heads": (lambda: plain_autoencoder(1, 16, 3), "width 16 is no multiple of 4 and of its 3 heads"),
+    "heads": (lambda: plain_autoencoder(1, 16, 3), "width 16 is not a multiple of 4 and of its 3 heads"),
     "another shape": (lambda: build_pair(student=autoencoder("rectangular pyramids")), "cannot process"),
 }
 

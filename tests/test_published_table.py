@@ -108,7 +108,8 @@ def test_expected_numbers_are_those_of_the_tables():
             for row in TABLES[table].rows:
                 if row.recipe == name:
                     for column, value in row.values.items():
-                        printed.setdefault(column, set()).add(value)
+                        if value is not None:
+                            printed.setdefault(column, set()).add(value)
         text = recipe.get("expected", "").partition(" after ")[0]
         for number, unit in re.findall(r"(\d+(?:\.\d+)?) (top-1|top-5|mIoU|precision@1)", text):
             if "not published" in recipe["expected"] or units[unit] not in printed:
@@ -229,6 +230,10 @@ DIFFERENT = {
     "model.kwargs.depth": ["model.kwargs.depth=4"],
     "data.size": ["data.size=[96,96]"],
     "augment.mixup, drop_path": ["drop_path=0", "augment.mixup=0"],
+    "optim.clip_grad, optim.lr, optim.warmup_epochs and 1 more field": [
+        *("optim.clip_grad=1", "optim.lr=1e-4", "optim.weight_decay=0", "seed=3", "scale.accumulate=2"),
+        "optim.warmup_epochs=1",
+    ],
     "": ["seed=3", "data.root=/data", "data.workers=2", "evaluate_every=5", "scale.accumulate=8", "amp=none"],
 }
 
@@ -244,7 +249,18 @@ def test_runs_that_are_not_the_row_say_why_and_do_not_count(said, tmp_path):
     line = next(line for line in body if "run" in line)
     assert (line[head.index("measured top-1 (%)")] == "-") == bool(said)
     assert any("measured" in name for name in charts[0].lines) == (not said)
-    assert ("50.00" in line[-1]) == bool(said)
+    assert ("top-1 50.00 (40.4 to 59.6), top-5 70.00" in line[-1]) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["CoAtNet Fig. 1", "ConViT Fig. 8", "T-CNN Fig. 6", "TDRL Fig. 2"])
+def test_runs_of_a_figure_without_numbers_have_their_accuracy(name, tmp_path):
+    recipe = next(row.recipe for row in TABLES[name].rows if row.recipe)
+    folder = write_run(tmp_path / "run", recipe, *done(2, 33.0), overrides=["epochs=2"])
+    table = filled(name, folder)
+    head, *body = published_table(table.columns, table.rows)
+    assert "top-1 (%)" not in head
+    line = next(line for line in body if "run" in line)
+    assert "top-1 33.00" in line[-1]
 
 
 def test_a_run_in_progress_is_not_the_row(tmp_path):
@@ -334,6 +350,30 @@ def test_evaluations_of_other_sizes_and_ratios_are_not_the_row(tmp_path):
     row = {"suite": "imagenet", "top1": 85.9, "images": 50_000, "rfc": 1.13, "rfc_fill": "black"}
     path.write_text(json.dumps({"model": "runs/refined_vit_l_448", "rows": [row, row | {"rfc": 1.2}], "cost": []}))
     assert measured_rows(evaluated("Refiner Table 5", path)) == {"Refined-ViT-448": [{"rfc_top1": 85.9}]}
+
+
+def test_real_labels_are_added_to_what_a_run_measured(tmp_path):
+    run = write_run(tmp_path / "refined_vit_s_384", "refined_vit_s_384", *done(30, 84.0))
+    path = tmp_path / "refined_vit_s_384-real.json"
+    row = {"suite": "real", "top1": 88.0, "images": 46_837}  # of 50,000: those with a label
+    path.write_text(json.dumps({"model": "runs/refined_vit_s_384/model.safetensors", "rows": [row], "cost": []}))
+    table = table_with_evaluations(filled("Refiner Table 7", run), read_evaluations([path]))
+    (filled_row,) = [row for row in table.rows if row.runs]
+    assert (filled_row.label, filled_row.values["size"]) == ("Refined-ViT-S", 384)
+    head, *body = published_table(table.columns, table.rows)
+    lines = [line for line in body if line[head.index("ReaL top-1 (%)")] == "88.9" and line[head.index("run")] != "-"]
+    measured = [
+        [line[head.index(f"measured {column}")] for column in ("top-1 (%)", "ReaL top-1 (%)")] for line in lines
+    ]
+    assert measured == [["84.00 (75.6 to 89.9)", "-"], ["-", "88.00"]]
+    *_, command = filled_row.commands
+    assert command.startswith("isomorph evaluate runs/refined_vit_s_384/model.safetensors --suite real ")
+
+
+def test_every_printed_real_accuracy_of_a_run_has_its_command():
+    for row in find_table("Refiner Table 7").rows:
+        makes = any("--suite real" in line for line in row.commands)
+        assert makes == bool(row.recipe and row.values.get("real_top1")), row.label
 
 
 def test_robustness_of_tdrl(tmp_path):

@@ -13,11 +13,11 @@ import isomorph as iso
 import references
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear, patches
 from isomorph.layers.pyramid import moments
-from isomorph.layers.pyramid.base import Layout
+from isomorph.layers.pyramid.base import BranchLayout
 from refusals import refused
 from test_operations import saved_mib
 
-LAYOUTS = ["P-W1S", "P-W3", "P-W4S", "R-D1W4", "R-D3W2S", "naive-W3"]
+LAYOUTS = ["P-W1S", "P-W3", "P-W4S", "R-D1W4", "R-D3W2S", "naive-W1", "naive-W3"]
 CONVS = {
     "1x1": dict(kernel_size=1),
     "1x1 strided": dict(kernel_size=1, stride=2),
@@ -81,6 +81,16 @@ def test_linear_equals_the_branches(layout, rectify, affine):
 @pytest.mark.parametrize("shape", [(9, 5), (300, 40), (40, 300)])
 def test_widths_and_symmetric_strips(shape):
     agree(PyramidLinear(*shape, "P-W2S", rescale_by=3), (400, shape[0]), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("affine", [True, False])
+def test_one_unit_that_does_not_widen_equals_its_layers(affine, scale):
+    """On a CPU its BatchNorm normalises the outputs, without the moments of the input."""
+    layer = PyramidLinear(9, 5, "naive-W1", affine=affine, rescale_by=scale)
+    assert layer.costs_less_by_outputs(torch.zeros(1))
+    agree(layer, (4, 7, 9))
+    same(step(layer.train(), layer, torch.randn(4, 9).double())[3:4], [torch.zeros(5).double()], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
@@ -196,9 +206,10 @@ def test_half_precision():
     assert layer(x.bfloat16()).dtype == layer.eval().fuse().weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("layer", [PyramidLinear(5, 9, "P-W2S", "batchnorm"), PyramidLinear(5, 4, "naive-W1")])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_counts_a_batch_once(reentrant):
-    layer = PyramidLinear(5, 9, "P-W2S", "batchnorm").double()
+def test_gradient_checkpointing_counts_a_batch_once(reentrant, layer):
+    layer = copy.deepcopy(layer).double()
     twin, x = copy.deepcopy(layer), torch.randn(20, 5, dtype=torch.float64)
     got = step(layer, lambda t: checkpoint(layer, t, use_reentrant=reentrant), x)
     same(got, step(twin, twin, x))
@@ -261,9 +272,9 @@ def test_a_compiler_may_fuse_all_products_with_a_vector():
 
 
 def test_layouts_and_widths():
-    assert Layout.parse("P-W3S") == Layout((1, 2, 3), skip=True)
-    assert Layout.parse("R-D2W4") == Layout((2, 2, 2, 2), skip=False)
-    assert Layout.parse("naive-W8") == Layout((1,) * 8, skip=False, last=False)
+    assert BranchLayout.parse("P-W3S") == BranchLayout((1, 2, 3), skip=True)
+    assert BranchLayout.parse("R-D2W4") == BranchLayout((2, 2, 2, 2), skip=False)
+    assert BranchLayout.parse("naive-W8") == BranchLayout((1,) * 8, skip=False, last=False)
     shapes = [
         [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)] for branch in PyramidLinear(4, 6).branches
     ]
@@ -288,7 +299,14 @@ def test_what_is_refused(call, said):
     refused(said, call)
 
 
-@pytest.mark.parametrize(("layer", "x"), [(PyramidLinear(5, 9), (1, 5)), (PyramidConv2d(5, 9, 4, 4), (1, 5, 4, 4))])
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (PyramidLinear(5, 9), (1, 5)),
+        (PyramidLinear(5, 4, "naive-W1"), (1, 5)),
+        (PyramidConv2d(5, 9, 4, 4), (1, 5, 4, 4)),
+    ],
+)
 def test_one_token_is_batchnorms_own_error(layer, x):
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         layer(torch.randn(x))

@@ -56,7 +56,12 @@ PUBLISHED = {
     "deit_s_10pct": START,
     "tcnn_resnetrs50": REPEATED | {"optim.gate_lr": 0.1},
     "tcnn_resnetrs270": {"keep_every": 2},
-    "tcnn_late_100": REPEATED,
+    "tcnn_late_100": REPEATED  # Table 3; docs/guides/readings.md says what is a reading
+    | {"optim.name": "sgd", "optim.lr": 0.4, "optim.momentum": 0.9, "optim.weight_decay": 1e-4},
+    "upernet_plain_ti": {
+        "expected": "41.4 mIoU on ADE20K, from pre-trained --model.weights"
+    },  # Table 2, and the plain arm of B.9
+    "upernet_batchnorm_ti": {"expected": "37.8 mIoU on ADE20K, from pre-trained --model.weights"},
     "finetune_resnetrs50": {"augment.repeats": 3},
     "refiner_b_deit": {"augment.repeats": 3},
     "refined_vit_s": START,

@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from attention_layers import NETWORKS
-from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share
+from isomorph.layers.window import TokenWindows, attend_in_padded_windows, attend_in_windows, attend_with_share
 from isomorph.surgery.rules.window import _Attend as Attend
 from law_rows import Alone, deviation, disturb
 from refusals import refused
@@ -32,7 +32,9 @@ def slow(q, k, v, bias, windows, share):
     return out
 
 
-@pytest.mark.parametrize("windows", [Windows((5, 4), 2, 2), Windows((3, 5), 3, 0), Windows((2, 5), 3, 1)])
+@pytest.mark.parametrize(
+    "windows", [TokenWindows((5, 4), 2, 2), TokenWindows((3, 5), 3, 0), TokenWindows((2, 5), 3, 1)]
+)
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
 def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     (H, W), side, prefix = windows

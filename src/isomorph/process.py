@@ -49,6 +49,17 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
 
 
+@contextmanager
+def replaced_attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of a library's module another value within the block, where no argument does it."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 class SafeChildProcesses:
     """Context manager in which child processes start without the working folder on their import path.
 

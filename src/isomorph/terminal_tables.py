@@ -1,6 +1,5 @@
 """Tables of metrics, and printing in a terminal: control characters in names from files are escaped here."""
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 _AP_OF = ("box", "mask")
-_AP = {"": "", "50": "50", "75": "75", "_small": ", small", "_medium": ", medium", "_large": ", large"}
+_AP = {
+    "": "",
+    "50": "50",
+    "75": "75",
+    "_small": ", small",
+    "_medium": ", medium",
+    "_large": ", large",
+}
 
 
 def _formats(form: str, **labels: str) -> dict[str, tuple[str, Callable[[float], str]]]:
@@ -29,11 +35,20 @@ METRIC_FORMATS = {  # label and format
     **_formats(".3f", fid="FID"),
     **_formats(".6f", kid="KID", kid_std="standard deviation of KID"),
     **_formats(".4f", frechet_distance="Frechet distance"),
-    **_formats(".6f", kernel_distance="kernel distance", kernel_distance_std="standard deviation of kernel distance"),
+    **_formats(
+        ".6f",
+        kernel_distance="kernel distance",
+        kernel_distance_std="standard deviation of kernel distance",
+    ),
     **_formats(".4f", precision="precision", recall="recall"),
     **_formats(".2f", ece="ECE (%, 15 bins)"),
     **_formats(".1f", probability="probability (%)"),
-    **_formats(".2f", miou="mean IoU (%)", mean_accuracy="mean accuracy (%)", pixel_accuracy="pixel accuracy (%)"),
+    **_formats(
+        ".2f",
+        miou="mean IoU (%)",
+        mean_accuracy="mean accuracy (%)",
+        pixel_accuracy="pixel accuracy (%)",
+    ),
     **_formats(".2f", iou="IoU (%)", share="share of pixels (%)"),
     **_formats(",.0f", images="images"),
     **_formats(".2f", accuracy="accuracy (%)", f1="F1 (%)", matthews="Matthews correlation (%)"),
@@ -42,7 +57,10 @@ METRIC_FORMATS = {  # label and format
     **_formats(".4f", masked_loss="loss of masked words (nats)"),
     **_formats(".2f", masked_accuracy="masked words predicted (%)", perplexity="perplexity of masked words"),
     **_formats(",.0f", sequences="sequences"),
-    **_formats(".1f", **{f"{kind}_ap{of}": f"{kind} AP{text} (%)" for kind in _AP_OF for of, text in _AP.items()}),
+    **_formats(
+        ".1f",
+        **{f"{kind}_ap{of}": f"{kind} AP{text} (%)" for kind in _AP_OF for of, text in _AP.items()},
+    ),
     **_formats(",.0f", real_images="real images", parameters="parameters"),
     "macs": ("M MACs per image", _millions),
     "step_macs": ("M MACs per pass, whatever the batch", _millions),
@@ -60,17 +78,6 @@ PIPE_WIDTH = 200  # columns of a table that is not printed in a terminal
 
 # Characters that move a terminal's cursor, change the direction of the text, or cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def json_values(value: Any) -> Any:
-    """Return a value of dicts, lists and numbers as JSON can hold it, with None for NaN and infinity."""
-    if isinstance(value, Mapping):
-        return {key: json_values(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def printable(text: object) -> str:
@@ -92,8 +99,10 @@ def interval_text(percent: float, images: int) -> str:
 
     Source: Wilson (1927), "Probable inference", the score interval; images are taken as drawn independently
     """
-    z, share = 1.96, percent / 100
-    centre, variance = share + z**2 / (2 * images), share * (1 - share) / images + (z / (2 * images)) ** 2
+    z = 1.96
+    share = percent / 100
+    centre = share + z**2 / (2 * images)
+    variance = share * (1 - share) / images + (z / (2 * images)) ** 2
     low, high = (100 * (centre + sign * z * variance**0.5) / (1 + z**2 / images) for sign in (-1, 1))
     return f"{max(low, 0):.1f} to {high:.1f}"
 
@@ -126,7 +135,9 @@ def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _plain_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_plain_text, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
 
 
 def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -158,7 +169,8 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of numbers, aligned to the right; the first row is its head."""
-    console, (head, *body) = _Output(), map(_cells, rows)
+    console = _Output()
+    (head, *body) = map(_cells, rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(map(escape, head)):
         table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i == 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import Data, count_images, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import Windows, attention_windows, observed_windows
+from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.calls import Inputs, check_inputs
@@ -38,7 +38,7 @@ def _measure_on_grid(
     batch: Inputs,
     measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
     where: Where,
-    windows: dict[str, Windows] | None = None,
+    windows: dict[str, WindowMembers] | None = None,
 ) -> dict[str, Any]:
     """Return `measure(name, attention, grid)` of layers with known positions; `measure` knows those of `windows`.
 
@@ -53,7 +53,8 @@ def _measure_on_grid(
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
             if windows and call.name in windows and attention.shape:
-                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
+                # `windows` has the positions
+                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))
                 return measure(call.name, attention, positions)
             if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
                 unplaced.append(call.name)
@@ -122,7 +123,9 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
         windows = attention_windows(model, batch)
 
         def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
-            total, images, queries = torch.zeros(()), 0, 0
+            total = torch.zeros(())
+            images = 0
+            queries = 0
             for maps in attention.chunks():
                 if name in windows:
                     distances, count = windows[name].distances(range(images, images + len(maps)))
@@ -133,7 +136,8 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
                 inner = maps[:, :, grid.prefix :, grid.prefix :].to(distances.dtype)
                 axes = "bqk" if name in windows else "qk"
                 total = total.to(maps.device) + torch.einsum(f"bhqk,{axes}->h", inner, distances)  # (nh,)
-                images, queries = images + len(maps), queries + count
+                images += len(maps)
+                queries += count
             return total / queries
 
         return _measure_on_grid(model, batch, measure, where, windows)
@@ -158,7 +162,10 @@ def prefix_attention(model: nn.Module, data: Data, where: Where = "*") -> dict[s
     def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
         if not grid.prefix:
             raise UserError("it has no class token or registers")
-        chunks = (maps.float() for maps in attention.chunks())
-        return torch.cat([maps[:, :, grid.prefix :, : grid.prefix].sum(-1).mean(-1) for maps in chunks]).mean(0)
+        shares = []
+        for maps in attention.chunks():
+            to_prefix = maps.float()[:, :, grid.prefix :, : grid.prefix]
+            shares.append(to_prefix.sum(-1).mean(-1))  # (b, nh)
+        return torch.cat(shares).mean(0)
 
     return mean_over(model, data, lambda batch: _measure_on_grid(model, batch, measure, where))

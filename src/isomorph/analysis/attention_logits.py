@@ -64,15 +64,20 @@ def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
 
 def summarise_scores(scores: AppliedAttention) -> Tensor:
     """Return largest logit, largest attention and entropy, computed for some queries at a time. Shape: -> (3, nh)"""
-    tops, peaks, entropies = [], [], []
+    tops = []
+    peaks = []
+    entropies = []
     queries = scores.shape[0]
     for start in range(0, queries, _QUERIES_PER_CHUNK):
         logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)
-        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 * -inf where a mask excludes a key
+        # 0 * -inf where a mask excludes a key
+        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()
         entropies.append((total - weighted.sum(-1)).sum(2))
         highest = logits.amax(-1)
         tops.append(highest.amax(-1))
         peaks.append((highest - total).exp().amax(-1))
-    largest, sharpest = (torch.stack(parts).amax(0).mean(0) for parts in (tops, peaks))
-    return torch.stack([largest, sharpest, torch.stack(entropies).sum(0).mean(0) / queries])
+    largest = torch.stack(tops).amax(0).mean(0)  # (nh,)
+    sharpest = torch.stack(peaks).amax(0).mean(0)
+    entropy = torch.stack(entropies).sum(0).mean(0) / queries
+    return torch.stack([largest, sharpest, entropy])

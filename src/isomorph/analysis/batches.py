@@ -54,7 +54,11 @@ def count_images(batch: Inputs) -> int:
 def some_images(batch: Inputs, start: int, stop: int) -> Inputs:
     """Return images start to stop of a batch, with these rows of every input that has one row an image."""
     count = count_images(batch)
-    return map_tensors(batch, lambda value: value[start:stop] if value.ndim and len(value) == count else value)
+
+    def part(value: Tensor) -> Tensor:
+        return value[start:stop] if value.ndim and len(value) == count else value
+
+    return map_tensors(batch, part)
 
 
 def single_images(data: Data) -> Iterator[Inputs]:
@@ -66,13 +70,14 @@ def single_images(data: Data) -> Iterator[Inputs]:
 
 def mean_over(model: nn.Module, data: Data, measure: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
-    sums = dict[str, Tensor]()
-    images = Counter[str]()  # a layer may run for some batches only
-    dtypes = dict[str, torch.dtype]()
+    sums: dict[str, Tensor] = {}
+    images: Counter[str] = Counter()  # a layer may run for some batches only
+    dtypes: dict[str, torch.dtype] = {}
     for batch in batches(data):
         count = count_images(batch)
         for name, value in measure(to_model(batch, model)).items():
             dtypes[name] = value.dtype
-            sums[name] = sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double() * count
+            zero = torch.zeros_like(value, dtype=torch.float64)
+            sums[name] = sums.get(name, zero) + value.double() * count
             images[name] += count
     return {name: (total / images[name]).to(dtypes[name]) for name, total in sums.items()}

@@ -40,14 +40,20 @@ def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
 def _token_cka(layer: Any, x: Tensor) -> Tensor:
     """Return the CKA between the branches of one layer. Shape: -> (branches, branches), for a joint layer one each"""
     window = getattr(layer, "window", None)
-    covariance = measure_moments(x, window and window._replace(groups=1)).covariance[0].double()
+    if window is not None:
+        window = window._replace(groups=1)
+    covariance = measure_moments(x, window).covariance[0].double()
 
     def similarities(pyramid: Pyramid) -> Tensor:
-        weights = [torch.block_diag(*fold(chain)[0].double()) for chain in pyramid.chains]  # (out, C) each
+        weights = []
+        for chain in pyramid.chains:
+            by_group, _ = fold(chain)
+            weights.append(torch.block_diag(*by_group.double()))  # (out, C)
         inner = covariance.new_zeros(len(weights), len(weights))
-        for i, product in enumerate(weight @ covariance for weight in weights):
-            for j, other in enumerate(weights[: i + 1]):  # |A S B^T| = |B S A^T|
-                inner[i, j] = inner[j, i] = (product @ other.mT).norm() ** 2
+        for i, weight in enumerate(weights):
+            product = weight @ covariance
+            for j in range(i + 1):  # |A S B^T| = |B S A^T|
+                inner[i, j] = inner[j, i] = (product @ weights[j].mT).norm() ** 2
         own = inner.diagonal().sqrt()
         scale = torch.outer(own, own)
         return torch.where(scale > 0, inner / scale, 0.0)
@@ -56,4 +62,5 @@ def _token_cka(layer: Any, x: Tensor) -> Tensor:
         return similarities(layer)
     matrices = [similarities(part) for part in layer.pyramids if isinstance(part, Pyramid)]
     most = max(map(len, matrices))
-    return torch.stack([nn.functional.pad(each, (0, most - len(each)) * 2) for each in matrices])
+    padded = [nn.functional.pad(matrix, (0, most - len(matrix)) * 2) for matrix in matrices]
+    return torch.stack(padded)

@@ -47,7 +47,11 @@ def pool_features(output: Tensor) -> Tensor:
     >>> tuple(iso.analysis.pool_features(torch.randn(8, 64, 4, 4)).shape)
     (8, 64)
     """
-    return output.mean(1) if output.ndim == 3 else output.flatten(2).mean(2) if output.ndim == 4 else output.flatten(1)
+    if output.ndim == 3:
+        return output.mean(1)
+    if output.ndim == 4:
+        return output.flatten(2).mean(2)
+    return output.flatten(1)
 
 
 def cka(
@@ -97,7 +101,8 @@ def cka_of_pairs(
     Shape: pairs of batches of the same images, (B, C, H, W) for a and (B, C', H', W') for b -> CKA
     Raises: UserError as in `cka`, or if the batches of a pair have different numbers of images.
     """
-    rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
+    rows = feature_layers(a, where, 1)
+    columns = feature_layers(b, other_where or where, 1)
     cross: Any = 0.0
     own_a: Any = 0.0
     own_b: Any = 0.0
@@ -110,16 +115,19 @@ def cka_of_pairs(
         largest = max(largest, count)
         if count < MIN_IMAGES:
             continue
-        x, y = gram_matrices(a, one, rows, read), gram_matrices(b, other, columns, read)
+        x = gram_matrices(a, one, rows, read)
+        y = gram_matrices(b, other, columns, read)
         cross = cross + hsic(x, y)
-        own_a, own_b = own_a + _hsic_own(x), own_b + _hsic_own(y)
+        own_a = own_a + _hsic_own(x)
+        own_b = own_b + _hsic_own(y)
     if largest < MIN_IMAGES:
         raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
-    found = CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
-    unknown = [name for name, own in (*zip(rows, own_a, strict=True), *zip(columns, own_b, strict=True)) if not own > 0]
+    matrix = cross / (own_a[:, None] * own_b).sqrt()
+    unknown = [name for name, own in zip(rows, own_a, strict=True) if not own > 0]
+    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0 and name not in unknown]
     if unknown:
-        _report_unknown(found.matrix, list_names(list(dict.fromkeys(unknown))), largest)
-    return found
+        _report_unknown(matrix, list_names(unknown), largest)
+    return CKA(matrix, list(rows), list(columns))
 
 
 def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
@@ -143,8 +151,9 @@ def gram_matrices(model: nn.Module, batch: Inputs, layers: dict[str, nn.Module],
         return (x @ x.T).fill_diagonal_(0.0)
 
     matrices = features(model, to_model(batch, model), layers, gram)
-    if missing := [name for name in layers if name not in matrices]:
-        raise UserError(f"the forward of the model does not call {missing[0]}, so it has no features")
+    for name in layers:
+        if name not in matrices:
+            raise UserError(f"the forward of the model does not call {name}, so it has no features")
     return torch.stack([value.cpu() for value in matrices.values()])
 
 
@@ -155,9 +164,11 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
     """
     n = k.shape[-1]
     traces = k.flatten(1) @ m.flatten(1).T
-    row_k, row_m = k.sum(-1), m.sum(-1)  # (p, n), (q, n)
+    row_k = k.sum(-1)  # (p, n)
+    row_m = m.sum(-1)  # (q, n)
     totals = row_k.sum(-1)[:, None] * row_m.sum(-1)
-    return (traces + totals / ((n - 1) * (n - 2)) - 2 * (row_k @ row_m.T) / (n - 2)) / (n * (n - 3))
+    total = traces + totals / ((n - 1) * (n - 2)) - 2 * (row_k @ row_m.T) / (n - 2)
+    return total / (n * (n - 3))
 
 
 def _hsic_own(k: Tensor) -> Tensor:
@@ -182,10 +193,13 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
         raise UserError(f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}")
     if len(x) < 2:
         raise UserError(f"CKA needs at least 2 samples, not {len(x)}")
-    x, y = (t.double() - t.double().mean(0) for t in (x, y))
+    x = x.double() - x.double().mean(0)
+    y = y.double() - y.double().mean(0)
     if not (x.any() and y.any()):
         warnings.warn("CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2)
-    if len(x) < max(x.shape[1], y.shape[1]):  # the same value from the Gram matrices, which are smaller
-        inner = (x @ x.T * (y @ y.T)).sum()
-        return inner / ((x @ x.T).norm() * (y @ y.T).norm())
+    # the same value from the Gram matrices, which are smaller
+    if len(x) < max(x.shape[1], y.shape[1]):
+        k = x @ x.T
+        m = y @ y.T
+        return (k * m).sum() / (k.norm() * m.norm())
     return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())

@@ -5,8 +5,10 @@ the batch per image, others, such as products of the weights of pyramids, per pa
 """
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +17,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.analysis.speed import Step, measure_speeds, propagate_back, restored_afterwards, stepped_module
+from isomorph.analysis.speed import (
+    Step,
+    measure_speeds,
+    propagate_back,
+    restored_afterwards,
+    stepped_module,
+)
 from isomorph.errors import UserError
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
 from isomorph.surgery.calls import Inputs, call_model
 
-_COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
+# size of the smaller of the two counted batches: enough for BatchNorm in training mode
+_COUNTED_BATCH = 2
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training
 TableRow = dict[str, Any]
 TableProgress = Callable[[float, int, str], None]  # steps done, all steps, the current one
@@ -180,7 +189,8 @@ def _cuda_peak(run: Callable[[], None], device: torch.device) -> int:
 
 def _cpu_peak(run: Callable[[], None]) -> int:
     """Return the largest sum of allocations and releases, which torch's profiler records in order."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library reports on stderr that it starts
+    # the profiler's library reports on stderr that it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     held = peak = 0
@@ -227,42 +237,58 @@ def cost_table(
     >>> rows[0]["parameters"], rows[0]["macs"], rows[0]["ratio"]
     (269722, 40551040, 1.0)
     """
-    if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
+    if min((*batch_sizes, *itertools.chain(*sizes)), default=0) < 1:
         raise UserError("sizes and batch sizes must be positive; give at least one of each")
-    total = len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models)))
-    done = 0
-
-    def step(description: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal done
-        progress(done, total, description)
-        try:
-            return work(*arguments)
-        finally:
-            done += 1
-            progress(done, total, description)
-
-    for size in sizes:
-        size_text = "{} x {}".format(*size)
-        resized = {name: fit_to_size(model, size) for name, model in models.items()}
-        nets = resized, {name: stepped_module(model, timed) for name, model in resized.items()}
-        inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
-        static = {n: step(f"{n} {size_text}: counting", static_cost, net, inputs[n]) for n, net in resized.items()}
+    memory_steps = 2 * len(models) if peak else 0
+    steps = _Steps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + memory_steps)))
+    for height, width in sizes:
+        at = f"{height} x {width}"
+        resized = {name: fit_to_size(model, (height, width)) for name, model in models.items()}
+        stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
+        inputs = {name: (input_channels(model), height, width) for name, model in resized.items()}
+        static = {}
+        for name, model in resized.items():
+            with steps.next(f"{name} {at}: counting"):
+                static[name] = static_cost(model, inputs[name])
         for batch in batch_sizes:
-            at = f"{size_text}, batch {batch}"
-            speeds = step(f"{at}: timing", measure_speeds, nets[1], inputs, batch, seconds, 5, timed != "inference")
-            first = next(iter(speeds.values())).median
-            for name in models:
-                row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
-                median, low, high, runs = speeds[name]
-                row |= {"images_per_second": median, "low": low, "high": high, "runs": runs, "ratio": median / first}
+            with steps.next(f"{at}, batch {batch}: timing"):
+                speeds = measure_speeds(stepped, inputs, batch, seconds, least=5, training=timed != "inference")
+            first = next(iter(speeds.values()))
+            for name, speed in speeds.items():
+                row = {"model": name, "height": height, "width": width, "batch": batch} | static[name]
+                row["images_per_second"] = speed.median
+                row["low"] = speed.low
+                row["high"] = speed.high
+                row["runs"] = speed.runs
+                row["ratio"] = speed.median / first.median
                 row |= dict.fromkeys(_PEAK_COLUMNS)
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
-                    memory = f"{name} {at}: {'training ' * training}memory"
+                    model = stepped[name] if training else resized[name]
+                    what = "training memory" if training else "memory"
                     try:
-                        row[column] = step(memory, peak_bytes, nets[training][name], inputs[name], batch, training)
+                        with steps.next(f"{name} {at}, batch {batch}: {what}"):
+                            row[column] = peak_bytes(model, inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)
                 yield row
+
+
+class _Steps:
+    """Reports the steps of a table: how many are done, how many there are, and the current one."""
+
+    def __init__(self, report: TableProgress, total: int) -> None:
+        self.report = report
+        self.total = total
+        self.done = 0
+
+    @contextmanager
+    def next(self, description: str) -> Iterator[None]:
+        self.report(self.done, self.total, description)
+        try:
+            yield
+        finally:
+            self.done += 1
+            self.report(self.done, self.total, description)
 
 
 def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
@@ -270,13 +296,15 @@ def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]
     macs = count_pass(model, input_size)
     # BatchNorm can fail to train on a batch of one image
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    return {
+    cost = {
         "parameters": count_parameters(model),
         "macs": macs.per_image,
         "step_macs": macs.per_pass,
-        **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
-        "saved_bytes": saved_bytes(model, input_size, 2 if has_batch_norm else 1),
     }
+    if has_pyramids(model):
+        cost |= pyramid_cost(model, input_size)
+    cost["saved_bytes"] = saved_bytes(model, input_size, 2 if has_batch_norm else 1)
+    return cost
 
 
 def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:

@@ -13,7 +13,8 @@ from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
 
 # Number and size of the random batches over which the paper averages F_k.
-NUM_DRAWS, DRAW_SIZE = 10, 32
+NUM_DRAWS = 10
+DRAW_SIZE = 32
 
 
 def random_draw_indices(images: int) -> Tensor:
@@ -25,7 +26,8 @@ def random_draw_indices(images: int) -> Tensor:
     if images < DRAW_SIZE:
         raise UserError(f"{images} images are too few for random batches of {DRAW_SIZE}; give more test images")
     generator = torch.Generator().manual_seed(0)
-    return torch.cat([torch.randperm(images, generator=generator, device="cpu")[:DRAW_SIZE] for _ in range(NUM_DRAWS)])
+    draws = [torch.randperm(images, generator=generator, device="cpu") for _ in range(NUM_DRAWS)]
+    return torch.cat([draw[:DRAW_SIZE] for draw in draws])
 
 
 def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) -> dict[str, float]:
@@ -44,16 +46,18 @@ def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) 
     >>> list(evolution), evolution["blocks.0"]
     (['blocks.0', 'blocks.1'], 1.0)
     """
-    layers, count = feature_layers(model, where), 0
+    layers = feature_layers(model, where)
+    count = 0
     sums: dict[str, float] = {}
     for batch in batches(data):
         if count_images(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
         batch = to_model(batch, model)
-        outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
-        final = outputs[-1][1]
-        first = linear_cka(outputs[0][1], final)
-        for name, value in outputs:
+        outputs = features(model, batch, layers, lambda output: output.flatten(1).float().clone())
+        values = list(outputs.values())
+        final = values[-1]
+        first = linear_cka(values[0], final)
+        for name, value in outputs.items():
             sums[name] = sums.get(name, 0.0) + (linear_cka(value, final) / first).item()
         count += 1
     return {name: total / count for name, total in sums.items()}
@@ -75,8 +79,11 @@ def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
 
     def measure(image: Inputs) -> dict[str, Tensor]:
         maps = [centred_rows(layer_maps.float()) for layer_maps in attention_maps(model, image, where).values()]
-        nan = maps[0].new_tensor(torch.nan)
-        rows = [[(a * b).sum(-1).mean() if a.shape == b.shape else nan for b in maps] for a in maps]
-        return {"": torch.stack([torch.stack(row) for row in rows])}
+        similarity = maps[0].new_full((len(maps), len(maps)), torch.nan)
+        for i, one in enumerate(maps):
+            for j, other in enumerate(maps):
+                if one.shape == other.shape:
+                    similarity[i, j] = (one * other).sum(-1).mean()
+        return {"": similarity}
 
     return mean_over(model, single_images(data), measure)[""]

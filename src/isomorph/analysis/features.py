@@ -33,13 +33,16 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
 def _blocks(model: nn.Module) -> list[str]:
     """Return the items of each Sequential or ModuleList that is inside no other: those made of modules, if any are."""
     sequences = outermost_modules(model, lambda module: isinstance(module, nn.Sequential | nn.ModuleList))
-    items = {
-        f"{name}.{item}".lstrip("."): block
-        for name, sequence in sequences.items()
-        for item, block in sequence.named_children()
-        if next(block.parameters(), None) is not None
-    }
-    return [name for name, block in items.items() if next(block.children(), None) is not None] or list(items)
+    every: list[str] = []
+    made_of_modules: list[str] = []
+    for name, sequence in sequences.items():
+        for item, block in sequence.named_children():
+            if not any(True for _ in block.parameters()):
+                continue
+            every.append(f"{name}.{item}".lstrip("."))
+            if any(True for _ in block.children()):
+                made_of_modules.append(every[-1])
+    return made_of_modules or every
 
 
 @torch.no_grad()
@@ -51,8 +54,11 @@ def features(
 
     def hook(name: str, layer: nn.Module, _: Any, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
-        last = x.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
-        values[name] = read(x.movedim(-1, 1) if last else x)
+        channels_last = getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
+        if channels_last and x.ndim == 4:
+            x = x.movedim(-1, 1)
+        values[name] = read(x)
 
-    run_with_hooks(model, batch, [layer.register_forward_hook(partial(hook, name)) for name, layer in layers.items()])
+    hooks = [layer.register_forward_hook(partial(hook, name)) for name, layer in layers.items()]
+    run_with_hooks(model, batch, hooks)
     return {name: values[name] for name in layers if name in values}

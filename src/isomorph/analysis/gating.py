@@ -66,8 +66,12 @@ def attention_spans(model: nn.Module) -> dict[str, Tensor]:
     >>> iso.analysis.attention_spans(tcnn)["layer3.0.conv1"][0].item()
     0.25
     """
-    localities = {name: layer.locality.detach() for name, layer in _gated_attention_layers(model).items()}
-    return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in localities.items()}
+    return {name: _span(layer) for name, layer in _gated_attention_layers(model).items()}
+
+
+def _span(layer: Any) -> Tensor:
+    locality = layer.locality.detach()
+    return torch.where(locality > 0, 1 / locality, torch.nan)
 
 
 def centres(model: nn.Module) -> dict[str, Tensor]:
@@ -103,7 +107,8 @@ def track(
     >>> epochs.tolist(), tuple(gates["layer3.0.conv1"].shape)
     ([0, 10], (2, 9))
     """
-    epochs, measured = list[float](), list[dict[Key, Tensor]]()
+    epochs: list[float] = []
+    measured: list[dict[Key, Tensor]] = []
     problem = UserError("no model was given; give at least one pair of an epoch and a model")
     for epoch, model in models:
         epochs.append(epoch)
@@ -112,10 +117,15 @@ def track(
         except UserError as error:  # a CNN that is recast during training has no gates before that
             measured.append({})
             problem = error
-    empty = {name: torch.full_like(value, torch.nan) for values in measured for name, value in values.items()}
-    if not empty:
+    known: dict[Key, Tensor] = {}
+    for values in measured:
+        known |= values
+    if not known:
         raise problem
-    stacked = {name: torch.stack([values.get(name, nan) for values in measured]) for name, nan in empty.items()}
+    stacked = {}
+    for name, value in known.items():
+        nan = torch.full_like(value, torch.nan)
+        stacked[name] = torch.stack([values.get(name, nan) for values in measured])
     return torch.tensor(epochs), stacked
 
 
@@ -146,10 +156,17 @@ def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
     >>> tuple(iso.analysis.track_gating([(0, cnn), (10, tcnn)]).gates["layer3.0.conv1"].shape)
     (2, 9)
     """
-    measures = {"gates": gates, "centres": centres, "spans": attention_spans}
 
     def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-        return {(kind, name): value.cpu() for kind, of in measures.items() for name, value in of(model).items()}
+        values: dict[tuple[str, str], Tensor] = {}
+        for name, layer in _gated_attention_layers(model).items():
+            values["gates", name] = layer.position_share.detach().cpu()
+            values["centres", name] = layer.centre.detach().clone().cpu()
+            values["spans", name] = _span(layer).cpu()
+        return values
 
-    epochs, values = track(models, measure)
-    return GatingHistory(epochs, *({name: v for (k, name), v in values.items() if k == kind} for kind in measures))
+    epochs, tracked = track(models, measure)
+    history: dict[str, dict[str, Tensor]] = {"gates": {}, "centres": {}, "spans": {}}
+    for (kind, name), value in tracked.items():
+        history[kind][name] = value
+    return GatingHistory(epochs, **history)

@@ -6,7 +6,7 @@ A layer with a method `attention` computes its map on demand; what others apply 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, singledispatch
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 from isomorph.layers.attention_base import score_scale
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
+from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.calls import Inputs, check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
@@ -43,8 +43,8 @@ class MethodMap(NamedTuple):
 
     @property
     def logits(self) -> AppliedAttention | None:
-        known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
-        return scores(self.layer, *self.args, **self.kwargs) if known else None
+        """The scores of the layer's softmax, None where they are not known."""
+        return _scores(self.layer, *self.args, **self.kwargs)
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
@@ -63,8 +63,9 @@ class MethodMap(NamedTuple):
         count = len(self.args[0])
 
         def part(value: Any) -> Any:
-            each = isinstance(value, Tensor) and value.ndim > 1 and len(value) == count
-            return value[start:stop] if each else value
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) == count:
+                return value[start:stop]
+            return value
 
         kwargs = {name: part(value) for name, value in self.kwargs.items()}
         return MethodMap(self.layer, tuple(map(part, self.args)), kwargs, self.name)
@@ -79,8 +80,10 @@ class MethodMap(NamedTuple):
 
 
 def _check_size(name: str, layer: Any, x: Tensor) -> None:
-    queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
-    keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
+    H, W = x.shape[2:]
+    ph, pw = layer.padding
+    queries = math.prod(layer.query_grid(H, W))
+    keys = (H + 2 * ph) * (W + 2 * pw)
     size = x.element_size() * len(x) * layer.num_heads * queries * keys
     if size > MAX_MAP_BYTES:
         raise UserError(
@@ -90,56 +93,31 @@ def _check_size(name: str, layer: Any, x: Tensor) -> None:
         )
 
 
-@singledispatch
-def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> AppliedAttention:
-    """Return the scores of a layer, for x (B, N, C) where nothing else is said. Raises: TypeError for other layers."""
-    raise TypeError(f"the queries and keys of {type(layer).__name__} are not known")
+def _scores(layer: Any, *args: Any, **kwargs: Any) -> AppliedAttention | None:
+    """Return the scores of a layer: those of its method `content_scores`, or of timm's Attention; else None."""
+    if hasattr(layer, "content_scores"):
+        return AppliedAttention(*layer.content_scores(*args, **kwargs))
+    if isinstance(layer, Attention):
+        return _timm_scores(layer, *args, **kwargs)
+    return None
 
 
-@scores.register
 def _timm_scores(
-    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+    layer: Attention,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> AppliedAttention:
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    q, k = layer.q_norm(q) * score_scale(layer), layer.k_norm(k)
+    q = layer.q_norm(q) * score_scale(layer)
+    k = layer.k_norm(k)
     return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
-@scores.register
-def _relative_scores(layer: RelativeAttention, x: Tensor) -> AppliedAttention:
-    """Return the scores of attention with relative positions. Shape: x (B, H, W, C)"""
-    q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
-    bias = None if isinstance(layer, PostRelativeAttention) else layer.position_bias((x.shape[1], x.shape[2]), q.dtype)
-    return AppliedAttention(q * layer.scale, k, bias)
-
-
-@scores.register
-def _vit_relative_scores(
-    layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
-) -> AppliedAttention:
-    q, k, _v = layer.queries_keys_values(x)
-    return AppliedAttention(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
-
-
-@scores.register
-def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> AppliedAttention:
-    q, k = layer.queries_keys(x)
-    return AppliedAttention(q * q.shape[-1] ** -0.5, k)
-
-
-@scores.register
-def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> AppliedAttention:
-    """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
-    return AppliedAttention(*layer.content_scores(x))
-
-
-@scores.register
-def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> AppliedAttention:
-    q, k = layer.queries_keys(x)
-    return AppliedAttention(q * q.shape[-1] ** -0.5, k, layer.position_bias(layer.check_grid(x, grid_size), q.dtype))
-
-
 def has_attention_method(layer: nn.Module) -> bool:
+    """True for a layer whose class has a method `attention`, which computes its map on demand."""
     return callable(getattr(type(layer), "attention", None))
 
 
@@ -157,33 +135,36 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[int, ...] = ()
+        cls,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: tuple[int, ...] = (),
     ) -> "LayerCall":
-        first = next((key for key in ("x", *kwargs) if key in kwargs), "x")
-        named = {key: value for key, value in kwargs.items() if args or key != first}
-        args = args or (kwargs.get(first),)
-        return cls(name, layer, args, named, tuple(args[0].shape) if getattr(args[0], "ndim", 0) == 4 else around)
+        """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
+        named = dict(kwargs)
+        if not args:
+            first = "x" if "x" in named else next(iter(named), "x")
+            args = (named.pop(first, None),)
+        if getattr(args[0], "ndim", 0) == 4:
+            around = tuple(args[0].shape)
+        return cls(name, layer, args, named, around)
 
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Context in which layers run in the form that has a map of all tokens: not fused, or with masked windows."""
-    facts: list[tuple[Any, Any]] = [(layer, facts_of(layer)) for layer in model.modules()]
-    forms: list[Any] = []
-    for layer, fact in facts:
-        if fact and fact.plain:
-            forms += [(layer, "scale", layer.scale), (layer, "fused_attn", layer.fused_attn)]
-            layer.scale = score_scale(layer)
-    windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
-    forms += [(layer, "pruned", layer.pruned) for layer in windows]
-    try:
-        for layer, name, _ in forms:
-            if name != "scale":
-                setattr(layer, name, False)
+    layers: list[Any] = list(model.modules())
+    with ExitStack() as changes:
+        for layer in layers:
+            facts = facts_of(layer)
+            if facts and facts.plain:
+                changes.enter_context(replaced_attribute(layer, "scale", score_scale(layer)))
+                changes.enter_context(replaced_attribute(layer, "fused_attn", False))
+            if isinstance(layer, WindowAttention) and not layer.no_map:
+                changes.enter_context(replaced_attribute(layer, "pruned", False))
         yield
-    finally:
-        for layer, name, form in forms:
-            setattr(layer, name, form)
 
 
 @torch.no_grad()
@@ -209,7 +190,9 @@ def capture_inputs(
     def hook(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         results[name] = measure(layer, *args, **kwargs)
 
-    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
+    handles = []
+    for name, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
     run_with_hooks(model, batch, handles)
     return results
 
@@ -221,8 +204,11 @@ class _Capture:
     """The hooks by which `ReadMaps` knows which layer runs; `results` of the measured layers by name."""
 
     def __init__(self, measure: _Measure, where: Where) -> None:
-        self.measure, self.where, self.mode = measure, where, ReadMaps()
-        self.calls: list[LayerCall | None] = []  # None: what runs inside is not a layer's own attention
+        self.measure = measure
+        self.where = where
+        self.mode = ReadMaps()
+        # None: what runs inside is not a layer's own attention
+        self.calls: list[LayerCall | None] = []
         self.results: dict[str, Any] = {}
         self.measured: list[str] = []
         self.others: list[str] = []
@@ -234,10 +220,13 @@ class _Capture:
         reason = (facts and facts.no_map) or getattr(layer, "no_map", None)
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
-        around = next((call.map_shape for call in reversed(self.calls) if call), ())
-        self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs, around))
+        call = None
+        if not (reason or inside):
+            around = next((outer.map_shape for outer in reversed(self.calls) if outer), ())
+            call = LayerCall.of(name, layer, args, kwargs, around)
+        self.calls.append(call)
         layout = facts.layout(layer) if facts else None
-        self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))
+        self.mode.enter(heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer))
 
     def leave(self, name: str, layer: nn.Module) -> None:
         call = self.calls.pop()
@@ -261,11 +250,12 @@ class _Capture:
     def hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for name, layer in model.named_modules():
             if not isinstance(layer, _TRANSPARENT):
-                enter, leave = partial(self.enter, name), partial(self.leave, name)
-                yield layer.register_forward_pre_hook(enter, with_kwargs=True)
+                leave = partial(self.leave, name)
+                yield layer.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True)
                 yield layer.register_forward_hook(lambda layer, _, __, leave=leave: leave(layer))
 
     def missing(self) -> str:
+        """Return why no attention was measured."""
         if self.reasons:
             return self.reasons[0]
         if self.others:
@@ -282,7 +272,8 @@ def capture_attention(model: nn.Module, batch: Inputs, measure: _Measure, where:
 
     Raises: UserError if no selected layer has an attention map, with the names of layers that have, or the reason.
     """
-    model, capture = unwrap(model, to_copy=False), _Capture(measure, where)
+    model = unwrap(model, to_copy=False)
+    capture = _Capture(measure, where)
     with _plain_attention(model), capture.mode:
         run_with_hooks(model, batch, list(capture.hooks(model)))
     if not capture.measured:

@@ -16,9 +16,11 @@ def _mean_of_maps(model: nn.Module, data: Data, where: Where, measure: Callable[
     """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
 
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
-        total, images = torch.zeros(()), 0
+        total = torch.zeros(())
+        images = 0
         for maps in applied.chunks():
-            total = total.to(maps.device) + measure(maps.to(torch.promote_types(maps.dtype, torch.float32))).sum(0)
+            maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
+            total = total.to(maps.device) + measure(maps).sum(0)
             images += len(maps)
         return total / images
 
@@ -62,7 +64,8 @@ def head_similarity(model: nn.Module, data: Data, where: Where = "*") -> dict[st
 
     def cosines(maps: Tensor) -> Tensor:
         maps = centred_rows(maps)  # (b, nh, Nq, Nk)
-        products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)  # summed over keys; then over queries in float64
+        # summed over keys; then over queries in float64
+        products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)
         return products.mean(1, dtype=torch.float64).to(maps.dtype)
 
     return _mean_of_maps(model, data, where, cosines)
@@ -76,4 +79,5 @@ def centred_rows(maps: Tensor) -> Tensor:
     centred = maps - maps.mean(-1, keepdim=True)
     rounding = 4 * torch.finfo(maps.dtype).eps * maps.norm(dim=-1, keepdim=True)
     uniform = centred.norm(dim=-1, keepdim=True) <= rounding  # (..., 1)
-    return torch.cat([F.normalize(centred.masked_fill(uniform, 0), dim=-1), uniform.to(maps)], -1)
+    directions = F.normalize(centred.masked_fill(uniform, 0), dim=-1)
+    return torch.cat([directions, uniform.to(maps)], -1)

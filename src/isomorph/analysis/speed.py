@@ -18,8 +18,9 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs, call_model
 
-# What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked pre-training, with the
-# student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches hidden, and MAE's loss, without a teacher.
+# What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked
+# pre-training, with the student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches
+# hidden, and MAE's loss, without a teacher.
 Step = Literal["inference", "train", "pretrain"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import images_of
 from isomorph.analysis.layer_attention import LayerCall
 from isomorph.errors import UserError
+from isomorph.layers.gated.positions import image_axis
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.grid import axis_offsets, fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
@@ -31,22 +32,23 @@ class TokenGrid(NamedTuple):
 
     def distances(self, device: torch.device | None = None) -> Tensor:
         """Return the distance between every query and every key. Shape: -> (Nq, Nk)"""
-        rows, columns = (
-            axis_offsets(*axis, device=device).square()
-            for axis in zip(self.queries, self.keys, self.start, self.stride, strict=True)
-        )
+        axes = zip(self.queries, self.keys, self.start, self.stride, strict=True)
+        rows, columns = (axis_offsets(*axis, device=device).square() for axis in axes)
         squared = rows[:, None, :, None] + columns[None, :, None, :]  # (Hq, Wq, Hk, Wk)
         return squared.sqrt().flatten(2).flatten(0, 1)
 
     def query_at(self, position: tuple[float, float]) -> int:
         """Return the index of the query at fractions of height and width, from 0 to 1."""
-        row, column = (min(int(part * size), size - 1) for part, size in zip(position, self.queries, strict=True))
-        return self.prefix + row * self.queries[1] + column
+        H, W = self.queries
+        row = min(int(position[0] * H), H - 1)
+        column = min(int(position[1] * W), W - 1)
+        return self.prefix + row * W + column
 
     def on_map(self, attention: Tensor) -> Tensor:
         """Return attention on the grid of unpadded keys. Shape: (..., prefix + Nk) -> (..., H, W)"""
         attention = attention[..., self.prefix :].unflatten(-1, self.keys)
-        (ph, pw), (Hk, Wk) = self.padding, self.keys
+        ph, pw = self.padding
+        Hk, Wk = self.keys
         return attention[..., ph : Hk - ph, pw : Wk - pw]
 
 
@@ -65,11 +67,10 @@ def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
     patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if patches is None or patches.kernel_size != patches.stride:
         return None
-    padded = not isinstance(patches.padding, str) and any(patches.padding)  # "same" does not pad a kernel of 1
-    if padded:
+    if not isinstance(patches.padding, str) and any(patches.padding):  # "same" does not pad a kernel of 1
         return None
-    H, W = ((n - k) // s + 1 for n, k, s in zip(size, patches.kernel_size, patches.stride, strict=True))
-    return H, W
+    h, w = patches.stride
+    return size[0] // h, size[1] // w
 
 
 def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -91,28 +92,31 @@ def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[
     Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
     layer: Any = call.layer
-    x, *args = call.args
+    x = call.args[0]
     if isinstance(layer, TapHeads):
-        H, W = (n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True))
-        middle = layer.kernel_size // 2
-        return TokenGrid(layer.query_grid(*x.shape[-2:]), (H, W), layer.padding, (middle, middle), layer.stride)
+        return _tap_grid(layer, *x.shape[-2:])
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
-    given = dict(zip(names, (x, *args), strict=False)) | call.kwargs
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
     if shape is not None and shape[0] != shape[1]:
         return _pooled_grid(layer, given, *shape, grid)
-    own, on_map = own_shapes(layer, given), x.ndim == 4
-    queries = shape[0] if shape else math.prod(own[0]) if on_map else x.shape[1]
-    known = [size for size in own if math.prod(size) == queries]
+    own = own_shapes(layer, given)
+    on_map = x.ndim == 4
+    queries = x.shape[1]
+    if shape is not None:
+        queries = shape[0]
+    elif on_map:
+        queries = math.prod(own[0])
+    known: list[Any] = [size for size in own if math.prod(size) == queries]
     if not on_map:
         called = None if edited else given.get("grid_size")
-        around = [size for size in (call.map_shape[2:], call.map_shape[1:3]) if math.prod(size) == queries > 1]
-        known += [size for size in (called, *around, grid, getattr(layer, "grid_size", None)) if size]  # type: ignore[misc]
+        others = [called, *_sides_around(call, queries), grid, getattr(layer, "grid_size", None)]
+        known += [size for size in others if size]
     if not known:
-        name = type(layer).__name__
-        unread = "set the attribute grid_size = (rows, columns) of the layer"
-        reason = f"{queries} queries do not fill the feature map" if on_map else unread
-        raise UserError(f"the grid of the tokens of {name} is unknown: {reason}")
+        reason = "set the attribute grid_size = (rows, columns) of the layer"
+        if on_map:
+            reason = f"{queries} queries do not fill the feature map"
+        raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: {reason}")
     H, W = known[0]
     prefix = queries - H * W
     if prefix < 0:
@@ -120,8 +124,30 @@ def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[
     return TokenGrid((H, W), (H, W), prefix=prefix)
 
 
+def _tap_grid(layer: TapHeads, H: int, W: int) -> TokenGrid:
+    ph, pw = layer.padding
+    middle = layer.kernel_size // 2
+    return TokenGrid(
+        queries=layer.query_grid(H, W),
+        keys=(H + 2 * ph, W + 2 * pw),
+        padding=layer.padding,
+        start=(middle, middle),
+        stride=layer.stride,
+    )
+
+
+def _sides_around(call: LayerCall, queries: int) -> list[tuple[int, ...]]:
+    """Return the sides of the map around a call, channels first or last, if it has as many positions as queries."""
+    if queries <= 1:
+        return []
+    sides = (call.map_shape[2:], call.map_shape[1:3])
+    return [size for size in sides if math.prod(size) == queries]
+
+
 def _pooled_grid(layer: Any, given: dict[str, Any], queries: int, keys: int, grid: tuple[int, int] | None) -> TokenGrid:
-    shapes = own_shapes(layer, given) + ([grid] if grid else [])
+    shapes = own_shapes(layer, given)
+    if grid:
+        shapes = [*shapes, grid]
     problem = f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
     if not shapes or facts_of(layer) is None or position_reason(layer):
         raise UserError(problem)
@@ -132,5 +158,12 @@ def _pooled_grid(layer: Any, given: dict[str, Any], queries: int, keys: int, gri
         raise UserError(problem) from None
     if prefix != before_keys:
         raise UserError(problem)
-    stride = (Hk / Hq, Wk / Wq)
-    return TokenGrid((Hq, Wq), (Hk, Wk), start=tuple((s - 1) / 2 for s in stride), stride=stride, prefix=prefix)  # type: ignore[arg-type]
+    rows = image_axis(Hq, Hk)
+    columns = image_axis(Wq, Wk)
+    return TokenGrid(
+        queries=(Hq, Wq),
+        keys=(Hk, Wk),
+        start=(rows.start, columns.start),
+        stride=(rows.stride, columns.stride),
+        prefix=prefix,
+    )

@@ -1,5 +1,6 @@
 """Attention windows of Swin, MaxViT, DaViT and Twins: the positions of their tokens, shift and padding."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,14 +14,16 @@ from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_with_hooks
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import unwrap
+from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
 from isomorph.surgery.calls import Inputs
 
-# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them.
+# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and
+# join them.
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 
 
-class Windows(NamedTuple):
+class WindowMembers(NamedTuple):
     """Windows of a feature map: `members` has the position of every token, counted row by row, or -1 for padding.
 
     Shape: members (windows, N)
@@ -46,7 +49,8 @@ class Windows(NamedTuple):
         members = self.members[torch.tensor(list(numbers)) % len(self.members)]
         inside = members >= 0
         positions = torch.stack([members // self.grid[1], members % self.grid[1]], -1).double()  # (n, N, 2)
-        return torch.cdist(positions, positions) * (inside[:, :, None] & inside[:, None]), int(inside.sum())
+        pairs = inside[:, :, None] & inside[:, None]
+        return torch.cdist(positions, positions) * pairs, int(inside.sum())
 
     def keys_of(self, position: int) -> Tensor:
         """Return the positions of the keys of a query, -1 for padding. Shape: -> (N,)"""
@@ -58,8 +62,9 @@ class Windows(NamedTuple):
         `position`: fractions of height and width; `row`: the attention of a token in every window, (B * windows, nh, N)
         """
         H, W = self.grid
-        high, wide = (min(int(part * size), size - 1) for part, size in zip(position, self.grid, strict=True))
-        window, token = (self.members == high * W + wide).nonzero()[0].tolist()
+        down = min(int(position[0] * H), H - 1)
+        across = min(int(position[1] * W), W - 1)
+        window, token = (self.members == down * W + across).nonzero()[0].tolist()
         attention = row(token).unflatten(0, (-1, len(self.members)))[:, window]  # (B, nh, N)
         inside = (self.members[window] >= 0).to(attention.device)
         maps = attention.new_zeros(*attention.shape[:2], H * W)
@@ -73,51 +78,65 @@ class _InputRecorder(nn.Module):
         return x
 
 
-def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
+def _windows_of(block: nn.Module, shape: torch.Size) -> WindowMembers:
     """Return the windows of a block for inputs (B, H, W, C), by running its partition on position numbers."""
-    first = isinstance(block, PartitionAttention2d)  # (B, C, H, W)
-    H, W = shape[2:] if first else shape[1:3]
-    numbers = torch.arange(1.0, H * W + 1).view((1, 1, H, W) if first else (1, H, W, 1))
-    attn, recorder = block.attn, _InputRecorder()
-    device = next(block.parameters(), numbers).device
-    block.attn = recorder
-    try:
-        partition = next(getattr(block, name) for name in _PARTITION_METHODS if hasattr(block, name))
-        partition(numbers.to(device))
-    finally:
-        block.attn = attn
-    return Windows((H, W), recorder.recorded.flatten(1).cpu().round().long() - 1)
+    if isinstance(block, PartitionAttention2d):  # (B, C, H, W)
+        H, W = shape[2:]
+        numbers = torch.arange(1.0, H * W + 1).view(1, 1, H, W)
+    else:
+        H, W = shape[1:3]
+        numbers = torch.arange(1.0, H * W + 1).view(1, H, W, 1)
+    numbers = numbers.to(next(block.parameters(), numbers).device)
+    partition = next(getattr(block, name) for name in _PARTITION_METHODS if hasattr(block, name))
+    recorder = _InputRecorder()
+    with replaced_attribute(block, "attn", recorder):
+        partition(numbers)
+    members = recorder.recorded.flatten(1).cpu().round().long() - 1
+    return WindowMembers((H, W), members)
 
 
 @torch.no_grad()
-def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, Windows]:
+def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, WindowMembers]:
     """Return the windows of the layers of timm's Swin, MaxViT, DaViT and Twins, for images of this size; {} if none.
 
-    Shape: batch (B, C, H, W) -> {name: Windows}
+    Shape: batch (B, C, H, W) -> {name: WindowMembers}
 
     >>> swin = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(1,), num_heads=(2,))
     >>> windows = iso.analysis.attention_windows(swin, torch.randn(1, 3, 224, 224))
     >>> windows["layers.0.blocks.0.attn"].grid, tuple(windows["layers.0.blocks.0.attn"].members.shape)
     ((56, 56), (64, 49))
     """
-    named = dict(model.named_modules())
-    around = {name: module for name, module in named.items() if isinstance(getattr(module, "attn", None), nn.Module)}
-    blocks = {name: m for name, m in around.items() if any(hasattr(m, way) for way in _PARTITION_METHODS)}
-    layers = {name: module for name, module in named.items() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
-    calls = {**blocks, **layers}
-    found = capture_inputs(model, some_images(batch, 0, 1), _map_size, calls) if calls else {}
+    cutting: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _plain_kind(module) or _partitions(module):
+            cutting[name] = module
+    if not cutting:
+        return {}
     windows = {}
-    for name, size in found.items():
-        if name in blocks:
-            windows[f"{name}.attn".removeprefix(".")] = _windows_of(blocks[name], size)
+    for name, size in capture_inputs(model, some_images(batch, 0, 1), _map_size, cutting).items():
+        module = cutting[name]
+        if _partitions(module):
+            windows[f"{name}.attn".removeprefix(".")] = _windows_of(module, size)
         else:
-            attention, side = _PLAIN_WINDOWS[next(k for k in names_of(layers[name]) if k in _PLAIN_WINDOWS)]
-            windows[".".join(filter(None, (name, attention)))] = _plain_windows(size, side(layers[name]))
+            attention, window_size = _PLAIN_WINDOWS[_plain_kind(module)]
+            windows[f"{name}.{attention}".strip(".")] = _plain_windows(size, window_size(module))
     return windows
 
 
+def _partitions(module: nn.Module) -> bool:
+    """True for a block of timm that cuts maps into windows for its `attn` by a method."""
+    if not isinstance(getattr(module, "attn", None), nn.Module):
+        return False
+    return any(hasattr(module, name) for name in _PARTITION_METHODS)
+
+
+def _plain_kind(module: nn.Module) -> str:
+    """Return the class in `_PLAIN_WINDOWS` that a module is of, or an empty text."""
+    return next((name for name in names_of(module) if name in _PLAIN_WINDOWS), "")
+
+
 @torch.no_grad()
-def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> dict[str, Windows]:
+def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> dict[str, WindowMembers]:
     """Return the windows of attention layers, by which tokens of the map around them arrive where; {} if unclear.
 
     The nearest module around a layer that reads a whole map is run on maps of two kinds of tokens, one run for each
@@ -128,15 +147,15 @@ def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> d
     model = unwrap(model, to_copy=False)
     modules = dict(model.named_modules())
     around = {name: _names_around(name) for name in names}
-    wanted = {each: modules[each] for name in names for each in (*around[name], name)}
+    wanted = dict.fromkeys(itertools.chain(names, *around.values()))
     calls: dict[str, _Call] = {}
 
     def record(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[name] = _Call(args, kwargs)
 
     hooks = []
-    for name, module in wanted.items():
-        hooks.append(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
+    for name in wanted:
+        hooks.append(modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True))
     run_with_hooks(model, some_images(batch, 0, 1), hooks)
     found = {}
     for name in names:
@@ -171,18 +190,24 @@ class _Call(NamedTuple):
             return None
         if x.ndim == 4:
             return x.shape[1], x.shape[2]
+        if x.ndim != 3:
+            return None
         for value in (*self.args[1:], *self.kwargs.values()):
             pair = value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value
-            if x.ndim == 3 and isinstance(pair, tuple | list) and len(pair) == 2 and _are_sides(pair, x.shape[1]):
+            if _are_sides(pair, x.shape[1]):
                 return pair[0], pair[1]
         return None
 
 
-def _are_sides(pair: Sequence[Any], positions: int) -> bool:
+def _are_sides(pair: Any, positions: int) -> bool:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return False
     return all(isinstance(side, int) for side in pair) and pair[0] * pair[1] == positions
 
 
-def _decoded_windows(block: nn.Module, call: _Call, attention: nn.Module, size: tuple[int, int]) -> Windows | None:
+def _decoded_windows(
+    block: nn.Module, call: _Call, attention: nn.Module, size: tuple[int, int]
+) -> WindowMembers | None:
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
@@ -208,7 +233,7 @@ def _decoded_windows(block: nn.Module, call: _Call, attention: nn.Module, size: 
     members[(zeros_there == ones_there).all(-1)] = -1  # padding
     if not torch.equal(members[members >= 0].sort().values, positions):
         return None
-    return Windows(size, members.cpu())
+    return WindowMembers(size, members.cpu())
 
 
 def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
@@ -222,7 +247,8 @@ def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
     return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 
-# Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.
+# Classes that cut a map into windows without shift: the name of the attention inside, and the
+# window's size.
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
@@ -231,13 +257,16 @@ _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
 
 def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the shape of a block's input, or the size (H, W) of the map of a layer in `_PLAIN_WINDOWS`."""
-    if not set(names_of(module)) & set(_PLAIN_WINDOWS):
+    if not _plain_kind(module):
         return x.shape
-    return tuple(x.shape[2:]) if x.ndim == 4 else tuple(args[0] if args else kwargs["size"])
+    if x.ndim == 4:
+        return tuple(x.shape[2:])
+    return tuple(args[0] if args else kwargs["size"])
 
 
-def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> Windows:
-    (H, W), (h, w) = size, window
+def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> WindowMembers:
+    H, W = size
+    h, w = window
     numbers = F.pad(torch.arange(H * W).view(H, W), (0, -W % w, 0, -H % h), value=-1)
     rows = numbers.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
-    return Windows((H, W), rows.transpose(1, 2).flatten(0, 1).flatten(1))
+    return WindowMembers((H, W), rows.transpose(1, 2).flatten(0, 1).flatten(1))

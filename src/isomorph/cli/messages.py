@@ -18,6 +18,7 @@ _NAMES = {
     **dict.fromkeys(("model.weights", "--weights"), ("--weights", "--model.weights")),
     "--arch": ("--arch", "--model.name"),
     "--model-kwargs": ("--model-kwargs", "--model.kwargs"),
+    "--size": ("--size", "--data.size"),
     "float_layers": ("--float-layers", "--float-layers"),
     "in where": ("in --where", "in --model.recast.where"),
 }
@@ -27,7 +28,8 @@ def name_options(message: str, command: str) -> str:
     """Return a message in which fields and arguments have the names of the command's options."""
     names = "|".join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
     pattern = rf"(?<![\w.-])({names})(?![\w-]|\.\w)"
-    return re.sub(pattern, lambda found: _NAMES[found[1]][command == "train"], message)
+    text = re.sub(pattern, lambda found: _NAMES[found[1]][command == "train"], message)
+    return re.sub(r"--model\.kwargs (\w+)=", r"--model.kwargs.\1 ", text)
 
 
 _PATTERNS = {

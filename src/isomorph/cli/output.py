@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 import isomorph as iso
-from isomorph.terminal_tables import json_values, print_table, printable, say
+from isomorph.json_values import json_values
+from isomorph.terminal_tables import print_table, printable, say
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 60.0

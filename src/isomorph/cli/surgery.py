@@ -38,7 +38,8 @@ def verify(
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
 
     The inputs are random, or with --data evenly spaced test images, by default as many as --batch says. An int8 file is
-    compared on 100 test images of --data with how close it was to its model when it was made.
+    compared on 100 test images of --data with how close it was to its model when it was made. If the models differ, the
+    first operation after which they do is named, by module, also of a .onnx file.
 
     Example: isomorph verify resnet18 t.safetensors --size 224
 
@@ -63,7 +64,7 @@ def verify(
     check_pretrained_option(both, opening.weights, opening.pretrained)
     first = open_given(original, opening, among=both)
     if Path(other).suffix in opt.EXPORTED:
-        second: Any = open_artefact(other)
+        second: Any = open_artefact(other, to_compare=True)
     else:
         second = open_given(other, opening, among=both)
     if atol is None and getattr(second, "fidelity", None) is not None:

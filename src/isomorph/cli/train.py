@@ -20,7 +20,7 @@ _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$") 
 def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = False) -> None:
     """Train a small CNN on digits, recast it as attention, verify that both are equal, and train a ViT in two forms.
 
-    Takes about two minutes on a CPU, downloads nothing, and writes a page with the results. Example: isomorph demo
+    Takes about three minutes on a CPU, downloads nothing, and writes a page with the results. Example: isomorph demo
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = F
     write_demo_page(result, out)
     print()
     print_table(result.table())
-    print(f"\n{result.gain}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:")
+    print(f"\n{result.start}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:")
     for what, line in next_commands(folder):
         print(f"  {line}  # {what}")
 

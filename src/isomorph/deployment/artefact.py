@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -13,16 +14,30 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
+from isomorph.deployment.onnx_operations import onnx_operations
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module, short_reason
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import spec_of
+from isomorph.surgery.calls import Inputs
 from isomorph.surgery.comparison import Fidelity
+from isomorph.surgery.first_difference import Operations
 
 FORMATS = ("onnx", "pt2")
-_KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
-_KEYS |= {"dynamic", "size_multiple", "inputs", "length", "fidelity"}
+_KEYS = {
+    *DATA_KEYS,
+    "isomorph_version",
+    "architecture",
+    "num_classes",
+    "class_names",
+    "quantization",
+    "dynamic",
+    "size_multiple",
+    "inputs",
+    "length",
+    "fidelity",
+}
 
 
 def require_packages(*names: str) -> None:
@@ -33,7 +48,8 @@ def require_packages(*names: str) -> None:
 
 def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     """Return the metadata of a model exported with these shapes, as JSON by key; keys without a value are left out."""
-    first, data = shapes.shape, {k: v for k, v in describe_data(model).items() if not k.startswith("test_")}
+    first = shapes.shape
+    data = {key: value for key, value in describe_data(model).items() if not key.startswith("test_")}
     if not shapes.named:
         config = evaluation_config(model, (first[1], first[2]))
         data |= {key: config[key] for key in DATA_KEYS if key in config}
@@ -66,7 +82,8 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 
 
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
-    if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
+    known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
+    if not known:
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
         values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
@@ -99,14 +116,22 @@ class Artefact(nn.Module):
         ['batch']
     """
 
-    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Tensor],
+        metadata: Mapping[str, Any],
+        digest: bytes,
+        watch: Callable[[Mapping[str, Tensor]], Operations] | None = None,
+    ) -> None:
         super().__init__()
         self._run = run
+        self._watch = watch
         self.metadata = self.pretrained_cfg = self.default_cfg = dict(metadata)
         if "num_classes" in self.metadata:  # otherwise the outputs are counted
             self.num_classes = self.metadata["num_classes"]
         self.in_chans = (self.metadata.get("input_size") or [None])[0]
-        # stands for the weights, which are in the file: results are stored with a hash of a model's state
+        # stands for the weights, which are in the file: results are stored with a hash of a model's
+        # state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -118,30 +143,44 @@ class Artefact(nn.Module):
         stored = self.metadata.get("fidelity")
         return Fidelity(**stored) if stored else None
 
+    def operations(self, inputs: Inputs) -> Operations:
+        """Return what every node of an ONNX file computes. Raises: UserError for another file."""
+        if self._watch is None:
+            raise UserError("what is between inputs and outputs is known of .onnx files alone")
+        names = self.metadata.get("inputs", [INPUT])
+        named = {names[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        return self._watch(named)
+
     @torch.no_grad()
     def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        inputs |= {} if images is None else {INPUT: images}
         names = self.metadata.get("inputs", [INPUT])
+        if images is not None:
+            inputs[names[0] if len(names) == 1 else INPUT] = images
         if sorted(inputs) != sorted(names):
             given = ", ".join(inputs) or "none"
             raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
         first = inputs[names[0]]
         self._check_size(names[0], list(first.shape[1:]))
         size = max(len(first), 1) if "batch" in self.metadata["dynamic"] else 1
-        plain = (inputs[name].detach().cpu() for name in names)
-        parts = zip(*((x.float() if x.is_floating_point() else x).split(size) for x in plain), strict=True)
+        outputs = []
         try:
-            outputs = [self._run(**dict(zip(names, part, strict=True))) for part in parts]
+            for start in range(0, max(len(first), 1), size):
+                part = {name: _plain(inputs[name][start : start + size]) for name in names}
+                outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
             raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
-        known, multiple = self.metadata, self.metadata["size_multiple"] or 1
+        known = self.metadata
+        multiple = known["size_multiple"] or 1
+        if "input_size" not in known and "length" not in known:
+            return
         own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
+        shown = "x".join(map(str, given))
+        wanted = "x".join(map(str, own))
         free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
-        shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
         if not free and given != own:
             raise UserError(
                 f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
@@ -150,13 +189,22 @@ class Artefact(nn.Module):
             raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
+        digest = self.get_buffer("digest").numpy().tobytes()
+        return type(self)(self._run, self.metadata, digest, self._watch)
 
 
-def open_artefact(path: str | Path) -> Artefact:
+def _plain(x: Tensor) -> Tensor:
+    """Return a tensor on the CPU, numbers with a fraction in float32."""
+    x = x.detach().cpu()
+    return x.float() if x.is_floating_point() else x
+
+
+def open_artefact(path: str | Path, to_compare: bool = False) -> Artefact:
     """Open an exported model; the suffix of its file, .onnx or .pt2, says which format it has.
 
-    Open only .pt2 files that you trust: as any PyTorch program, they may run code when they are opened.
+    Open only .pt2 files that you trust: as any PyTorch program, they may run code when they are opened. With
+    `to_compare` a .onnx file that another program wrote is opened too, for `iso.verify`: it need not say which images
+    it expects.
 
     Raises: UserError when the file is missing, damaged or not isomorph's, or onnxruntime is not installed.
 
@@ -174,18 +222,53 @@ def open_artefact(path: str | Path) -> Artefact:
         raise UserError(f"there is no file {path}")
     if kind == "onnx":
         require_packages("onnxruntime")
+    if kind == "onnx" and to_compare:
+        return load_artefact(_read_whole(path), kind, path, to_compare)
     return load_artefact(path.read_bytes(), kind, path)
 
 
-def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
+def _read_whole(path: Path) -> bytes:
+    """Return the contents of an ONNX file, with the weights that it keeps in another one."""
+    require_packages("onnx")
+    import onnx
+
+    try:
+        return onnx.load(str(path)).SerializeToString()
+    except Exception as error:  # protobuf's own errors, and those of onnx for other files
+        raise UserError(f"{path} is not a readable .onnx file: {first_line(error)}") from None
+
+
+def load_artefact(
+    contents: bytes, file_format: str, path: object = "the artefact", to_compare: bool = False
+) -> Artefact:
     """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
+    read = _load_onnx if file_format == "onnx" else _load_pt2
     try:
         with quiet():
-            run, texts = (_load_onnx if file_format == "onnx" else _load_pt2)(contents)
+            run, texts = read(contents)
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    return Artefact(run, _parse_metadata(texts, path), hashlib.sha256(contents).digest())
+    watch = partial(onnx_operations, contents) if file_format == "onnx" else None
+    is_foreign = to_compare and watch is not None and "isomorph_version" not in texts
+    metadata = _foreign_metadata(contents) if is_foreign else _parse_metadata(texts, path)
+    return Artefact(run, metadata, hashlib.sha256(contents).digest(), watch)
+
+
+def _foreign_metadata(contents: bytes) -> dict[str, Any]:
+    """Return what a file that another program wrote says of its inputs."""
+    import onnx
+
+    graph = onnx.load_from_string(contents).graph
+    weights = {initializer.name for initializer in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
+    batches = [value.type.tensor_type.shape.dim[:1] for value in inputs]
+    is_open = all(batch and not batch[0].dim_value for batch in batches)
+    return {
+        "inputs": [value.name for value in inputs],
+        "dynamic": ["batch"] if is_open else [],
+        "size_multiple": None,
+    }
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
@@ -196,11 +279,13 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
+        # weights become floats once, not every time
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
     def run(**inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])
+        arrays = {name: x.numpy() for name, x in inputs.items()}
+        return torch.from_numpy(session.run(None, arrays)[0])
 
     return run, session.get_modelmeta().custom_metadata_map
 
@@ -209,4 +294,6 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     files = {METADATA_FILE: ""}
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
-    return (lambda **inputs: module(**inputs) if "inputs" in texts else module(*inputs.values())), texts
+    if "inputs" in texts:
+        return (lambda **inputs: module(**inputs)), texts  # a module of the artefact would follow its train()
+    return (lambda **inputs: module(*inputs.values())), texts

@@ -14,10 +14,17 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import FORMATS, describe, load_artefact, preparation_notes, require_packages
+from isomorph.deployment.artefact import (
+    FORMATS,
+    describe,
+    load_artefact,
+    preparation_notes,
+    require_packages,
+)
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
@@ -27,7 +34,7 @@ from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import ATOL
 from isomorph.surgery.verify_report import Difference
-from isomorph.terminal_tables import count_of, json_values
+from isomorph.terminal_tables import count_of
 
 Progress = Callable[[str], None]  # called with the name of each step
 
@@ -62,13 +69,19 @@ class ExportReport:
         return json_values({**asdict(self), "deviation": self.deviation.as_dict()})
 
     def __str__(self) -> str:
-        multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
-        taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
-        counts = (("fused", self.fused, "layer"), ("merged", self.merged, "norm"))
-        lines = [f"{done} {count_of(number, what)}" for done, number, what in counts if number]
-        size = f"{self.megabytes:.2f} MB, dynamic: {taken}"
+        lines = []
+        if self.fused:
+            lines.append(f"fused {count_of(self.fused, 'layer')}")
+        if self.merged:
+            lines.append(f"merged {count_of(self.merged, 'norm')}")
         lines += describe_left(self.left)
-        return "\n".join([*lines, str(self.deviation), size, *(f"note: {note}" for note in self.notes)])
+        lines.append(str(self.deviation))
+        dynamic = ", ".join(self.axes) or "nothing"
+        if self.axes and (self.size_multiple or 1) > 1:
+            dynamic += f" (multiples of {self.size_multiple})"
+        lines.append(f"{self.megabytes:.2f} MB, dynamic: {dynamic}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 def describe_left(left: Mapping[str, str]) -> list[str]:
@@ -130,10 +143,20 @@ def export(
         raise NotEqual(deviation)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
-    axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
-    counts, notes = (len(report.fused), len(report.merged)), preparation_notes(model, shapes)
-    megabytes = len(contents) / 1e6
-    return ExportReport(str(path), axes, shapes.size_multiple, megabytes, *counts, deviation, notes, report.left)
+    axes: list[str] = []
+    for names in shapes.axes.values():
+        axes += [name for name in names.values() if name not in axes]
+    return ExportReport(
+        path=str(path),
+        axes=tuple(axes),
+        size_multiple=shapes.size_multiple,
+        megabytes=len(contents) / 1e6,
+        fused=len(report.fused),
+        merged=len(report.merged),
+        deviation=deviation,
+        notes=preparation_notes(model, shapes),
+        left=report.left,
+    )
 
 
 def check_path(path: Any, call: str) -> Path:
@@ -178,7 +201,8 @@ def encode(
     """
     while True:
         progress("tracing")
-        program, metadata = trace(prepared, shapes), describe(model, shapes)
+        program = trace(prepared, shapes)
+        metadata = describe(model, shapes)
         progress(f"converting to {kind}")
         if kind == "onnx":
             contents = to_onnx(program, shapes, metadata).SerializeToString()

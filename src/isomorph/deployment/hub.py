@@ -38,8 +38,17 @@ from isomorph.spec import spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
-# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model.
-_ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
+# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
+# model.
+_ABOUT_PUBLIC_WEIGHTS = {
+    "tag",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+}
 _ATOL = 1e-4  # largest deviation of the model that timm builds, relative to the largest output
 
 
@@ -85,12 +94,19 @@ def push(
                 raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
-        message = "Add a model of isomorph"
-        api.upload_folder(  # a push without a run deletes the recipe of an earlier one
-            repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            ignore_patterns=kept,
+            delete_patterns=RECIPE,  # a push without a run deletes the recipe of an earlier one
+            commit_message="Add a model of isomorph",
         )
     if kept:
-        warnings.warn(f"{name} keeps its README.md; delete it there, and push again", DataWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} keeps its README.md; delete it there, and push again",
+            DataWarning,
+            stacklevel=2,
+        )
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -112,10 +128,14 @@ def _explain_rejection(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error  # of one of several files
+        cause: BaseException = error
+        if not isinstance(error, HfHubHTTPError):
+            cause = error.__cause__ or error  # of one of several files
         if isinstance(cause, HfHubHTTPError):
-            advice = f"; {LOG_IN} of an account that may write to {name}" * (cause.response.status_code in (401, 403))
-            raise UserError(f"the hub did not accept {name}: {describe_hub_error(cause)}{advice}") from None
+            message = f"the hub did not accept {name}: {describe_hub_error(cause)}"
+            if cause.response.status_code in (401, 403):
+                message += f"; {LOG_IN} of an account that may write to {name}"
+            raise UserError(message) from None
         if is_connection_error(cause) or type(cause).__module__.startswith(("httpx", "httpcore")):
             raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
         raise
@@ -153,15 +173,16 @@ def save_for_hub(
     3
     """
     folder = check_path(folder, "save_for_hub(model, folder)")
-    if wrong := [key for key, value in (results or {}).items() if not (isinstance(value, Real) and isfinite(value))]:
-        raise UserError(f"results must be finite numbers by name; {wrong[0]} is not one")
-    numbers = {
-        key: int(value) if isinstance(value, Integral) else float(value) for key, value in (results or {}).items()
-    }
+    numbers: dict[str, float] = {}
+    for key, value in (results or {}).items():
+        if not isinstance(value, Real) or not isfinite(value):
+            raise UserError(f"results must be finite numbers by name; {key} is not one")
+        numbers[key] = int(value) if isinstance(value, Integral) else float(value)
     recipe: dict[str, Any] | None = None
     metrics: dict[str, float] = {}
     if run:
-        from isomorph.lab.training.run.summary import read_training  # the one thing that sharing takes from the lab
+        # the one thing that sharing takes from the lab
+        from isomorph.lab.training.run.summary import read_training
 
         recipe, metrics = read_training(Path(run))
     with tempfile.TemporaryDirectory() as draft:
@@ -184,28 +205,41 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
 
     It has the images that the model expects, and of a model that timm cannot build no architecture of timm.
     """
-    path, header = folder / CONFIG, read_header(folder / WEIGHTS)
+    path = folder / CONFIG
+    header = read_header(folder / WEIGHTS)
     own: dict[str, Any] = {key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header}
-    shared, config = {"isomorph": {"format": header["format"], **own}}, {}
+    shared = {"isomorph": {"format": header["format"], **own}}
+    config: dict[str, Any] = {}
     if "base" in own:
-        with torch.device("meta"):
-            plain: Any = rebuild(own["base"], ())
-        kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
-        kept = kept if label_names(model) else kept - {"label_names"}
-        known = spec_of(model).config
-        actual = {"architecture": own["base"]["name"].partition(".")[0], "num_classes": plain.num_classes}
-        plain.pretrained_cfg = {key: known[key] for key in known if key in kept} | actual
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
-            save_config_for_hf(plain, str(path))
+        built_as = own["base"]["name"]
+        # arguments that JSON cannot hold
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            save_config_for_hf(_described_base(model, own["base"]), str(path))
             config = json.loads(path.read_text()) | shared
             path.write_text(json.dumps(config, indent=2), encoding="utf-8")
             # networks of other tasks would ask for the public weights of their backbones
             if config["architecture"] not in networks() and _timm_loads(model, folder):
                 return True
-    of = own["base"]["name"] if "base" in own else own["module"]["class"].rpartition(".")[2]
-    changed = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
+    else:
+        built_as = own["module"]["class"].rpartition(".")[2]
+    changed = {"architecture": f"{built_as} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
     path.write_text(json.dumps(config | shared | changed, indent=2), encoding="utf-8")
     return False
+
+
+def _described_base(model: nn.Module, base: dict[str, Any]) -> Any:
+    """Return the network that a model was changed from, without weights, described by what the model expects."""
+    with torch.device("meta"):
+        plain: Any = rebuild(base, ())
+    kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
+    if not label_names(model):
+        kept -= {"label_names"}
+    known = spec_of(model).config
+    config = {key: value for key, value in known.items() if key in kept}
+    config["architecture"] = base["name"].partition(".")[0]
+    config["num_classes"] = plain.num_classes
+    plain.pretrained_cfg = config
+    return plain
 
 
 def _timm_loads(model: nn.Module, folder: Path) -> bool:
@@ -215,12 +249,14 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     except Exception:  # timm raises many types for a network that it cannot build
         return False
     own = copy.deepcopy(model).cpu().float()
-    ours, theirs = own.state_dict(), loaded.state_dict()
+    ours = own.state_dict()
+    theirs = loaded.state_dict()
     if ours.keys() != theirs.keys() or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
     if not all(torch.equal(ours[name].to(tensor.dtype), tensor) for name, tensor in theirs.items()):
         return False
     inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
-        expected, found = run_model(own, inputs), run_model(loaded, inputs)
-    return relative_difference(expected, found) <= _ATOL
+        expected = run_model(own, inputs)
+        actual = run_model(loaded, inputs)
+    return relative_difference(expected, actual) <= _ATOL

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from timm.layers import padding
@@ -23,6 +22,7 @@ from torch.fx import GraphModule
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.operations import unwrap
+from isomorph.process import replaced_attribute
 from isomorph.surgery import FuseReport, fuse_with_report
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ METADATA_FILE = "metadata.json"  # in a .pt2 file
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
 # Operators that rearrange a weight: the quantiser rounds weights only if these are computed.
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its largest ratio to those it is made of
+# elements that a constant may always have
+_SMALL = 1024
+# largest ratio of a constant to those that it is made of
+_GROWTH = 2
 
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
@@ -90,18 +93,29 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
 def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     """Trace a prepared model with torch.export. Raises: UserError naming the operator, or for several outputs."""
     inputs = shapes.checks[1]
-    positional, named = ((), inputs) if shapes.named else (tuple(inputs.values()), {})
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
+    positional: tuple[Tensor, ...] = ()
+    named: dict[str, Tensor] = {}
+    dynamic: Any = axes
+    if shapes.named:
+        named = inputs
+    else:
+        positional = tuple(inputs.values())
+        dynamic = tuple(axes.values())
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    dynamic = axes if shapes.named else tuple(axes.values())
     what = "torch.export cannot trace the model"
-    with quiet(), patch.object(padding, "get_same_padding", _same_padding), explain_failure(what, shapes):
+    with (
+        quiet(),
+        replaced_attribute(padding, "get_same_padding", _same_padding),
+        explain_failure(what, shapes),
+    ):
         program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
         return trace(_OneOutput(model), shapes)
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]
-    for node in (node for graph in graphs for node in graph.nodes):  # the stack traces name folders of this machine
-        node.meta.pop("stack_trace", None)
+    for part in program.graph_module.modules():
+        if isinstance(part, GraphModule):
+            for node in part.graph.nodes:
+                node.meta.pop("stack_trace", None)  # which names folders of this machine
     return program
 
 
@@ -114,16 +128,20 @@ def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         less = {"batch,size": "batch", "size": "none", "batch": "none"}.get(shapes.dynamic)
-        advice = f"; try it with dynamic {less}" if less else ""
-        raise UserError(f"{what}: {_first_cause(error)}{advice}") from error
+        message = f"{what}: {_first_cause(error)}"
+        if less:
+            message += f"; try it with dynamic {less}"
+        raise UserError(message) from error
 
 
 def _first_cause(error: BaseException) -> str:
     """Return the first line of the error that an exporter's error began with, which names the operator."""
-    while inner := error.__cause__ or error.__context__:
+    inner: BaseException | None = error
+    while inner is not None:
         error = inner
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line[:200].rstrip(".;:")
+        inner = error.__cause__ or error.__context__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".;:")
 
 
 def to_pt2(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str]) -> bytes:
@@ -164,31 +182,44 @@ def _should_compute(node: "Node") -> bool | None:
     shape = node.outputs[0].shape
     if shape is None or not shape.is_static():
         return None
-    read = [(value.const_value.size, len(value.uses())) for value in node.inputs if value and value.const_value]
-    if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * sum(size for size, _ in read)):
+    total = 0
+    stored_twice = False
+    for value in node.inputs:
+        if value is not None and value.const_value is not None:
+            size = value.const_value.size
+            total += size
+            stored_twice |= size > _SMALL and len(value.uses()) > 1
+    if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * total):
         return False
-    replaces = all(size <= _SMALL or uses == 1 for size, uses in read)  # instead of storing the weight twice
-    return True if node.op_type in _REARRANGING and replaces else None
+    if node.op_type not in _REARRANGING or stored_twice:
+        return None
+    return True
 
 
 def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
     """Name dynamic axes, not by the tracer's symbols, nodes by layer (blocks.0.attn.qkv/node_linear); drop notes."""
-    symbols = {
-        value.type.tensor_type.shape.dim[axis].dim_param: name
-        for value in proto.graph.input
-        for axis, name in shapes.axes[value.name].items()
-    }
+    symbols: dict[str, str] = {}
+    for value in proto.graph.input:
+        for axis, name in shapes.axes[value.name].items():
+            symbols[value.type.tensor_type.shape.dim[axis].dim_param] = name
     pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols) or r"(?!)")
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
-    read = Counter(name for node in proto.graph.node for name in node.input)
+    reads: Counter[str] = Counter()
     for node in proto.graph.node:
-        notes = {entry.key: entry.value for entry in node.metadata_props}
-        scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
-        weight = next((name for name in node.input[1:2] if name.endswith(".weight")), "")  # a folded norm has another
-        own = weight.removesuffix(".weight") if read[weight] == 1 else ""  # tied layers share the name of one weight
-        layer = own or (scopes[-2] if len(scopes) > 1 else "")
-        node.name = f"{layer}/{node.name}"
+        reads.update(node.input)
+    for node in proto.graph.node:
+        node.name = f"{_layer_name(node, reads)}/{node.name}"
         del node.metadata_props[:]
+
+
+def _layer_name(node: Any, reads: Mapping[str, int]) -> str:
+    """Return the name of the layer that a node is from: that of its weight, unless tied layers read it."""
+    weight = node.input[1] if len(node.input) > 1 else ""
+    if weight.endswith(".weight") and reads[weight] == 1:  # a folded norm has another
+        return weight.removesuffix(".weight")
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
+    return scopes[-2] if len(scopes) > 1 else ""

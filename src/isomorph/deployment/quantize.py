@@ -16,16 +16,23 @@ from torch import Tensor, nn
 from isomorph.analysis.speed import measure_speeds
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
-from isomorph.deployment.export import Progress, check_exportable, check_output, check_path, describe_left, encode
+from isomorph.deployment.export import (
+    Progress,
+    check_exportable,
+    check_output,
+    check_path,
+    describe_left,
+    encode,
+)
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.surgery.calls import relative_difference
 from isomorph.surgery.comparison import class_agreement, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
-from isomorph.terminal_tables import json_values
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -33,10 +40,21 @@ if TYPE_CHECKING:
 _LAYERS = ("Conv", "Gemm", "MatMul")
 # Operators between the layers of a convolutional network that runtimes have in 8 bits too.
 _BETWEEN_LAYERS = (
-    *("Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape"),
-    *("Squeeze", "Transpose", "Unsqueeze"),
+    "Add",
+    "AveragePool",
+    "Clip",
+    "Concat",
+    "Flatten",
+    "GlobalAveragePool",
+    "MaxPool",
+    "Relu",
+    "Reshape",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
 )
-_ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
+# with these only layers are rounded: sums range too widely
+_ATTENTION = ("LayerNormalization", "Softmax")
 _SPEED_IMAGES = 8
 _DECIBELS = 120.0  # of equal outputs
 
@@ -93,7 +111,10 @@ class QuantizeReport:
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = [f"{x.name:<{width}}  {x.operator:<8}  {x.precision:<6}  {x.reason}".rstrip() for x in self.layers]
+        lines = []
+        for layer in self.layers:
+            row = f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision:<6}  {layer.reason}"
+            lines.append(row.rstrip())
         rounded = sum(layer.precision != "float" for layer in self.layers)
         kind = "weights" if self.mode == "weights" else "weights and activations"
         lines.append(f"{rounded} of {len(self.layers)} layers have {kind} in int8")
@@ -107,7 +128,8 @@ class QuantizeReport:
             same = f"same class as the float model on {self.agreement:.1f}% of {images}"
             lines.append(f"{same}; outputs at {self.output_sqnr:.1f} dB")
         lines.append(f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -176,14 +198,19 @@ def quantize(
     metadata = describe(model, shapes)
     before = to_onnx(trace(prepared, shapes), shapes, metadata)
     kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
-    progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    after = (_round_weights if weights_only else _round_all)(before, list(kept), batches)
+    if weights_only:
+        progress("rounding")
+        after = _round_weights(before, list(kept))
+    else:
+        progress(f"calibrating on {sum(map(len, batches))} images")
+        after = _round_all(before, list(kept), batches)
     del after.metadata_props[:]
     _write_metadata(after, metadata | {"quantization": json.dumps(f"int8 {mode}")})
     progress("comparing")
-    measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
+    measured = _measure(prepared, before, after, batches, shapes)
     notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
-    report = QuantizeReport(path=str(path), mode=mode, notes=notes, left=merged.left, **measured)
+    layers = _describe_layers(before, after, kept)
+    report = QuantizeReport(path=str(path), mode=mode, layers=layers, notes=notes, left=merged.left, **measured)
     _write_metadata(after, {"fidelity": json.dumps(_stored_fidelity(report))})
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
@@ -212,19 +239,29 @@ def _stored_fidelity(report: QuantizeReport) -> dict[str, float | None]:
     return {"output_sqnr": decibels, "agreement": report.agreement, "images": report.images}
 
 
+def _outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
+    return torch.cat([only_tensor(model(batch)) for batch in batches]).double()
+
+
 @torch.no_grad()
 def _measure(
-    model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
+    model: nn.Module,
+    before: "ModelProto",
+    after: "ModelProto",
+    batches: Sequence[Tensor],
+    shapes: ExportShapes,
 ) -> dict[str, Any]:
     """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
-    files = {"float": before, "int8": after}
-    both = {name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in files.items()}
-    runs = (model, both["float"], both["int8"])
-    exact, before_rounding, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in runs)
+    in_float = load_artefact(before.SerializeToString(), "onnx")
+    in_int8 = load_artefact(after.SerializeToString(), "onnx")
+    exact = _outputs(model, batches)
+    before_rounding = _outputs(in_float, batches)
+    rounded = _outputs(in_int8, batches)
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
     agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
-    speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
+    images = _SPEED_IMAGES if "batch" in shapes.dynamic else 1
+    speed = measure_speeds({"float": in_float, "int8": in_int8}, shapes.shape, images, seconds=0.2)
     return {
         "images": len(exact),
         "megabytes": after.ByteSize() / 1e6,
@@ -241,9 +278,12 @@ def _measure(
 def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iterator[str]:
     """Yield why calibration images may not be prepared as the model expects them; agreement would not show it."""
     config = evaluation_config(model)
-    mean, std = (torch.tensor(config[key]) for key in ("mean", "std"))
-    low, high = (-mean / std).min().item(), ((1 - mean) / std).max().item()
-    least, most = min(batch.min().item() for batch in batches), max(batch.max().item() for batch in batches)
+    mean = torch.tensor(config["mean"])
+    std = torch.tensor(config["std"])
+    low = (-mean / std).min().item()
+    high = ((1 - mean) / std).max().item()
+    least = min(batch.min().item() for batch in batches)
+    most = max(batch.max().item() for batch in batches)
     if getattr(model, "pretrained_cfg", None) and (least < low - 0.1 or most > high + 0.1):
         yield (
             f"calibration images reach from {least:.3g} to {most:.3g}, and the model's own are between {low:.3g} and "
@@ -262,7 +302,9 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
             batches.append(images.detach().cpu().float())
     if not batches:
         raise UserError("there are no calibration images; give a loader with at least one batch")
-    return batches if "batch" in shapes.dynamic else [image for batch in batches for image in batch.split(1)]
+    if "batch" in shapes.dynamic:
+        return batches
+    return list(torch.cat(batches).split(1))
 
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
@@ -270,7 +312,8 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
     given = type(images).__name__
     if isinstance(images, Tensor):
         fits = images.ndim == 4 and images.shape[1] == channels
-        given = f"{'x'.join(map(str, images.shape))} in {str(images.dtype).removeprefix('torch.')}"
+        shape = "x".join(map(str, images.shape))
+        given = f"{shape} in {str(images.dtype).removeprefix('torch.')}"
         own_size = "size" in shapes.dynamic or images.shape[2:] == (height, width)
         if fits and own_size and images.is_floating_point() and images.isfinite().all():
             return
@@ -294,8 +337,9 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     weights = {tensor.name for tensor in proto.graph.initializer}
     nodes = _layer_nodes(proto)
     layers = list(dict.fromkeys(map(_layer_of, nodes)))
-    if unmatched := [glob for glob in float_layers if not any(fnmatchcase(layer, glob) for layer in layers)]:
-        raise UserError(f"{unmatched[0]!r} in float_layers matches no layer{nearest_names(unmatched[0], layers)}")
+    for glob in float_layers:
+        if not any(fnmatchcase(layer, glob) for layer in layers):
+            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}")
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(_layer_of(name), glob) for glob in float_layers):
@@ -306,13 +350,19 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
 
 
 def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
-    now, rows = _layer_nodes(after), []
-    rounded = {x for node in after.graph.node if node.op_type == "DequantizeLinear" for x in node.output}
+    now = _layer_nodes(after)
+    rounded: set[str] = set()
+    for node in after.graph.node:
+        if node.op_type == "DequantizeLinear":
+            rounded.update(node.output)
+    rows = []
     for name, node in _layer_nodes(before).items():
         reads = [source in rounded for source in now[name].input[:2]] if name in now else []
-        in_float = name in kept or not any(reads)
-        precision = "float" if in_float else "int8" if all(reads) else "int8 w"
-        reason = kept.get(name, "not supported") if in_float else ""
+        precision = "int8" if all(reads) else "int8 w"
+        reason = ""
+        if name in kept or not any(reads):
+            precision = "float"
+            reason = kept.get(name, "not supported")
         rows.append(QuantizedLayer(_layer_of(name), node.op_type, precision, reason))
     return tuple(rows)
 
@@ -329,28 +379,34 @@ def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tenso
 
     source = copy.deepcopy(proto)  # the quantiser changes what it is given
     add_pre_process_metadata(source)  # torch's exporter has done this work
-    attends = any(node.op_type in _ATTENTION for node in proto.graph.node)
+    operators = list(_LAYERS)
+    options: dict[str, Any] = {}
+    if any(node.op_type in _ATTENTION for node in proto.graph.node):
+        options["OpTypesToExcludeOutputQuantization"] = ["Gemm", "MatMul"]
+    else:
+        operators += _BETWEEN_LAYERS
     images = iter([{INPUT: batch.numpy()} for batch in batches])
     try:
         with tempfile.TemporaryDirectory(prefix="isomorph-") as folder, quiet():
+            path = Path(folder) / "model.onnx"
             quantize_static(
                 source,
-                path := Path(folder) / "model.onnx",
+                path,
                 SimpleNamespace(get_next=lambda: next(images, None)),
-                op_types_to_quantize=[*_LAYERS, *(() if attends else _BETWEEN_LAYERS)],
+                op_types_to_quantize=operators,
                 per_channel=True,
                 reduce_range=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
                 nodes_to_exclude=list(kept),
-                extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]} if attends else {},
+                extra_options=options,
             )
             return onnx.load(path)
     except OSError as error:
         raise UserError(f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}") from None
 
 
-def _round_weights(proto: "ModelProto", kept: Sequence[str], _: Sequence[Tensor]) -> "ModelProto":
+def _round_weights(proto: "ModelProto", kept: Sequence[str]) -> "ModelProto":
     """Return a graph with 8-bit weights that computes in float. They have one scale for each output channel."""
     from onnxruntime.quantization import QDQQuantizer, QuantType
 

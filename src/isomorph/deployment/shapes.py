@@ -1,5 +1,6 @@
 """The inputs of an export: which of their sizes are dynamic, and the examples to trace and check a model on."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,15 +9,25 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
+from isomorph.models.input_sizes import (
+    ImageSize,
+    evaluation_config,
+    fit_to_size,
+    image_size,
+    input_size_problem,
+)
 from isomorph.surgery.calls import Inputs, own_inputs
 
-# What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.
+# What may be dynamic: the number of images, their height and width (of texts their length), both,
+# or nothing.
 DYNAMIC = ("batch", "batch,size", "size", "none")
 INPUT = "images"
-_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)  # differences to the model's own height and width to try, ascending
-_TRACE_STEP = 32  # least difference of the traced heights and widths, else the tracer takes them for one
-_MAX_LENGTH = 512  # length of the sequences of a text network without dynamic size, if it takes more
+# differences to the model's own height and width to try, ascending
+_STEPS: tuple[int, ...] = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
+# least difference of the traced heights and widths, else the tracer takes them for one
+_TRACE_STEP = 32
+# length of the sequences of a text network without dynamic size, if it takes more
+_MAX_LENGTH = 512
 NamedTensors = dict[str, Tensor]
 
 
@@ -48,9 +59,12 @@ class ExportShapes:
 
     def examples(self) -> list[tuple[str, Inputs]]:
         """Return inputs to check a model on, each with the shape of the first in words; the second is traced."""
-        first = self.names[0]
-        shapes = ("x".join(map(str, inputs[first].shape)) for inputs in self.checks)
-        return [(s, inputs if self.named else inputs[first]) for s, inputs in zip(shapes, self.checks, strict=True)]
+        examples: list[tuple[str, Inputs]] = []
+        for inputs in self.checks:
+            first = inputs[self.names[0]]
+            shape = "x".join(map(str, first.shape))
+            examples.append((shape, inputs if self.named else first))
+        return examples
 
 
 def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) -> tuple[nn.Module, ExportShapes]:
@@ -76,40 +90,54 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
         raise UserError("a detector cannot be exported: the number of its boxes depends on the image; use model.detect")
     batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
     batch_axis = {0: "batch"} if "batch" in dynamic else {}
-    side_axes = {2: "height", 3: "width"} if "size" in dynamic else {}
     if hasattr(model, "max_length"):
         return _plan_text(model, dynamic, size, batches, batch_axis)
+    axes = batch_axis | ({2: "height", 3: "width"} if "size" in dynamic else {})
     if getattr(model, "time_steps", None):
-        height, width = size or model.pretrained_cfg["input_size"][-2:]
-        step = 2 ** (len(model.channels) - 1)
-        if height % step or width % step:
-            raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
-        far = _far(step) if side_axes else 0
-        sides = ((height, width), (height, width + far), (height + far, width))
-        checks: Any = tuple(own_inputs(model, b, hw) for b, hw in zip(batches, sides, strict=True))
-        axes = {"x": batch_axis | side_axes, "t": batch_axis}
-        return ExportShapes(dynamic, checks, axes, "noise", step if far else None)
+        return _plan_denoiser(model, dynamic, size, batches, axes)
     channels, height, width = evaluation_config(model, size)["input_size"]
-    if problem := input_size_problem(model, (channels, height, width)):
+    problem = input_size_problem(model, (channels, height, width))
+    if problem:
         raise UserError(f"the model takes no images of {height} x {width}: {problem}")
-    multiple, far, near = None, 0, []
-    if side_axes:
+    multiple = None
+    far = 0
+    near: list[ImageSize] = []
+    if "size" in dynamic:
         multiple = _size_step(model, (channels, height, width), least_multiple)
         far = _far(multiple)
-        # a traced graph has no branches: where a network pads maps of odd size, it is right for even ones alone
-        others = [(height + way, width + way) for way in (multiple, multiple - far) if multiple != far]
-        near = [hw for hw in others if min(hw) > multiple and not input_size_problem(model, (channels, *hw))]
+        # a traced graph has no branches: where a network pads maps of odd size, it is right for
+        # even ones alone
+        for way in (multiple, multiple - far):
+            sides = (height + way, width + way)
+            if multiple != far and min(sides) > multiple and not input_size_problem(model, (channels, *sides)):
+                near.append(sides)
     tried = [(height, width), (height, width + far), (height + far, width), *near]
-    shapes = [(b, channels, *hw) for b, hw in zip((*batches, *[batches[1]] * len(near)), tried, strict=True)]
-    seeded = ((shape, torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes))
-    checks = tuple({INPUT: torch.randn(shape, generator=generator, device="cpu")} for shape, generator in seeded)
-    axes = {INPUT: batch_axis | side_axes}
-    return ExportShapes(dynamic, checks, axes, size_multiple=multiple, near=len(near), named=False)
+    checks = []
+    for seed, sides in enumerate(tried):
+        batch = batches[seed] if seed < len(batches) else batches[1]
+        generator = torch.Generator().manual_seed(seed)
+        checks.append({INPUT: torch.randn((batch, channels, *sides), generator=generator, device="cpu")})
+    return ExportShapes(dynamic, tuple(checks), {INPUT: axes}, size_multiple=multiple, near=len(near), named=False)
+
+
+def _plan_denoiser(
+    model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], axes: dict[int, str]
+) -> ExportShapes:
+    """Return images with time steps, of the model's size and of larger ones if sizes are to be dynamic."""
+    height, width = size or model.pretrained_cfg["input_size"][-2:]
+    step = 2 ** (len(model.channels) - 1)
+    if height % step or width % step:
+        raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
+    far = _far(step) if "size" in dynamic else 0
+    tried = ((height, width), (height, width + far), (height + far, width))
+    checks: Any = tuple(own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True))
+    batch_axis = {0: axes[0]} if 0 in axes else {}
+    return ExportShapes(dynamic, checks, {"x": axes, "t": batch_axis}, "noise", step if far else None)
 
 
 def _far(step: int) -> int:
     """Return the step between the traced images: a multiple of the step between sizes."""
-    return step * -(-_TRACE_STEP // step)
+    return step * math.ceil(_TRACE_STEP / step)
 
 
 def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
@@ -119,12 +147,16 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
     """
     channels, height, width = own
     embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
-    plain = isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad
+    steps = _STEPS
+    if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
+        steps = (max(embed.patch_size),)
     problem = ""
-    for step in (max(embed.patch_size),) if plain else _STEPS:  # type: ignore[union-attr]
+    for step in steps:
         far = _far(step)
-        sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
-        problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")
+        for sides in ((height, width + step), (height + far, width), (height, width + far)):
+            problem = input_size_problem(model, (channels, *sides))
+            if problem:
+                break
         if not problem and step >= least:
             return step
     if problem:
@@ -136,18 +168,28 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 
 
 def _plan_text(
-    model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
+    model: Any,
+    dynamic: str,
+    size: ImageSize | None,
+    batches: tuple[int, ...],
+    batch_axis: dict[int, str],
 ) -> ExportShapes:
     """Return sequences, those of later batches with padding, and the types of their tokens if they count."""
     if size:
         raise UserError("--size is for images; leave it out for a text network")
     longest = min(int(model.max_length), _MAX_LENGTH)
+    lengths = (longest, longest, longest)
+    axes = dict(batch_axis)
+    if "size" in dynamic:
+        lengths = (longest // 2, longest // 3, longest - 1)
+        axes[1] = "length"
     checks = []
-    for more, batch, length in zip(range(3), batches, (longest // 2, longest // 3, longest - 1), strict=True):
-        N = length if "size" in dynamic else longest
-        inputs: Any = {name: x[more:] for name, x in (own_inputs(model, batch + more, (1, N)) or {}).items()}
+    for more, (batch, N) in enumerate(zip(batches, lengths, strict=True)):
+        drawn: Any = own_inputs(model, batch + more, (1, N))
+        # the first sequences have the least padding
+        inputs = {name: x[more:] for name, x in drawn.items()}
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
-            inputs["token_type_ids"] = (torch.arange(N) >= N // 2).long() * inputs["attention_mask"]  # (batch, N)
+            second_half = (torch.arange(N) >= N // 2).long()
+            inputs["token_type_ids"] = second_half * inputs["attention_mask"]  # (batch, N)
         checks.append(inputs)
-    axes = batch_axis | ({1: "length"} if "size" in dynamic else {})
     return ExportShapes(dynamic, tuple(checks), dict.fromkeys(checks[0], axes))

@@ -53,7 +53,8 @@ class AnnealedReLU(nn.Module):
     @property
     def is_identity(self) -> bool:
         """True if the slope is 1; on the meta device, which has no values, if the layer was created with slope 1."""
-        return (self.initial_slope if self.slope.is_meta else self.slope.item()) == 1
+        slope = self.initial_slope if self.slope.is_meta else self.slope.item()
+        return slope == 1
 
     def forward(self, x: Tensor) -> Tensor:
         return F.prelu(x, self.slope.to(x.dtype))
@@ -79,13 +80,19 @@ class AnnealedPair(nn.Sequential):
     """
 
     def __init__(
-        self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
+        self,
+        first: nn.Conv2d | nn.Linear,
+        second: nn.Conv2d | nn.Linear,
+        last_norm: bool = True,
+        slope: float = 0.0,
     ) -> None:
         if isinstance(second, nn.Conv2d) and not is_pointwise(second):
             raise UserError(f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups")
         layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
         layers |= dict(act=AnnealedReLU(slope), second=second)
-        super().__init__(layers | (dict(norm2=_batchnorm_for(second)) if last_norm else {}))
+        if last_norm:
+            layers["norm2"] = _batchnorm_for(second)
+        super().__init__(layers)
 
     @torch.no_grad()
     def fuse(self) -> nn.Module:
@@ -94,8 +101,9 @@ class AnnealedPair(nn.Sequential):
         act: Any = layers.pop("act")
         if act.is_identity:
             return _merge(layers.values())
-        before, after = list(layers.values())[:2], list(layers.values())[2:]
-        return nn.Sequential(OrderedDict(first=_merge(before), act=copy.deepcopy(act), second=_merge(after))).eval()
+        linear = list(layers.values())
+        fused = OrderedDict(first=_merge(linear[:2]), act=copy.deepcopy(act), second=_merge(linear[2:]))
+        return nn.Sequential(fused).eval()
 
 
 class SeriesActivation(nn.Sequential):

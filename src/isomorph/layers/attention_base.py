@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
+from timm.layers.attention import resolve_self_attn_mask
 from torch import Tensor, nn
 
 from isomorph.layers.modes import is_eager, require_same
@@ -16,7 +17,24 @@ Layer = TypeVar("Layer", bound=Attention)
 ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
 
 
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Shape: (B, N, nh hd) -> (B, nh, N, hd)"""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """Shape: (B, nh, N, hd) -> (B, N, nh hd)"""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_joint(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """Split a joint projection of queries, keys and values. Shape: (B, N, 3 nh hd) -> three of (B, nh, N, hd)"""
+    by_head = projected.unflatten(-1, (3, num_heads, -1))  # (B, N, 3, nh, hd)
+    return by_head.permute(2, 0, 3, 1, 4).unbind(0)
+
+
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the device and dtype among the arguments of a layer, or None for each."""
     return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
@@ -36,9 +54,16 @@ def has_usual_scale(attention: Any) -> bool:
 
 def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
     """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
-    like, heads = attention.qkv.weight, dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
-    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features, **heads)
-    layer = make(**sizes, proj_bias=attention.proj.bias is not None, device=like.device, dtype=like.dtype, **more)
+    layer = make(
+        dim=attention.qkv.in_features,
+        num_heads=attention.num_heads,
+        attn_head_dim=attention.head_dim,
+        dim_out=attention.proj.out_features,
+        proj_bias=attention.proj.bias is not None,
+        device=attention.qkv.weight.device,
+        dtype=attention.qkv.weight.dtype,
+        **more,
+    )
     for name in ATTENTION_PARTS:
         setattr(layer, name, copy.deepcopy(getattr(attention, name)))
     layer.scale = score_scale(attention)
@@ -66,8 +91,8 @@ class _ContiguousHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-        heads = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, nh, N, hd)
-        return heads.contiguous().unbind(0)
+        by_head = projected.unflatten(-1, (3, num_heads, -1))  # (B, N, 3, nh, hd)
+        return by_head.permute(2, 0, 3, 1, 4).contiguous().unbind(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -75,7 +100,8 @@ class _ContiguousHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=2).flatten(2), None  # (B, N, 3 nh hd)
+        by_token = torch.stack([grad.transpose(1, 2) for grad in grads], dim=2)  # (B, N, 3, nh, hd)
+        return by_token.flatten(2), None
 
 
 class AttentionBase(Attention):
@@ -101,12 +127,27 @@ class AttentionBase(Attention):
         if contiguous and is_eager():
             q, k, v = _ContiguousHeads.apply(projected, self.num_heads)
         else:
-            q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = split_joint(projected, self.num_heads)
         return self.q_norm(q), self.k_norm(k), v
+
+    def content_scores(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
+
+        Shape: x (B, N, C) -> two of (B, nh, N, hd), broadcast to (B, nh, N, N)
+        """
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal)
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join the heads and project them. Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)"""
-        y = self.norm(mixed.transpose(1, 2).flatten(2))  # (B, N, nh hd)
+        y = self.norm(join_heads(mixed))  # (B, N, nh hd)
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(y))

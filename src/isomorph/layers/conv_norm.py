@@ -39,7 +39,8 @@ class ConvNorm(nn.Conv2d):
             norm.weight.fill_((1 + eps) ** 0.5)
             if conv.bias is not None:
                 norm.bias.copy_(conv.bias)
-        new.__class__, new.bias = ConvNorm, None
+        new.__class__ = ConvNorm
+        new.bias = None
         new.norm = norm.requires_grad_(conv.weight.requires_grad)
         return new
 

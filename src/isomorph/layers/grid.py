@@ -30,7 +30,12 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
 
 
 def axis_offsets(
-    queries: int, keys: int, start: float = 0, stride: float = 1, device: Any = None, dtype: torch.dtype = torch.float32
+    queries: int,
+    keys: int,
+    start: float = 0,
+    stride: float = 1,
+    device: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
     places = start + stride * torch.arange(queries, device=device, dtype=dtype)
@@ -47,7 +52,9 @@ def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
 
 def squarest_window(num_taps: int) -> tuple[int, int]:
     """Return the height and width of the rectangle of `num_taps` taps closest to a square, with height <= width."""
-    height = next(n for n in range(math.isqrt(num_taps), 0, -1) if num_taps % n == 0)
+    height = math.isqrt(num_taps)
+    while num_taps % height:
+        height -= 1
     return height, num_taps // height
 
 
@@ -73,29 +80,34 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
     """
     if not isinstance(count, int) and shapes:  # a size that an export leaves open
         return shapes[0], prefix
-    leads = list(dict.fromkeys((prefix, 0, 1)))
-    for shape, lead in itertools.product(shapes, leads):
-        if known_true(shape[0] * shape[1] == count - lead):
-            return shape, lead
+    leads = (prefix, 0, 1)
+    for (H, W), lead in itertools.product(shapes, leads):
+        if known_true(count - lead == H * W):
+            return (H, W), lead
     for shape, lead in itertools.product(shapes or [(1, 1)], leads):
-        if grid := _proportional_grid(count - lead, shape):
+        grid = _proportional_grid(count - lead, shape)
+        if grid is not None:
             return grid, lead
-    sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
-    raise ValueError(
-        f"{count} tokens do not fill a {'square grid' if not shapes else f'grid of the proportions of {sizes}'}; "
-        "give grid_size=(height, width)"
-    )
+    wanted = "square grid"
+    if shapes:
+        sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
+        wanted = f"grid of the proportions of {sizes}"
+    raise ValueError(f"{count} tokens do not fill a {wanted}; give grid_size=(height, width)")
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:
     """Return the grid of `count` positions with the sides of `shape` scaled, to within one, or None."""
     if count < 1:
         return None
-    step = math.sqrt(shape[0] * shape[1] / count)
-    ideal = (shape[0] / step, shape[1] / step)
-    pairs = [(n, count // n) for n in range(max(1, int(ideal[0]) - 1), int(ideal[0]) + 3) if count % n == 0]
-    fitting = [pair for pair in pairs if all(abs(a - b) <= 1 for a, b in zip(pair, ideal, strict=True))]
-    return min(fitting, key=lambda pair: abs(pair[0] - ideal[0]), default=None)
+    H, W = shape
+    step = math.sqrt(H * W / count)
+    ideal = H / step
+    fitting = []
+    for height in range(max(1, int(ideal) - 1), int(ideal) + 3):
+        width = count // height
+        if height * width == count and abs(height - ideal) <= 1 and abs(width - W / step) <= 1:
+            fitting.append((height, width))
+    return min(fitting, key=lambda grid: abs(grid[0] - ideal), default=None)
 
 
 def grid_places(grid_size: GridSize) -> Tensor:

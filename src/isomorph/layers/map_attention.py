@@ -15,14 +15,19 @@ class InsertedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, channels: int, layout: Layout, entry: int | str | None = None) -> None:
         super().__init__()
-        self.block, self.layout, self.entry = block, layout, entry
+        self.block = block
+        self.layout = layout
+        self.entry = entry
         self.gamma = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        last = self.layout == "map, channels last"
-        y = self.block(x.movedim(-1, 1)).movedim(1, -1) if last else self.block(x)
-        gamma = self.gamma.view(-1, *[1] * (x.ndim - 2)) if self.layout == "map" else self.gamma
-        return x + (gamma * y).to(x.dtype)
+        if self.layout == "map, channels last":
+            y = self.gamma * self.block(x.movedim(-1, 1)).movedim(1, -1)
+        elif self.layout == "map":
+            y = self.gamma.view(-1, *[1] * (x.ndim - 2)) * self.block(x)
+        else:
+            y = self.gamma * self.block(x)
+        return x + y.to(x.dtype)
 
 
 class MapAttention(nn.Module):

@@ -10,13 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, image_axis, kronecker, mix_weights
+from isomorph.layers.gated.positions import (
+    axis_scores,
+    gated_mix,
+    geometry_dtype,
+    image_axis,
+    kronecker,
+    mix_weights,
+    outer_sum,
+)
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
-# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100.
+# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift
+# mask has -100.
 BLOCKED_SCORE = -100.0
 
 
@@ -49,8 +58,10 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
         allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
-    elif allowed.ndim == 2:  # the real tokens of padded sequences, or one mask for all
-        allowed = allowed[:, None, None] if mask.dtype == torch.bool and len(mask) == B else allowed[None, None]
+    elif allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B:  # the real tokens of padded sequences
+        allowed = allowed[:, None, None]
+    elif allowed.ndim == 2:  # one mask for all
+        allowed = allowed[None, None]
     return allowed.expand(-1, -1, Nq, Nk)
 
 
@@ -59,7 +70,9 @@ def merge_queries(mask: Tensor) -> Tensor:
 
     `RefinedMap` refines under such a mask several times as fast. Values, where known, are compared once for each mask.
     """
-    if mask.ndim != 4 or mask.stride(-2) == 0 or not is_eager() or mask.is_meta or is_functorch_tensor(mask):
+    if mask.ndim != 4 or mask.stride(-2) == 0:
+        return mask
+    if not is_eager() or mask.is_meta or is_functorch_tensor(mask):
         return mask
     merged = mask[:, :, :1].expand_as(mask)
     if mask.is_inference():  # it counts no versions
@@ -80,7 +93,9 @@ def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
     if offset == 0:  # padding may attend to real tokens, but not to itself
         return torch.ones_like(allowed[..., 0])
     diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
-    return F.pad(diagonal, (max(-offset, 0), max(offset, 0)))
+    before = max(-offset, 0)
+    after = max(offset, 0)
+    return F.pad(diagonal, (before, after))
 
 
 def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
@@ -91,23 +106,27 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
 
     Shape: maps (B, H, N, N), kernel (H, H, k, k), or (H, 1, k, k) for a kernel of each head, allowed (B, h, N, N)
     """
-    side, N = kernel.shape[-1] // 2, maps.shape[-1]
-    padded = F.pad(maps.masked_fill(~allowed, 0), (side,) * 4)
-    near = {offset: _neighbours_allowed(allowed, offset) for offset in range(-side, side + 1)}
+    k = kernel.shape[-1]
+    N = maps.shape[-1]
+    padded = F.pad(maps.masked_fill(~allowed, 0), (k // 2,) * 4)
+    near = [_neighbours_allowed(allowed, tap - k // 2) for tap in range(k)]
+    groups = maps.shape[1] // kernel.shape[1]
     total = torch.zeros_like(maps)
-    for s in range(-side, side + 1):
-        for t in range(-side, side + 1):
+    for s in range(k):
+        for t in range(k):
             pairs = near[s][..., :, None] & near[t][..., None, :]
-            part = padded[..., s + side : s + side + N, t + side : t + side + N].masked_fill(~pairs, 0)
-            tap = kernel[:, :, s + side : s + side + 1, t + side : t + side + 1].to(part.dtype)
-            total = total + F.conv2d(part, tap, groups=maps.shape[1] // kernel.shape[1])
+            moved = padded[..., s : s + N, t : t + N]
+            tap = kernel[:, :, s : s + 1, t : t + 1].to(moved.dtype)
+            total = total + F.conv2d(moved.masked_fill(~pairs, 0), tap, groups=groups)
     return total.masked_fill(~allowed, 0)
 
 
 def _real_tokens(allowed: Tensor) -> Tensor | None:
     """Return the real tokens if the strides say that the mask is one of padding. Shape: (B, h, N, N) -> (B, 1, N)"""
     _, h, Nq, Nk = allowed.shape
-    return allowed[:, :, 0] if h == 1 and Nq == Nk and allowed.stride(-2) == 0 else None
+    if h == 1 and Nq == Nk and allowed.stride(-2) == 0:
+        return allowed[:, :, 0]
+    return None
 
 
 class RefinedMap(nn.Module):
@@ -132,20 +151,25 @@ class RefinedMap(nn.Module):
         self.refine = refine
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
-        allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
-        if isinstance(self.refine, SpatialRefiner):
-            grid_size, prefix = fit_grid(maps.shape[-1], call.shapes, call.prefix)
-            maps = self.refine(maps if allowed is None else maps.masked_fill(~allowed, 0), grid_size, prefix)
-            return maps if allowed is None else maps.masked_fill(~allowed, 0)
-        if allowed is None:
-            return self.refine(maps)
+        spatial = isinstance(self.refine, SpatialRefiner)
+        if call.mask is None:
+            return self._refine_over_grid(maps, call) if spatial else self.refine(maps)
+        allowed = allowed_pairs(call.mask, maps)
+        if spatial:
+            refined = self._refine_over_grid(maps.masked_fill(~allowed, 0), call)
+            return refined.masked_fill(~allowed, 0)
         real = _real_tokens(allowed)
         if real is None:
             own = torch.diagonal(allowed, 0, -2, -1)[..., None]  # padding may not attend to itself
             return torch.where(own, convolve_within(maps, self.refine.kernel(), allowed), maps)
-        queries, pairs = real[..., None], real[..., None] & real[..., None, :]
+        queries = real[..., None]
+        pairs = queries & real[..., None, :]
         refined = self.refine(maps.masked_fill(~pairs, 0)).masked_fill(~pairs, 0)
         return torch.where(queries, refined, maps)
+
+    def _refine_over_grid(self, maps: Tensor, call: MapCall) -> Tensor:
+        grid_size, prefix = fit_grid(maps.shape[-1], call.shapes, call.prefix)
+        return self.refine(maps, grid_size, prefix)
 
 
 class GatedMap(TokenPositions):
@@ -179,42 +203,58 @@ class GatedMap(TokenPositions):
         rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:
             return kronecker(rows.softmax(-1), columns.softmax(-1))
-        scores = rows[:, :, None, :, None] + columns[:, None, :, None]  # (nh, Hq, Wq, H, W)
-        return _masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
+        return _masked_softmax(outer_sum(rows, columns), allowed)  # (B, nh, Nq, Nk)
 
     def scaled_map(
-        self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
+        self,
+        queries: GridSize,
+        keys: GridSize,
+        prefix: int,
+        dtype: torch.dtype,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return s P, 0 for `prefix` keys, and 1 - s. Shape: -> (nh, Nq, p + Nk) or (B, nh, Nq, p + Nk), (nh, 1, 1)"""
         share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]
-        return F.pad(self.position_map(queries, keys, allowed), (prefix, 0)).to(dtype) * share, rest
+        position = F.pad(self.position_map(queries, keys, allowed), (prefix, 0))
+        return position.to(dtype) * share, rest
 
     def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return P between places (row, column) in steps of the keys, to the allowed keys only.
 
         Shape: queries (Nq, 2), keys (Nk, 2) -> (nh, Nq, Nk), or (B, nh, Nq, Nk) under a mask
         """
-        kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
-        rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each
-        along_x, along_y, square = self.position.to(rows.dtype)[:, :, None, None].unbind(1)  # (nh, 1, 1) each
-        scores = along_x * columns + along_y * rows + square * (rows.square() + columns.square())
+        dtype = geometry_dtype(self.position)
+        position = self.position.to(dtype)[:, :, None, None]  # (nh, 3, 1, 1)
+        offsets = keys.to(position) - queries.to(position)[:, None]  # (Nq, Nk, 2)
+        rows, columns = offsets.unbind(-1)
+        along_x, along_y, square = position.unbind(1)  # (nh, 1, 1) each
+        distance = rows.square() + columns.square()
+        scores = along_x * columns + along_y * rows + square * distance
         return scores.softmax(-1) if allowed is None else _masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
+        allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
         if call.places is not None:
-            allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
-            position = self.place_map(*call.places(*maps.shape[-2:]), allowed)
+            queries, keys = call.places(*maps.shape[-2:])
+            position = self.place_map(queries, keys, allowed)
             return gated_mix(maps, position.to(maps.dtype), self.gate)
+        return self._mix_on_grids(maps, call, allowed)
+
+    def _mix_on_grids(self, maps: Tensor, call: MapCall, allowed: Tensor | None) -> Tensor:
         if maps.shape[-2] == 1:  # a class token, in the middle of the image
-            queries, prefix = (1, 1), 0
-            keys, p = fit_grid(maps.shape[-1], call.shapes, call.prefix)
+            queries = (1, 1)
+            prefix = 0
+            keys, first = fit_grid(maps.shape[-1], call.shapes, call.prefix)
         else:
             queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
-            keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
-        if call.mask is None:
-            scaled, rest = self.cached((self.position, self.gate), self.scaled_map, queries, keys, p, maps.dtype)
+            keys, first = fit_grid(maps.shape[-1], (queries,), prefix)
+        if allowed is None:
+            parameters = (self.position, self.gate)
+            scaled, rest = self.cached(parameters, self.scaled_map, queries, keys, first, maps.dtype)
         else:
-            allowed = allowed_pairs(call.mask, maps)[..., prefix:, p:]
-            scaled, rest = self.scaled_map(queries, keys, p, maps.dtype, allowed)
+            on_grids = allowed[..., prefix:, first:]
+            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, on_grids)
+        if not prefix:
+            return torch.addcmul(scaled, maps, rest)
         mixed = torch.addcmul(scaled, maps[..., prefix:, :], rest)
-        return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed
+        return torch.cat([maps[..., :prefix, :], mixed], dim=-2)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import NotFinite
 
-# Type of the device for which layers take the form of a CPU; a test of the other form names another.
+# Type of the device for which layers take the form of a CPU; a test of the other form names
+# another.
 CPU_DEVICE = "cpu"
 
 
@@ -36,10 +38,12 @@ def is_eager() -> bool:
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
+    """True for a tensor of a transform of torch.func, such as vmap."""
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def in_functorch() -> bool:
+    """True within a transform of torch.func."""
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
 
 
@@ -72,8 +76,9 @@ def can_keep(*tensors: Tensor) -> bool:
     """True if what is computed from these tensors may serve later calls: nothing traces or captures this one."""
     if not is_eager() or torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None:
         return False
-    if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta or each.is_inference() for each in tensors):
-        return False
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_inference():
+            return False
     return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -92,7 +97,8 @@ LARGEST_CONSTANT = 2**23
 def _made(make: Callable[..., Tensor], device: torch.device, arguments: tuple[Hashable, ...]) -> Tensor | None:
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         made = make(*arguments, device=torch.device("cpu"))
-        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None  # complete on return, for every stream
+        # complete on return, for every stream
+        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None
 
 
 def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tensor:
@@ -100,11 +106,21 @@ def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tens
 
     Small ones are made once for all layers and calls, and must not be written to.
     """
-    kept = _made(make, like.device, arguments) if can_keep(like) else None
-    return kept if kept is not None else make(*arguments, device=like.device)
+    if can_keep(like):
+        kept = _made(make, like.device, arguments)
+        if kept is not None:
+            return kept
+    return make(*arguments, device=like.device)
 
 
 Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
+
+
+def _surroundings(device: torch.device) -> tuple[int, torch.dtype | None]:
+    """Return the stream and autocast's dtype of a call, on which what it computes depends."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return stream, precision
 
 
 class KeepsInEval(nn.Module):
@@ -116,7 +132,8 @@ class KeepsInEval(nn.Module):
     Copies have none; threads may share a layer. Writes through `.data` cannot be seen: call `eval()` after them.
     """
 
-    # By function: the tensors that a result was computed from, the state in which they were, and the result.
+    # By function: the tensors that a result was computed from, the state in which they were, and
+    # the result.
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
 
     def cached(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
@@ -126,12 +143,13 @@ class KeepsInEval(nn.Module):
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             self._drop_kept()  # whoever trains in eval mode may write to parameters unseen
             return compute(*arguments)
-        device, kept = sources[0].device, self._kept.get(compute.__name__)  # another thread may replace it at any time
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        versions = tuple((source.data_ptr(), source._version) for source in sources)
-        state = (arguments, stream, precision, versions)
-        if kept and kept[1] == state and all(map(lambda a, b: a is b, kept[0], sources)):
+        state = (
+            arguments,
+            *_surroundings(sources[0].device),
+            [(each.data_ptr(), each._version) for each in sources],
+        )
+        kept = self._kept.get(compute.__name__)  # another thread may replace it at any time
+        if kept and kept[1] == state and all(map(operator.is_, kept[0], sources)):
             return kept[2]
         with torch.inference_mode(False), torch.no_grad():
             value = compute(*arguments)
@@ -172,30 +190,37 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def first_float(model: nn.Module) -> Tensor:
     """Return the first floating-point parameter or buffer (else a CPU scalar), whose device and dtype inputs get."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((x for x in tensors if x.is_floating_point()), torch.zeros((), device="cpu"))
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():
+            return tensor
+    return torch.zeros((), device="cpu")
 
 
 def require_finite(outputs: Any) -> None:
     """Raise NotFinite if a tensor in a network's outputs has NaN or infinite values."""
-    if not all(bool(each.isfinite().all()) for each in tree_leaves(outputs) if isinstance(each, Tensor)):
-        raise NotFinite("the network's outputs are not finite (NaN or infinite); check its weights and the inputs")
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and not bool(leaf.isfinite().all()):
+            raise NotFinite("the network's outputs are not finite (NaN or infinite); check its weights and the inputs")
+
+
+def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    exact = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    with eval_mode(module):  # dropout would differ from itself
+        return torch.func.functional_call(module, exact, (x.double(),))
 
 
 @torch.no_grad()
 def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
-    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(first_float(plain).device)
-    outputs = []
-    for module in (layer, plain):
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        exact = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
-        with eval_mode(module):  # dropout would differ from itself
-            outputs.append(torch.func.functional_call(module, exact, (probe.double(),)))
-    actual, expected = outputs
+    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    probe = probe.to(first_float(plain).device)
+    actual = _call_in_float64(layer, probe)
+    expected = _call_in_float64(plain, probe)
     if expected.is_meta:
         return
-    deviation = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+    largest = expected.abs().max().clamp(min=1e-300)
+    deviation = ((actual - expected).abs().max() / largest).item()
     if not deviation <= atol:
         raise ValueError(
             f"this {type(layer).__name__} does not equal a {type(plain).__name__}: the relative deviation is "

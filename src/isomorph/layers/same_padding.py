@@ -18,10 +18,15 @@ class SamePadding(nn.Module):
     """
 
     def __init__(
-        self, kernel_size: tuple[int, int], stride: tuple[int, int] = (1, 1), dilation: tuple[int, int] = (1, 1)
+        self,
+        kernel_size: tuple[int, int],
+        stride: tuple[int, int] = (1, 1),
+        dilation: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.dilation = kernel_size, stride, dilation
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.dilation = dilation
 
     def forward(self, x: Tensor) -> Tensor:
         return pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import join_heads, split_heads
+
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` that forms its map: out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v).
@@ -16,7 +18,8 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Shape: three of (B, N, C) -> the same"""
-        return [F.linear(x, *each) for x, each in zip((query, key, value), projections(self), strict=True)]
+        given = zip((query, key, value), projections(self), strict=True)
+        return [F.linear(x, weight, bias) for x, (weight, bias) in given]
 
     def forward(
         self,
@@ -35,22 +38,28 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             tokens = [x[None] for x in tokens]
         elif not self.batch_first:
             tokens = [x.transpose(0, 1) for x in tokens]
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._project(*tokens))
+        q, k, v = (split_heads(x, self.num_heads) for x in self._project(*tokens))
         mask = joint_mask(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         maps = None
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, Nk)
-            maps = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            if mask is not None:
+                scores = scores + mask
+            maps = F.dropout(scores.softmax(-1), dropout)
             values = maps @ v
         else:
             values = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = self.out_proj(values.transpose(1, 2).flatten(2))  # (B, Nq, C)
+        out = self.out_proj(join_heads(values))  # (B, Nq, C)
         if not batched:
-            out, maps = out[0], maps if maps is None else maps[0]
+            out = out[0]
         elif not self.batch_first:
             out = out.transpose(0, 1)
-        return out, maps.mean(-3) if maps is not None and average_attn_weights else maps
+        if maps is None:
+            return out, None
+        if not batched:
+            maps = maps[0]
+        return out, maps.mean(-3) if average_attn_weights else maps
 
 
 class MultiheadLinears(UnfusedMultiheadAttention):
@@ -62,13 +71,24 @@ class MultiheadLinears(UnfusedMultiheadAttention):
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
-        for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first"):
+        for name in (
+            "embed_dim",
+            "kdim",
+            "vdim",
+            "num_heads",
+            "head_dim",
+            "dropout",
+            "batch_first",
+        ):
             setattr(self, name, getattr(original, name))
-        self.bias_k, self.bias_v, self.add_zero_attn, self._qkv_same_embed_dim = None, None, False, False
-        for name in ("in_proj_weight", "in_proj_bias"):  # by which torch's encoder layers see that they call this layer
+        self.bias_k = None
+        self.bias_v = None
+        self.add_zero_attn = False
+        self._qkv_same_embed_dim = False
+        # by which torch's encoder layers see that they call this layer
+        for name in ("in_proj_weight", "in_proj_bias"):
             self.register_parameter(name, None)
-        for name, each in zip("qkv", projections(original), strict=True):
-            setattr(self, f"{name}_proj", linear_of(*each))
+        self.q_proj, self.k_proj, self.v_proj = (linear_of(*each) for each in projections(original))
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -76,21 +96,32 @@ class MultiheadLinears(UnfusedMultiheadAttention):
 
     @torch.no_grad()
     def to_original(self, atol: float = 0.0) -> nn.MultiheadAttention:
-        """Return the layer with packed weights. Raises: ValueError naming a projection that is no nn.Linear."""
-        projections = plain_linears(self, ("q_proj", "k_proj", "v_proj", "out_proj"))
-        biased = projections[0].bias is not None
+        """Return the layer with packed weights. Raises: ValueError naming a projection that is not an nn.Linear."""
+        q, k, v, out = plain_linears(self, ("q_proj", "k_proj", "v_proj", "out_proj"))
         packed = nn.MultiheadAttention(
-            self.embed_dim, self.num_heads, self.dropout, biased, False, False, self.kdim, self.vdim, self.batch_first
-        ).to(projections[0].weight)
-        weights = [layer.weight for layer in projections]
-        same, names = self.kdim == self.vdim == self.embed_dim, ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        state = {"in_proj_weight": torch.cat(weights[:3])} if same else dict(zip(names, weights, strict=False))
-        state["out_proj.weight"] = weights[3]
-        if biased:
-            joint = torch.cat([layer.bias for layer in projections[:3]])
-            state |= {"in_proj_bias": joint, "out_proj.bias": projections[3].bias}
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            bias=q.bias is not None,
+            kdim=self.kdim,
+            vdim=self.vdim,
+            batch_first=self.batch_first,
+        )
+        state = {"out_proj.weight": out.weight}
+        if packed.in_proj_weight is None:  # keys or values of another width
+            state |= {
+                "q_proj_weight": q.weight,
+                "k_proj_weight": k.weight,
+                "v_proj_weight": v.weight,
+            }
+        else:
+            state["in_proj_weight"] = torch.cat([q.weight, k.weight, v.weight])
+        if q.bias is not None:
+            state["in_proj_bias"] = torch.cat([q.bias, k.bias, v.bias])
+            state["out_proj.bias"] = out.bias
+        packed = packed.to(q.weight)
         packed.load_state_dict(state)
-        return packed.requires_grad_(projections[0].weight.requires_grad).train(self.training)
+        return packed.requires_grad_(q.weight.requires_grad).train(self.training)
 
 
 class JointLinears(nn.Module):
@@ -99,8 +130,7 @@ class JointLinears(nn.Module):
     def __init__(self, joint: nn.Linear, names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
-        biases = [None] * len(names) if joint.bias is None else joint.bias.chunk(len(names))
-        for name, weight, bias in zip(names, joint.weight.chunk(len(names)), biases, strict=True):
+        for name, (weight, bias) in zip(names, _chunks(joint.weight, joint.bias, len(names)), strict=True):
             setattr(self, name, linear_of(weight, bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,19 +138,29 @@ class JointLinears(nn.Module):
 
     @torch.no_grad()
     def to_original(self, atol: float = 0.0) -> nn.Linear:
-        """Return the joint layer. Raises: ValueError naming a part that is no nn.Linear."""
+        """Return the joint layer. Raises: ValueError naming a part that is not an nn.Linear."""
         parts = plain_linears(self, self.names)
-        bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-        joint = linear_of(torch.cat([part.weight for part in parts]), bias)
+        weight = torch.cat([part.weight for part in parts])
+        bias = None
+        if parts[0].bias is not None:
+            bias = torch.cat([part.bias for part in parts])
+        joint = linear_of(weight, bias)
         return joint.requires_grad_(parts[0].weight.requires_grad).train(self.training)
 
 
 def projections(layer: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
     """Return the weight and bias by which queries, keys and values are made."""
-    separate = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
-    weights = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
-    biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    if layer.in_proj_weight is not None:
+        return _chunks(layer.in_proj_weight, layer.in_proj_bias, 3)
+    weights: Any = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
     return list(zip(weights, biases, strict=True))
+
+
+def _chunks(weight: Tensor, bias: Tensor | None, parts: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the weights and biases of the parts of a joint projection."""
+    biases = (None,) * parts if bias is None else bias.chunk(parts)
+    return list(zip(weight.chunk(parts), biases, strict=True))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -134,26 +174,28 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
     """Return children that are all an nn.Linear. Raises: ValueError naming one that is not."""
-    how = "revert it first; of an adapter, merge it and put its linear layer in its place"
-    for name in names:
-        if type(part := getattr(module, name)) is not nn.Linear:
-            raise ValueError(f"its {name} is a {type(part).__name__}, not an nn.Linear; {how}")
-    return [getattr(module, name) for name in names]
+    parts = [getattr(module, name) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        if type(part) is not nn.Linear:
+            raise ValueError(
+                f"its {name} is a {type(part).__name__}, not an nn.Linear; revert it first; of an adapter, merge it "
+                "and put its linear layer in its place"
+            )
+    return parts
 
 
 def joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Return the sum of both masks, -inf where attention is forbidden. Shape: -> broadcast to (B, nh, Nq, Nk)"""
-    masks = []
-    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-        scores: Any = F._canonical_mask(mask, name, None, "", dtype)
-        if name == "key_padding_mask" and scores is not None:
-            scores = scores.reshape(-1, 1, 1, scores.shape[-1])
-        elif scores is not None:
-            scores = scores.unflatten(0, (-1, heads)) if scores.ndim == 3 else scores[None, None]
-        masks += [] if scores is None else [scores]
-    return sum(masks[1:], masks[0]) if masks else None
+    scores: Any = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype)
+    if scores is not None:
+        scores = scores.unflatten(0, (-1, heads)) if scores.ndim == 3 else scores[None, None]
+    padding: Any = F._canonical_mask(key_padding_mask, "key_padding_mask", None, "", dtype)
+    if padding is None:
+        return scores
+    padding = padding.reshape(-1, 1, 1, padding.shape[-1])
+    return padding if scores is None else scores + padding
 
 
 def allowed_by_masks(layer: Any, given: dict[str, Any]) -> Tensor | None:
@@ -169,4 +211,6 @@ def multihead_reason(layer: nn.MultiheadAttention) -> str | None:
     """Return why a layer cannot be computed in this form, or None."""
     if layer.bias_k is not None or layer.add_zero_attn:
         return "it has bias_k or add_zero_attn, whose keys are not tokens"
-    return None if torch.is_floating_point(layer.out_proj.weight) else "its out_proj is not in floating point"
+    if not torch.is_floating_point(layer.out_proj.weight):
+        return "its out_proj is not in floating point"
+    return None

@@ -2,9 +2,10 @@
 
 Prefix tokens (class, registers) attend to all tokens, and all tokens to them. The last window of a row or column is
 smaller where the window does not divide the grid; nothing is padded.
+
+Letters: B images, nh heads, N tokens (prefix tokens, then the H x W of the grid), s tokens of a window, d features.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from isomorph.layers.grid import GridSize
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Windows(NamedTuple):
+class TokenWindows(NamedTuple):
     """Windows of `side` x `side` positions on a grid (H, W), after `prefix` tokens."""
 
     grid: GridSize
@@ -27,24 +28,35 @@ class Windows(NamedTuple):
 
     @property
     def largest(self) -> GridSize:
-        return min(self.side, self.grid[0]), min(self.side, self.grid[1])
+        H, W = self.grid
+        return min(self.side, H), min(self.side, W)
 
     def log_share(self, share: Tensor, like: Tensor) -> Tensor:
         """Return log m: m = 1 within windows, from and to prefix tokens, else the share. Shape: () -> (N, N)"""
-        rows, columns = (torch.arange(n, device=like.device) // self.side for n in self.grid)
-        window = (rows[:, None] * self.grid[1] + columns).flatten()  # (H W,)
+        H, W = self.grid
+        window_rows = torch.arange(H, device=like.device) // self.side
+        window_columns = torch.arange(W, device=like.device) // self.side
+        window = (window_rows[:, None] * W + window_columns).flatten()  # (H W,)
+        in_one_window = window[:, None] == window  # (H W, H W)
         outside = share.to(like.device, torch.float32).log().to(like.dtype)
-        log_m = torch.where(window[:, None] == window, torch.zeros_like(outside), outside)
+        log_m = torch.where(in_one_window, torch.zeros_like(outside), outside)
         return F.pad(log_m, (self.prefix, 0, self.prefix, 0))
 
-    def rectangles(self) -> list["_Rectangle"]:
-        """Return the parts of the grid in which all windows have one size: at most four."""
-        axes: list[list[tuple[int, int, int]]] = []
-        for n in self.grid:
-            rest = n % self.side
-            spans = [(0, n - rest, self.side), (n - rest, n, rest)]
-            axes.append([span for span in spans if span[1] > span[0]])
-        return [_Rectangle(*rows, *columns) for rows, columns in itertools.product(*axes)]
+    def bands(self) -> list[list["_Rectangle"]]:
+        """Return the parts of the grid in which all windows have one size: at most two rows of at most two."""
+        H, W = self.grid
+        bands = []
+        for top, bottom, height in _spans(H, self.side):
+            band = [_Rectangle(top, bottom, height, left, right, width) for left, right, width in _spans(W, self.side)]
+            bands.append(band)
+        return bands
+
+
+def _spans(length: int, side: int) -> list[tuple[int, int, int]]:
+    """Return where windows of one size begin and end along an axis, and their size."""
+    rest = length % side
+    spans = [(0, length - rest, side), (length - rest, length, rest)]
+    return [(start, stop, size) for start, stop, size in spans if stop > start]
 
 
 class _Rectangle(NamedTuple):
@@ -58,71 +70,94 @@ class _Rectangle(NamedTuple):
     width: int
 
     def cut(self, x: Tensor) -> Tensor:
-        """Shape: tokens on the grid (B, nh, H, W, d) -> by window (B, windows, nh, height width, d)"""
+        """Shape: tokens on the grid (B, nh, H, W, d) -> by window (B, windows, nh, s, d)"""
         x = x[:, :, self.top : self.bottom, self.left : self.right]
-        x = x.unflatten(3, (-1, self.width)).unflatten(2, (-1, self.height))  # (B, nh, rows, height, columns, width, d)
-        return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).flatten(1, 2)
+        x = x.unflatten(3, (-1, self.width))
+        x = x.unflatten(2, (-1, self.height))  # (B, nh, rows, height, columns, width, d)
+        x = x.permute(0, 2, 4, 1, 3, 5, 6)
+        return x.flatten(4, 5).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
         """Undo `cut`."""
-        x = x.unflatten(3, (self.height, self.width)).unflatten(1, ((self.bottom - self.top) // self.height, -1))
-        return x.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3)
-
-
-def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Shape: -> (B or 1, nh or 1, N, N), or None"""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-    mask = mask[(None,) * (4 - mask.ndim)]
-    return mask.expand(-1, -1, q.shape[2], -1) if mask.shape[2] == 1 else mask
+        rows = (self.bottom - self.top) // self.height
+        x = x.unflatten(3, (self.height, self.width))
+        x = x.unflatten(1, (rows, -1))  # (B, rows, columns, nh, height, width, d)
+        x = x.permute(0, 3, 1, 4, 2, 5, 6)
+        return x.flatten(4, 5).flatten(2, 3)
 
 
 def attend_with_share(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: Windows, share: Tensor
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: TokenWindows, share: Tensor
 ) -> Tensor:
     """Return attention with log m added to its scores. Shape: q, k, v (B, nh, N, hd), share () -> (B, nh, N, hd)"""
-    log_m, bias = windows.log_share(share, q), _as_bias(mask, q)
-    return attend(q, k, v, log_m if bias is None else log_m + bias)
+    scores = windows.log_share(share, q)
+    bias = _as_bias(mask, q)
+    if bias is not None:
+        scores = scores + bias
+    return attend(q, k, v, scores)
 
 
-def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: Windows) -> Tensor:
+def attend_in_windows(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: TokenWindows
+) -> Tensor:
     """Return what `attend_with_share` returns with share 0, at a cost linear in the number of windows.
 
     The mask is for all pairs, or, where it is the same in all windows, for the pairs of the largest window.
     """
-    (_, W), _, prefix = windows
-    bias, parts = _as_bias(mask, q), []
-    for rectangle in windows.rectangles():
-        q_, k_, v_ = (rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v))
-        local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
-        parts.append(rectangle.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], local)))
-    columns = 1 if parts[0].shape[3] == W else 2
-    rows = [torch.cat(parts[i : i + columns], 3) for i in range(0, len(parts), columns)]
-    out = torch.cat(rows, 2).flatten(2, 3)
+    prefix = windows.prefix
+    bias = _as_bias(mask, q)
+    maps = [x[:, :, prefix:].unflatten(2, windows.grid) for x in (q, k, v)]
+    first_k = k[:, :, :prefix]
+    first_v = v[:, :, :prefix]
+    bands = []
+    for band in windows.bands():
+        parts = []
+        for rectangle in band:
+            q_, k_, v_ = [rectangle.cut(each) for each in maps]
+            local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
+            y = _attend_in_each(attend, q_, k_, v_, first_k, first_v, local)
+            parts.append(rectangle.join(y))
+        bands.append(torch.cat(parts, 3))
+    out = torch.cat(bands, 2).flatten(2, 3)
     if not prefix:
         return out
     of_prefix = None if bias is None else _prefix_rows(bias, prefix, k.shape[2])
     return torch.cat([attend(q[:, :, :prefix], k, v, of_prefix), out], 2)
 
 
-def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, windows: TokenWindows) -> Tensor:
     """Return what `attend_in_windows` returns, with windows of one size: a graph for grids of any size.
 
     Positions below and right of the grid are copies of its last ones, and no query attends to them.
     """
-    (H, W), side, prefix = windows
-    rows, columns = (torch.arange((n + side - 1) // side * side, device=q.device) for n in (H, W))
+    side = windows.side
+    prefix = windows.prefix
+    H, W = windows.grid
+    rows = torch.arange(_rounded_up(H, side), device=q.device)
+    columns = torch.arange(_rounded_up(W, side), device=q.device)
     whole = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
-    y, x = rows.clamp(max=H - 1)[:, None], columns.clamp(max=W - 1)
-    q_, k_, v_ = (whole.cut(each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x]) for each in (q, k, v))
-    inside = whole.cut(((rows < H)[:, None] & (columns < W))[None, None, ..., None])  # (1, windows, 1, s, 1)
-    seen = F.pad(inside.mT, (prefix, 0), value=True).expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
+
+    y = rows.clamp(max=H - 1)[:, None]
+    x = columns.clamp(max=W - 1)
+    maps = [each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x] for each in (q, k, v)]
+    q_, k_, v_ = [whole.cut(each) for each in maps]
+
+    on_grid = (rows < H)[:, None] & (columns < W)
+    inside = whole.cut(on_grid[None, None, ..., None])  # (1, windows, 1, s, 1)
+    seen = F.pad(inside.mT, (prefix, 0), value=True)
+    seen = seen.expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
+
     out = whole.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], seen))
-    y, x = (torch.arange(n, device=q.device) for n in (H, W))  # a slice would ask whether it takes all
+    y = torch.arange(H, device=q.device)  # a slice would ask whether it takes all
+    x = torch.arange(W, device=q.device)
     out = out[:, :, y[:, None], x].flatten(2, 3)
-    return torch.cat([attend(q[:, :, :prefix], k, v, None), out], 2) if prefix else out
+    if not prefix:
+        return out
+    return torch.cat([attend(q[:, :, :prefix], k, v, None), out], 2)
+
+
+def _rounded_up(length: int, side: int) -> int:
+    return (length + side - 1) // side * side
 
 
 def _attend_in_each(
@@ -135,28 +170,47 @@ def _attend_in_each(
     """
     count = q.shape[1]
     if first_k.shape[2]:
-        first = (x[:, None].expand(-1, count, -1, -1, -1) for x in (first_k, first_v))
-        k, v = (torch.cat(each, 3) for each in zip(first, (k, v), strict=True))
-    return attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask).unflatten(0, (-1, count))
+        k = torch.cat([first_k[:, None].expand(-1, count, -1, -1, -1), k], 3)
+        v = torch.cat([first_v[:, None].expand(-1, count, -1, -1, -1), v], 3)
+    y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
+    return y.unflatten(0, (-1, count))
 
 
-def _bias_in(rectangle: _Rectangle, windows: Windows, bias: Tensor, images: int) -> Tensor:
+def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return what a mask adds to scores. Shape: up to four axes -> (B or 1, nh or 1, N, N)"""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+        mask = zeros.masked_fill(~mask, -torch.inf)
+    while mask.ndim < 4:
+        mask = mask[None]
+    if mask.shape[2] == 1:
+        mask = mask.expand(-1, -1, q.shape[2], -1)
+    return mask
+
+
+def _bias_in(rectangle: _Rectangle, windows: TokenWindows, bias: Tensor, images: int) -> Tensor:
     """Return the bias in each window, and to prefix tokens.
 
-    Shape: bias (B or 1, nh or 1, N, N) -> (B windows or 1, nh or 1, height width, prefix + height width)
+    Shape: bias (B or 1, nh or 1, N, N) -> (B windows or 1, nh or 1, s, prefix + s)
     """
-    (H, W), _, prefix = windows
-    whole = bias.shape[3] == prefix + H * W
-    height, width = windows.grid if whole else windows.largest
-    tokens = torch.arange(height * width, device=bias.device).view(1, 1, height, width, 1)
-    if whole:
-        tokens = rectangle.cut(tokens)[0, :, 0, :, 0]  # (windows, s)
+    prefix = windows.prefix
+    H, W = windows.grid
+    is_of_all_pairs = bias.shape[3] == prefix + H * W
+    height, width = windows.grid if is_of_all_pairs else windows.largest
+    positions = torch.arange(height * width, device=bias.device).view(1, 1, height, width, 1)
+    if is_of_all_pairs:
+        positions = rectangle.cut(positions)[0, :, 0, :, 0]  # (windows, s)
     else:
-        tokens = tokens[0, 0, : rectangle.height, : rectangle.width].reshape(1, -1)
-    first = torch.arange(prefix, device=bias.device).expand(len(tokens), -1)
-    keys = torch.cat([first, tokens + prefix], 1)
-    blocks = bias[:, :, (tokens + prefix)[:, :, None], keys[:, None]].transpose(1, 2)  # (B, windows, nh, s, prefix + s)
-    return blocks.expand(images, -1, -1, -1, -1).flatten(0, 1) if whole else blocks[:, 0]
+        positions = positions[0, 0, : rectangle.height, : rectangle.width].reshape(1, -1)
+    queries = positions + prefix
+    first = torch.arange(prefix, device=bias.device).expand(len(positions), -1)
+    keys = torch.cat([first, queries], 1)
+    blocks = bias[:, :, queries[:, :, None], keys[:, None]]  # (B, nh, windows, s, prefix + s)
+    if not is_of_all_pairs:
+        return blocks[:, :, 0]
+    return blocks.transpose(1, 2).expand(images, -1, -1, -1, -1).flatten(0, 1)
 
 
 def _prefix_rows(bias: Tensor, prefix: int, keys: int) -> Tensor:
@@ -164,19 +218,26 @@ def _prefix_rows(bias: Tensor, prefix: int, keys: int) -> Tensor:
     rows = bias[:, :, :prefix]
     if rows.shape[3] == keys:
         return rows
-    return torch.cat([rows[..., :prefix], rows[..., prefix : prefix + 1].expand(-1, -1, -1, keys - prefix)], 3)
+    to_prefix = rows[..., :prefix]
+    to_positions = rows[..., prefix : prefix + 1].expand(-1, -1, -1, keys - prefix)
+    return torch.cat([to_prefix, to_positions], 3)
 
 
 @torch.no_grad()
-def limit_bias(relative: Any, windows: Windows) -> None:
+def limit_bias(relative: Any, windows: TokenWindows) -> None:
     """Limit a relative bias of timm (`RelPosBias`, `RelPosMlp`) to the pairs of one window, in place."""
-    index, (H, W), (h, w) = relative.relative_position_index, windows.grid, windows.largest
+    index = relative.relative_position_index
+    H, W = windows.grid
+    h, w = windows.largest
     tokens = round(len(index) ** 0.5)
     prefix = tokens - H * W  # of the table; an MLP has none
-    positions = prefix + torch.arange(H * W, device=index.device).view(H, W)[:h, :w].flatten()
-    kept = torch.cat([torch.arange(prefix, device=index.device), positions])
+    positions = torch.arange(H * W, device=index.device).view(H, W)[:h, :w].flatten()
+    kept = torch.cat([torch.arange(prefix, device=index.device), prefix + positions])
     index = index.view(tokens, tokens)[kept][:, kept].flatten()
     if hasattr(relative, "rel_coords_log"):  # an MLP computes the bias of each offset
         relative.rel_coords_log = relative.rel_coords_log[H - h : H + h - 1, W - w : W + w - 1]
-        index = (index // (2 * W - 1) - (H - h)) * (2 * w - 1) + index % (2 * W - 1) - (W - w)
-    relative.relative_position_index, relative.bias_shape = index, (len(kept), len(kept), relative.bias_shape[2])
+        down = index // (2 * W - 1) - (H - h)
+        right = index % (2 * W - 1) - (W - w)
+        index = down * (2 * w - 1) + right
+    relative.relative_position_index = index
+    relative.bias_shape = (len(kept), len(kept), relative.bias_shape[2])

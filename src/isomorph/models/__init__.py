@@ -68,9 +68,12 @@ def create(name: str, **arguments: Any) -> nn.Module:
                 f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
                 "or pretrained=False for random weights"
             ) from error
-        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
+        message = f"timm cannot create {name}: {reason}"
+        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
+        if given:
+            message += f" (with {given})"
+        raise UserError(message) from error
     kept = {key: value for key, value in arguments.items() if key not in _OF_WEIGHTS and is_plain(value)}
     update_record(model, base={**arguments_to_record(model), "name": name, **kept})
     return model

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
 
-# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know.
+# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not
+# know.
 Mixin: Any = object
 
 
@@ -39,41 +40,56 @@ class Variant(NamedTuple):
 def register_variants(module: str, create: Callable[..., nn.Module], variants: Mapping[str, Variant]) -> None:
     """Add variants to timm's registry as functions of a module, built by `create(name, pretrained, **arguments)`."""
     for name, variant in variants.items():
-        setattr(sys.modules[module], name, register_model(_entrypoint(module, create, name, variant)))
+        build = _entrypoint(module, create, name, variant)
+        setattr(sys.modules[module], name, register_model(build))
 
 
 def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, variant: Variant) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(name, pretrained, **{**variant.arguments, **kwargs})
 
-    build.__module__, build.__name__, build.__qualname__, build.__doc__ = module, name, name, variant.description
+    build.__module__ = module
+    build.__name__ = name
+    build.__qualname__ = name
+    build.__doc__ = variant.description
     return build
 
 
 def build_variant(
-    kind: type, name: str, pretrained: bool, /, feature_cfg: Any = None, own_cfg: Any = (), **arguments: Any
+    kind: type,
+    name: str,
+    pretrained: bool,
+    /,
+    feature_cfg: Any = None,
+    own_cfg: Any = (),
+    **arguments: Any,
 ) -> Any:
     """Build a variant through timm; the module of the class `kind` has its `checkpoint_filter_fn`.
 
     `feature_cfg` is timm's, by default that of a ViT. `own_cfg` are entries of the `pretrained_cfg` that depend on the
     arguments; the user's `pretrained_cfg_overlay` overrides them.
     """
+    overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
+    if feature_cfg is None:
+        feature_cfg = dict(out_indices=3, feature_cls="getter")
     return build_model_with_cfg(
         kind,
         name,
         pretrained,
         pretrained_filter_fn=own_filter(kind),
-        pretrained_cfg_overlay={**dict(own_cfg), **(arguments.pop("pretrained_cfg_overlay", None) or {})},
-        feature_cfg=dict(out_indices=3, feature_cls="getter") if feature_cfg is None else feature_cfg,
+        pretrained_cfg_overlay={**dict(own_cfg), **overlay},
+        feature_cfg=feature_cfg,
         **arguments,
     )
 
 
 def own_filter(kind: type) -> Callable[[dict[str, Any], Any], dict[str, Tensor]]:
     """Return the `checkpoint_filter_fn` of the module of a class, or of a base class; else one that changes nothing."""
-    modules = (vars(sys.modules[base.__module__]) for base in kind.__mro__)
-    found = (module["checkpoint_filter_fn"] for module in modules if "checkpoint_filter_fn" in module)
-    return next(found, lambda state, _: state)
+    for base in kind.__mro__:
+        convert = vars(sys.modules[base.__module__]).get("checkpoint_filter_fn")
+        if convert is not None:
+            return convert
+    return lambda state, _: state
 
 
 def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +100,8 @@ def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def renamed_in_order(state: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor] | None:
     """Return tensors under new names, given in the same order; None if the numbers or the last names do not agree."""
-    if [name.rpartition(".")[2] for name in names] != [name.rpartition(".")[2] for name in state]:
+    last = [name.rpartition(".")[2] for name in names]
+    if last != [name.rpartition(".")[2] for name in state]:
         return None
     return dict(zip(names, state.values(), strict=True))
 
@@ -101,17 +118,21 @@ class ForeignCheckpoints(Mixin):
         raise NotImplementedError
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of another layout under the model's own names."""
         return own_filter(type(self))(state, self)
 
-    # torch calls this hook for the module and its children, so it also works when the model is part of another one
+    # torch calls this hook for the module and its children, so it also works when the model is part
+    # of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        own, positions = getattr(self, "pos_embed", None), given.get("pos_embed")
+        own = getattr(self, "pos_embed", None)
+        positions = given.get("pos_embed")
         resized = own is not None and positions is not None and own.shape[1:-1] != positions.shape[1:-1]
         if resized or self.is_foreign(given):
             for name in given:
                 del state_dict[prefix + name]
-            state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
+            for name, tensor in self.convert_foreign(given).items():
+                state_dict[prefix + name] = tensor
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -140,10 +161,13 @@ def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool
 
 def check_whole_patches(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
     """Check an image size. Raises: UserError if it is below the patch size, or not a multiple of it unless `padded`."""
-    (height, width), (ph, pw) = size, patch
-    if not padded and (height < ph or width < pw):
+    if padded:
+        return
+    height, width = size
+    ph, pw = patch
+    if height < ph or width < pw:
         raise UserError(f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one")
-    if not padded and (height % ph or width % pw):
+    if height % ph or width % pw:
         raise UserError(
             f"the {height} x {width} image is not a multiple of the {ph} x {pw} patch; "
             "resize it, or create the model with dynamic_img_pad=True"
@@ -157,33 +181,38 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # which takes no contexts of Python
         return checkpoint(block, *arguments, use_reentrant=False)
-    return checkpoint(
-        block, *arguments, use_reentrant=False, context_fn=lambda: (nullcontext(), _keep_statistics(block))
-    )
+
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), _keep_statistics(block)
+
+    return checkpoint(block, *arguments, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
     """Keep BatchNorms from updating their statistics; they run the same operators, which checkpointing compares."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
+    kept: list[tuple[_BatchNorm, float | None, Tensor]] = []
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None:
+            kept.append((norm, norm.momentum, norm.num_batches_tracked))
+            norm.momentum = 0.0
+            norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
         yield
     finally:
-        for norm, (momentum, batches) in zip(norms, kept, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+        for norm, momentum, batches in kept:
+            norm.momentum = momentum
+            norm.num_batches_tracked = batches
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
     """Return the full names of the parameters that layers of the model exempt by a `no_weight_decay()` method."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if module is not model and callable(getattr(module, "no_weight_decay", None))
-        for name in module.no_weight_decay()
-    }
+    exempt: set[str] = set()
+    for prefix, module in model.named_modules():
+        own = getattr(module, "no_weight_decay", None)
+        if module is not model and callable(own):
+            exempt |= {f"{prefix}.{name}" for name in own()}
+    return exempt
 
 
 class StagedNet(nn.Module):
@@ -248,12 +277,16 @@ class StagedNet(nn.Module):
         levels = self.levels()
         take, last = feature_take_indices(len(levels), indices)
         intermediates = []
-        for i, level in enumerate(levels[: last + 1] if stop_early else levels):
+        if stop_early:
+            levels = levels[: last + 1]
+        for i, level in enumerate(levels):
             x = level(x)
-            intermediates += [x] if i in take else []
+            if i in take:
+                intermediates.append(x)
         return intermediates if intermediates_only else (x, intermediates)
 
     def keep_stages(self, count: int) -> None:
+        """Drop all stages after the first `count`."""
         self.stages = self.stages[:count]
 
     def prune_intermediate_layers(
@@ -267,6 +300,7 @@ class StagedNet(nn.Module):
         return take
 
     def get_classifier(self) -> nn.Module:
+        """Return the last layer, which gives the logits."""
         return getattr(self, self.head_name)
 
     def no_weight_decay(self) -> set[str]:

@@ -34,14 +34,20 @@ class AnySizeViT(ForeignCheckpoints, VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        positions, skipped = self.pos_embed, 0 if self.no_embed_class else self.num_prefix_tokens
+        positions = self.pos_embed
         if self.dynamic_img_size:
             if positions is not None:
-                size, built = [x.shape[1], x.shape[2]], self.patch_embed.grid_size
-                positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
+                positions = resample_abs_pos_embed(
+                    positions,
+                    [x.shape[1], x.shape[2]],
+                    self.patch_embed.grid_size,
+                    num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+                )
             x = x.flatten(1, 2)
-        x = positions + x if positions is not None and self.no_embed_class else x  # laid out as the positions are
-        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
+        if positions is not None and self.no_embed_class:
+            x = positions + x  # laid out as the positions are
+        # else channels stay outermost in every block
+        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()
         if positions is None:
             return x
         return self.pos_drop(x if self.no_embed_class else x + positions)
@@ -61,8 +67,9 @@ class BlockwiseViT(AnySizeViT):
     unsupported: tuple[str, ...] = ("patch_drop_rate",)
 
     def __init__(self, **kwargs: Any) -> None:
-        if given := [name for name in self.unsupported if kwargs.get(name)]:
-            raise UserError(f"{given[0]} is not supported by {type(self).__name__}; leave it out")
+        for name in self.unsupported:
+            if kwargs.get(name):
+                raise UserError(f"{name} is not supported by {type(self).__name__}; leave it out")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
     def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
@@ -72,7 +79,8 @@ class BlockwiseViT(AnySizeViT):
         """
         x = require_images(x, self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
-        x = rearrange(x) if rearrange else x
+        if rearrange is not None:
+            x = rearrange(x)
         return self.norm_pre(self._pos_embed(x)), (x.shape[1], x.shape[2])
 
     def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
@@ -80,11 +88,17 @@ class BlockwiseViT(AnySizeViT):
         return self.call_block(i, x, maps)
 
     def call_block(self, i: int, *arguments: Any) -> Any:
+        """Call block i, and compute it again in the backward pass if gradient checkpointing is on."""
         block = self.blocks[i]
-        return recompute(block, *arguments) if self.grad_checkpointing else block(*arguments)
+        if self.grad_checkpointing:
+            return recompute(block, *arguments)
+        return block(*arguments)
 
     def forward_features(
-        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+        maps: list[Any] | None = None,
     ) -> Tensor:
         """Return the tokens after the last norm; the maps that blocks pass on are appended to the list `maps`.
 
@@ -119,22 +133,27 @@ class BlockwiseViT(AnySizeViT):
         x, (H, W) = self.embed(x)
         maps = None
         taken: list[Any] = []
-        for i in range(last + 1 if stop_early else len(self.blocks)):
+        count = last + 1 if stop_early else len(self.blocks)
+        for i in range(count):
             x, maps = self.run_block(i, x, maps, (H, W))
             if i in take:
                 y = self.norm(x) if norm else x
-                prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
+                prefix_tokens = y.shape[1] - H * W
+                prefix, patches = y.split([prefix_tokens, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
                 taken.append((patches, prefix) if return_prefix_tokens else patches)
         return taken if intermediates_only else (self.norm(x), taken)
 
     def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed
-        size, patch = to_2tuple(img_size or embed.img_size), to_2tuple(patch_size or embed.patch_size)
+        size = to_2tuple(img_size or embed.img_size)
+        patch = to_2tuple(patch_size or embed.patch_size)
         check_whole_patches(size, patch, padded=embed.dynamic_img_pad)
         super().set_input_size(size, patch)
         self.update_grid()
@@ -187,6 +206,7 @@ class DenseHeadViT(BlockwiseViT):
         self.aux_head = self.build_aux_head(self.num_classes)
 
     def build_aux_head(self, num_classes: int) -> nn.Linear | None:
+        """Return a new classifier of patches, or None without `dense_head`."""
         if not self.dense_head or not num_classes:
             return None
         head = nn.Linear(self.embed_dim, num_classes).to(self.patch_embed.proj.weight)
@@ -201,13 +221,15 @@ class DenseHeadViT(BlockwiseViT):
         """
         # `is True` and isinstance, as torch.fx passes proxies for all arguments when it traces
         maps: list[Any] | None = [] if return_maps is True else None
-        features = self.forward_features(x, partial(swap_patches, box) if isinstance(box, Box) else None, maps)
-        if tokens is True and self.aux_head is None:
+        swap = partial(swap_patches, box) if isinstance(box, Box) else None
+        features = self.forward_features(x, swap, maps)
+        if tokens is not True:
+            logits: Any = self.forward_head(features)
+        elif self.aux_head is None:
             raise UserError("the model has no head for patches; create it with dense_head=True")
-        if self.aux_head is not None and tokens is True:
-            logits: Any = super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
         else:
-            logits = self.forward_head(features)
+            patches = features[:, self.num_prefix_tokens :]
+            logits = (super().forward_head(features), self.aux_head(patches))
         return logits if maps is None else (logits, maps)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -215,8 +237,10 @@ class DenseHeadViT(BlockwiseViT):
         logits = super().forward_head(x, pre_logits)
         if pre_logits or self.aux_head is None:
             return logits
-        return logits + 0.5 * self.aux_head(x[:, self.num_prefix_tokens :]).amax(1)
+        patches = x[:, self.num_prefix_tokens :]
+        return logits + 0.5 * self.aux_head(patches).amax(1)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and that of the patches if there is one."""
         super().reset_classifier(num_classes, global_pool)
         self.aux_head = self.build_aux_head(num_classes)

@@ -12,12 +12,34 @@ from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.models.base import StagedNet, Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    StagedNet,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
-WEIGHTS = {20: "resnet20-12fca82f.th", 32: "resnet32-d509ac18.th"}
-WEIGHTS |= {44: "resnet44-014dd654.th", 56: "resnet56-4bfd9763.th"}
+WEIGHTS = {
+    20: "resnet20-12fca82f.th",
+    32: "resnet32-d509ac18.th",
+    44: "resnet44-014dd654.th",
+    56: "resnet56-4bfd9763.th",
+}
 WEIGHT_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
 
 
@@ -45,9 +67,11 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
+        """Return every second position where the block strides, with channels of zeros around where it widens."""
         down, across = self.conv1.stride
         before = self.new_channels // 2
-        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
+        after = self.new_channels - before
+        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, after))
 
 
 class CifarResNet(StagedNet):
@@ -69,7 +93,9 @@ class CifarResNet(StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.drop_rate = drop_rate
         self.num_features = self.head_hidden_size = 64
         self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
@@ -79,7 +105,8 @@ class CifarResNet(StagedNet):
         self.layer2 = _build_stage(16, 32, 2, rates[1])
         self.layer3 = _build_stage(32, 64, 2, rates[2])
         self.feature_info = [dict(num_chs=16, reduction=1, module="act1")]
-        self.feature_info += [dict(num_chs=16 << i, reduction=1 << i, module=f"layer{i + 1}") for i in range(3)]
+        for i in range(3):
+            self.feature_info.append(dict(num_chs=16 * 2**i, reduction=2**i, module=f"layer{i + 1}"))
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=global_pool)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -97,6 +124,7 @@ class CifarResNet(StagedNet):
             setattr(self, f"layer{i + 1}", nn.Sequential())
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; `global_pool` keeps its kind by default."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
@@ -104,12 +132,16 @@ class CifarResNet(StagedNet):
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, **kind)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
+        blocks = r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"
+        return dict(stem=r"^conv1|bn1", blocks=blocks)
 
 
 def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
-    first = CifarBlock(in_channels, out_channels, stride, rates[0])
-    return nn.Sequential(first, *(CifarBlock(out_channels, out_channels, drop_path=rate) for rate in rates[1:]))
+    blocks = nn.Sequential(CifarBlock(in_channels, out_channels, stride, rates[0]))
+    for rate in rates[1:]:
+        blocks.append(CifarBlock(out_channels, out_channels, drop_path=rate))
+    return blocks
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -132,16 +164,20 @@ def create_cifar_resnet(
 
     The weights are a file in $ISOMORPH_DATA/weights if there is one. A dict as config has weights of its own.
     """
-    file = Path(os.environ.get("ISOMORPH_DATA", "."), "weights", f"cifar10_resnet{depth}.safetensors")
-    shared = isinstance(arguments.get("pretrained_cfg"), dict) or "ISOMORPH_DATA" not in os.environ
-    local = {} if shared or not file.is_file() else {"file": str(file)}
+    local = {}
+    if "ISOMORPH_DATA" in os.environ and not isinstance(arguments.get("pretrained_cfg"), dict):
+        file = Path(os.environ["ISOMORPH_DATA"], "weights", f"cifar10_resnet{depth}.safetensors")
+        if file.is_file():
+            local["file"] = str(file)
     features = dict(out_indices=(0, 1, 2, 3))
     return build_variant(kind, name, pretrained, features, local, blocks=(depth - 2) // 6, **arguments)
 
 
 VARIANTS = {
-    f"cifar_resnet{depth}": Variant(dict(depth=depth), f"CIFAR ResNet-{depth}: {count:,} parameters.")
-    for depth, count in ((20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018))
+    "cifar_resnet20": Variant(dict(depth=20), "CIFAR ResNet-20: 269,722 parameters."),
+    "cifar_resnet32": Variant(dict(depth=32), "CIFAR ResNet-32: 464,154 parameters."),
+    "cifar_resnet44": Variant(dict(depth=44), "CIFAR ResNet-44: 658,586 parameters."),
+    "cifar_resnet56": Variant(dict(depth=56), "CIFAR ResNet-56: 853,018 parameters."),
 }
 
 default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS})

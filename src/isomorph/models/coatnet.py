@@ -48,7 +48,8 @@ torch.fx.wrap("to_channels_last")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
-# Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6).
+# Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere
+# (Table 6).
 ATTENTION = {"pre": RelativeAttention, "post": PostRelativeAttention, "none": Attention}
 
 
@@ -81,9 +82,10 @@ class TransformerBlock(nn.Module):
         self.shortcut = make_shortcut(dim, dim_out, stride)
         self.norm1 = LayerNorm(dim)
         self.pool = make_pool(stride)
-        shape: dict[str, Any] = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
-        grid = dict(grid_size=grid_size) if relative != "none" else {}
-        self.attn = ATTENTION[relative](dim, dim_out // head_dim, **grid, **shape)
+        arguments: dict[str, Any] = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
+        if relative != "none":
+            arguments["grid_size"] = grid_size
+        self.attn = ATTENTION[relative](dim, dim_out // head_dim, **arguments)
         self.norm2 = LayerNorm(dim_out)
         self.mlp = Mlp(dim_out, 4 * dim_out)
         self.drop_path = DropPath(drop_path)
@@ -91,10 +93,13 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         y = self.pool(y).permute(0, 2, 3, 1)  # (B, H', W', dim)
-        on_grid = isinstance(self.attn, RelativeAttention)  # plain attention takes tokens
-        y = self.attn(y) if on_grid else self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
+        if isinstance(self.attn, RelativeAttention):
+            y = self.attn(y)
+        else:  # plain attention takes tokens
+            y = self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
         x = self.shortcut(x).permute(0, 2, 3, 1) + self.drop_path(y)  # (B, H', W', dim_out)
-        return (x + self.drop_path(self.mlp(self.norm2(x)))).permute(0, 3, 1, 2)
+        x = x + self.drop_path(self.mlp(self.norm2(x)))
+        return x.permute(0, 3, 1, 2)
 
 
 # Stem and convolutional block for each norm.
@@ -112,7 +117,10 @@ class BlockGroup(NamedTuple):
 
 
 def split_layout(layout: str) -> list[str]:
-    return (layout if layout[:1] in STEM_DEPTHS else f"S-{layout}").split("-")
+    """Return the stages of a layout, the first of which begins with the stem's letter."""
+    if layout[:1] not in STEM_DEPTHS:
+        layout = f"S-{layout}"
+    return layout.split("-")
 
 
 def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
@@ -124,10 +132,18 @@ def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> l
     if not len(depths) == len(widths) == len(letters):
         given = f"not {len(depths)} and {len(widths)}"
         raise UserError(f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}")
-    if depths[0] != (first := STEM_DEPTHS[letters[0]]):
+    first = STEM_DEPTHS[letters[0]]
+    if depths[0] != first:
         raise UserError(f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}")
     sizes = iter(zip(depths, widths, strict=True))
-    return [[BlockGroup(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
+    groups = []
+    for stage in stages:
+        own = []
+        for i, kind in enumerate(stage):
+            depth, width = next(sizes)
+            own.append(BlockGroup(kind, halves=i == 0, depth=depth, width=width))
+        groups.append(own)
+    return groups
 
 
 def to_channels_last(x: Tensor) -> Tensor:
@@ -182,18 +198,24 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value, known in (("norm", norm, BLOCKS_BY_NORM), ("relative", relative, ATTENTION)):
+        for name, value, known in (
+            ("norm", norm, BLOCKS_BY_NORM),
+            ("relative", relative, ATTENTION),
+        ):
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
         (first, *rest), *others = parse_layout(layout, depths, widths)
-        self.img_size, self.in_chans, self.num_classes = to_2tuple(img_size), in_chans, num_classes
-        stem, convolution = BLOCKS_BY_NORM[norm]
+        self.img_size = to_2tuple(img_size)
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        make_stem, convolution = BLOCKS_BY_NORM[norm]
         if first.kind == "P":
             patches = dict(flatten=False, dynamic_img_pad=True)
             self.stem: nn.Module = PatchEmbed(None, patch_size, in_chans, first.width, **patches)
+            self.stem_stride = patch_size
         else:
-            self.stem = stem(in_chans, first.width, stem_stride)
-        self.stem_stride = patch_size if first.kind == "P" else stem_stride
+            self.stem = make_stem(in_chans, first.width, stem_stride)
+            self.stem_stride = stem_stride
         make: dict[str, Callable[..., nn.Module]] = dict(
             C=partial(convolution, stride_on=stride_on),
             T=partial(TransformerBlock, head_dim=head_dim, relative=relative),
@@ -208,28 +230,39 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         self.apply(_init_weights)
 
     def build_stages(
-        self, stages: list[list[BlockGroup]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
+        self,
+        stages: list[list[BlockGroup]],
+        dim: int,
+        make: dict[str, Callable[..., nn.Module]],
+        drop_path: float,
     ) -> None:
         """Build the blocks of every resolution, and `feature_info` for timm's feature extraction."""
-        rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
+        depths = [sum(group.depth for group in groups) for groups in stages]
+        rates = iter(calculate_drop_path_rates(drop_path, sum(depths)))
         self.stages = nn.Sequential()
         self.feature_info: list[dict[str, Any]] = []
         reduction = self.stem_stride
         for i, groups in enumerate(stages):
             blocks = []
             for group in groups:
-                for stride in [2 if group.halves else 1] + [1] * (group.depth - 1):
+                for number in range(group.depth):
+                    stride = 2 if group.halves and number == 0 else 1
                     reduction *= stride
-                    grid = dict(grid_size=self.grid_at(reduction)) if group.kind == "T" else {}
-                    blocks.append(make[group.kind](dim, group.width, stride, drop_path=next(rates), **grid))
+                    arguments: dict[str, Any] = dict(stride=stride, drop_path=next(rates))
+                    if group.kind == "T":
+                        arguments["grid_size"] = self.grid_at(reduction)
+                    blocks.append(make[group.kind](dim, group.width, **arguments))
                     dim = group.width
             self.stages.append(nn.Sequential(*blocks))
             module = f"stages.{i}" if blocks else "stem"  # a stage without blocks leaves no trace
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        own = {n: parameter.shape for n, parameter in self.named_parameters() if n.endswith(".relative_bias")}
-        return any(name in state and state[name].shape != shape for name, shape in own.items())
+        """Return True for tables of relative attention of another image size."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(".relative_bias") and name in state and state[name].shape != parameter.shape:
+                return True
+        return False
 
     def grid_at(self, reduction: int) -> tuple[int, int]:
         """Return the size of the feature map at a reduction, for the image size that the network is created for."""
@@ -239,19 +272,22 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
         self.img_size = to_2tuple(img_size)
-        for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
+        # later ones may have been pruned
+        for stage, info in zip(self.stages, self.feature_info, strict=False):
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
                     module.set_grid_size(self.grid_at(info["reduction"]))
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the first feature map, in channels-last format as all that follow. Raises: UserError for no images."""
-        return self.run_stage(self.stages[0], self.stem(to_channels_last(require_images(x))))
+        images = to_channels_last(require_images(x))
+        return self.run_stage(self.stages[0], self.stem(images))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits, or the pooled features with `pre_logits`. Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
 
     def arguments_to_record(self) -> dict[str, Any]:
@@ -262,10 +298,12 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop the stages after the last index, and the head if stages go or it is to go; return the indices."""
-        whole, (take, last) = len(self.stages), feature_take_indices(len(self.stages), indices)
+        whole = len(self.stages)
+        take, last = feature_take_indices(whole, indices)
         self.stages = self.stages[: last + 1]
         if prune_norm or prune_head or last + 1 < whole:
-            self.num_classes, self.num_features = 0, self.feature_info[last]["num_chs"]
+            self.num_classes = 0
+            self.num_features = self.feature_info[last]["num_chs"]
             self.head.reset(0, "", reset_other=True)
             self.head_hidden_size = self.num_features
         return take
@@ -274,11 +312,13 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; the hidden layer of the head stays."""
         self.num_classes = num_classes
         like = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 
@@ -293,22 +333,40 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
     return state
 
 
-_MIXED = dict(layout="C-C-CT-T", head_dim=128)
-_SIZES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = [
-    ((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), {}, "25M parameters, 81.6 top-1"),
-    ((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), {}, "42M parameters, 83.3 top-1"),
-    ((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), {}, "75M parameters, 84.1 top-1"),
-    ((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), {}, "168M parameters, 84.5 top-1"),
-    ((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), {}, "275M parameters, 88.56 top-1 at 512"),
-    ((2, 2, 12, 28, 2), (192, 256, 512, 1280, 2048), {"head_dim": 64}, "688M parameters, 89.77 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), _MIXED, "1.47B parameters, 90.45 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), _MIXED, "2.44B parameters, 90.88 top-1 at 512"),
-]
-# CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
-# and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B.
+_MIXED: dict[str, Any] = dict(layout="C-C-CT-T", head_dim=128)
+
+
+def _variant(depths: tuple[int, ...], widths: tuple[int, ...], description: str, **more: Any) -> Variant:
+    return Variant(dict(depths=depths, widths=widths, **more), description)
+
+
+# CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072
+# (docs/decisions/007). Parameters and top-1: Tables 4 and 5; the largest three were pre-trained on
+# ImageNet-21K, JFT-300M and JFT-3B.
 VARIANTS = {
-    f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
-    for number, (depths, widths, more, text) in enumerate(_SIZES)
+    "coatnet_0": _variant((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), "25M parameters, 81.6 top-1"),
+    "coatnet_1": _variant((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), "42M parameters, 83.3 top-1"),
+    "coatnet_2": _variant((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), "75M parameters, 84.1 top-1"),
+    "coatnet_3": _variant((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), "168M parameters, 84.5 top-1"),
+    "coatnet_4": _variant((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), "275M parameters, 88.56 top-1 at 512"),
+    "coatnet_5": _variant(
+        (2, 2, 12, 28, 2),
+        (192, 256, 512, 1280, 2048),
+        "688M parameters, 89.77 top-1 at 512",
+        head_dim=64,
+    ),
+    "coatnet_6": _variant(
+        (2, 2, 4, 8, 42, 2),
+        (192, 192, 384, 768, 1536, 3072),
+        "1.47B parameters, 90.45 top-1 at 512",
+        **_MIXED,
+    ),
+    "coatnet_7": _variant(
+        (2, 2, 4, 8, 42, 2),
+        (192, 256, 512, 1024, 2048, 3072),
+        "2.44B parameters, 90.88 top-1 at 512",
+        **_MIXED,
+    ),
 }
 
 # What arguments mean in records of checkpoints that were written before these arguments existed.
@@ -319,8 +377,8 @@ default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, _CFG))  # no public
 
 
 def _create_coatnet(name: str, pretrained: bool, **arguments: Any) -> CoAtNet:
-    levels = tuple(range(len(split_layout(arguments.get("layout", "C-C-T-T")))))
-    features = dict(out_indices=levels, feature_cls="getter", flatten_sequential=True)
+    stages = split_layout(arguments.get("layout", "C-C-T-T"))
+    features = dict(out_indices=tuple(range(len(stages))), feature_cls="getter", flatten_sequential=True)
     return build_variant(CoAtNet, name, pretrained, features, **arguments)
 
 

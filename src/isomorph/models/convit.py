@@ -24,7 +24,8 @@ from isomorph.models.base import (
 )
 from isomorph.models.blockwise import BlockwiseViT
 
-# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4).
+# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax
+# (psa, eq. 4).
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
 
 
@@ -49,7 +50,9 @@ class LocalBlock(Block):
         given = {name: kwargs[name] for name in ("qkv_bias", "proj_drop") if name in kwargs}
         attention = LOCAL_ATTENTION[local_attention](dim, num_heads, **given)
         self.attn = attention.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
-        self.locality_strength, self.gate, self.local_init = locality_strength, gate, local_init
+        self.locality_strength = locality_strength
+        self.gate = gate
+        self.local_init = local_init
         if not local_init:
             self.attn.v.reset_parameters()
         self.init_weights()
@@ -96,7 +99,8 @@ class ConViT(BlockwiseViT):
         local_attention: str = "gpsa",
         **kwargs: Any,
     ) -> None:
-        depth, heads = kwargs.get("depth", 12), kwargs.get("num_heads", 12)
+        depth = kwargs.get("depth", 12)
+        heads = kwargs.get("num_heads", 12)
         if local_attention not in LOCAL_ATTENTION:
             raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}")
         if local_up_to_layer and round(heads**0.5) ** 2 != heads:
@@ -106,19 +110,30 @@ class ConViT(BlockwiseViT):
                 f"local_up_to_layer {local_up_to_layer} of {depth} leaves no block for the class token; "
                 "lower it, or set class_token=False and global_pool='avg'"
             )
-        local = (locality_strength, gate, local_init, local_attention)
+        local: dict[str, Any] = dict(
+            locality_strength=locality_strength,
+            gate=gate,
+            local_init=local_init,
+            local_attention=local_attention,
+        )
 
         def block(depth: int, dim: int, num_heads: int, **arguments: Any) -> Block:
             if depth >= local_up_to_layer:
                 return Block(dim, num_heads, **arguments)
-            return LocalBlock(dim, num_heads, *local, **arguments)
+            return LocalBlock(dim, num_heads, **local, **arguments)
 
         pos_embed = "learn" if use_pos_embed else "none"
-        super().__init__(**{"qkv_bias": False, **kwargs}, no_embed_class=True, block_fn=block, pos_embed=pos_embed)
+        super().__init__(
+            **{"qkv_bias": False, **kwargs},
+            no_embed_class=True,
+            block_fn=block,
+            pos_embed=pos_embed,
+        )
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
     def no_weight_decay(self) -> set[str]:
@@ -132,18 +147,21 @@ class ConViT(BlockwiseViT):
     def run_block(self, i: int, x: Tensor, maps: None, grid_size: tuple[int, int]) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        arguments = (x, grid_size) if i < self.local_up_to_layer else (x,)
-        return self.call_block(i, *arguments), None
+            class_tokens = self.cls_token.expand(x.shape[0], -1, -1)
+            x = torch.cat([class_tokens, x], dim=1)
+        if i < self.local_up_to_layer:
+            return self.call_block(i, x, grid_size), None
+        return self.call_block(i, x), None
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its positions from a square grid."""
-    state = {  # `pos_proj.bias`, constant along the softmax, has no effect
-        name.replace("gating_param", "gate").replace("pos_proj.weight", "position"): tensor
-        for name, tensor in unwrap_state_dict(state_dict).items()
-        if not name.endswith("pos_proj.bias")
-    }
+    state = {}
+    for name, tensor in unwrap_state_dict(state_dict).items():
+        # which is constant along the softmax, and has no effect
+        if not name.endswith("pos_proj.bias"):
+            name = name.replace("gating_param", "gate").replace("pos_proj.weight", "position")
+            state[name] = tensor
     return vision_transformer.checkpoint_filter_fn(state, model)
 
 
@@ -160,8 +178,17 @@ VARIANTS = {
 # timm's names of the variants with published weights, which the `_plus` variants do not have.
 TIMM_NAMES = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
 
-default_cfgs = generate_default_cfgs(
-    {f"{own}.fb_in1k": image_cfg(hf_hub_id=f"timm/{n}.fb_in1k", license="apache-2.0") for own, n in TIMM_NAMES.items()}
-    | {name: image_cfg() for name in VARIANTS if name not in TIMM_NAMES}
-)
+
+def _all_cfgs() -> dict[str, Any]:
+    cfgs = {}
+    for name in VARIANTS:
+        if name in TIMM_NAMES:
+            published = f"timm/{TIMM_NAMES[name]}.fb_in1k"
+            cfgs[f"{name}.fb_in1k"] = image_cfg(hf_hub_id=published, license="apache-2.0")
+        else:
+            cfgs[name] = image_cfg()
+    return cfgs
+
+
+default_cfgs = generate_default_cfgs(_all_cfgs())
 register_variants(__name__, partial(build_variant, ConViT), VARIANTS)

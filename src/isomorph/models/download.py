@@ -1,8 +1,8 @@
 """Downloads of pretrained weights: from the cache where they are there, and ending in seconds without a network."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.error import URLError
@@ -13,6 +13,8 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from timm.models import PretrainedCfg
+
+from isomorph.process import replaced_attribute
 
 # Seconds to wait for an answer of the server that has the weights.
 PATIENCE = 3.0
@@ -29,7 +31,7 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
 
     Raises: what `build` raises; `is_connection_error` is then true if the server does not answer.
     """
-    with _replaced(torch.hub, "urlopen", _open_url):  # it has no option for a time limit
+    with replaced_attribute(torch.hub, "urlopen", _open_url):  # it has no option for a time limit
         if config is None or config.file or not config.hf_hub_id:
             return build()
         if is_in_hub_cache(config.hf_hub_id):
@@ -84,18 +86,7 @@ def is_in_hub_cache(repository: str) -> bool:
 
 
 def _offline_hub() -> AbstractContextManager[Any]:
-    return _replaced(constants, "HF_HUB_OFFLINE", True)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which a library's module has another value under a name."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    return replaced_attribute(constants, "HF_HUB_OFFLINE", True)
 
 
 def _open_url(request: Request) -> Any:

@@ -1,6 +1,7 @@
 """What a model takes: size, channels and normalisation of images, random inputs, and models fitted to another size."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -58,14 +59,17 @@ def _data_config(
     model: nn.Module, size: int | Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
 ) -> dict[str, Any]:
     """Every channel has the average mean and std if they differ; without a size, timm takes the pretrained_cfg's."""
-    size, number = built_size(model) if size is None else image_size(size), input_channels(model)
-    given = {**crop, **({"input_size": (number, *size)} if size else {})}
-    config = resolve_data_config(given, model=model, use_test_size=use_test_size)
-    height, width = image_size(config["input_size"][-2:])
-    normalisation = {
-        k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
-    }
-    return {**config, **normalisation, "input_size": (number, height, width)}
+    sides = built_size(model) if size is None else image_size(size)
+    channels = input_channels(model)
+    given = dict(crop)
+    if sides is not None:
+        given["input_size"] = (channels, *sides)
+    config = dict(resolve_data_config(given, model=model, use_test_size=use_test_size))
+    for key in ("mean", "std"):
+        if len(config[key]) != channels:
+            config[key] = (fmean(config[key]),) * channels
+    config["input_size"] = (channels, *image_size(config["input_size"][-2:]))
+    return config
 
 
 def describe_images(model: nn.Module) -> str:
@@ -105,22 +109,34 @@ def _size_in_config(model: nn.Module) -> ImageSize | None:
 def image_size(size: int | Sequence[int]) -> ImageSize:
     """Return a height and a width; one number is both. Raises: UserError for anything else."""
     sides = (size, size) if isinstance(size, int) else size
-    if not (isinstance(sides, Sequence) and len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides)):
-        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
-    return sides[0], sides[1]
+    if isinstance(sides, Sequence) and len(sides) == 2:
+        height, width = sides
+        if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:
+            return height, width
+    raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
 
 
 def input_channels(model: nn.Module) -> int:
     """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
+    known = getattr(model, "in_chans", None) or getattr(_first_convolution(model), "in_channels", None)
+    if known:
+        return known
+    size = spec_of(model).input_size or (3,)
+    return size[0]
+
+
+def _first_convolution(model: nn.Module) -> nn.Module | None:
     spec = spec_of(model)
-    conv = None
-    if len(spec.first_layers) == 1:
-        with suppress(AttributeError):  # removed or replaced
-            conv = model.get_submodule(spec.first_layers[0])
     if not spec.config:  # a user's own network
-        conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels <= 4), None)
-    known = getattr(model, "in_chans", None) or getattr(conv, "in_channels", None)
-    return known or (spec.input_size or (3,))[0]
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d) and module.in_channels <= 4:
+                return module
+        return None
+    if len(spec.first_layers) != 1:
+        return None
+    with suppress(AttributeError):  # removed or replaced
+        return model.get_submodule(spec.first_layers[0])
+    return None
 
 
 def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
@@ -143,7 +159,8 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
-            with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+            # timm warns when it interpolates relative positions
+            with warnings.catch_warnings(action="ignore"):
                 model.set_input_size(img_size=size)  # type: ignore[operator]
             problem = input_size_problem(model, shape)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
@@ -159,9 +176,11 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
 
     Patches must fill the image, since timm drops the edge that they leave out; not at the model's native size.
     """
-    if inputs := own_inputs(model, 1):
+    inputs = own_inputs(model, 1)
+    if inputs:
         return f"its inputs are {' and '.join(inputs)}, not images alone"
-    if problem := _uncovered_edge(model, size):
+    problem = _uncovered_edge(model, size)
+    if problem:
         return problem
     try:
         with eval_mode(model):
@@ -176,19 +195,23 @@ def _uncovered_edge(model: nn.Module, size: Sequence[int]) -> str:
     embed = getattr(model, "patch_embed", None)
     if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
         return ""
-    pairs = list(zip(size[-2:], embed.patch_size, strict=True))
-    native = {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
-    if not any(side % step for side, step in pairs) or tuple(size[-2:]) in native:
+    height, width = size[-2:]
+    ph, pw = embed.patch_size
+    native = {config(model)["input_size"][-2:] for config in (evaluation_config, training_config)}
+    if not (height % ph or width % pw) or (height, width) in native:
         return ""
-    below, above = ([(side + more * (step - 1)) // step * step for side, step in pairs] for more in (0, 1))
-    nearest = " or ".join("{} x {}".format(*sides) for sides in (below, above) if min(sides))
-    patch = "{} x {}".format(*embed.patch_size)
-    return f"patches of {patch} do not fill them; give {nearest}, because timm would leave out the rest of the image"
+    nearest = f"{math.ceil(height / ph) * ph} x {math.ceil(width / pw) * pw}"
+    if height >= ph and width >= pw:
+        nearest = f"{height // ph * ph} x {width // pw * pw} or {nearest}"
+    return (
+        f"patches of {ph} x {pw} do not fill them; give {nearest}, because timm would leave out the rest of the image"
+    )
 
 
 def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
     """Raise UserError if the model cannot process images of this size (channels, height, width)."""
-    if reason := input_size_problem(model, size):
+    reason = input_size_problem(model, size)
+    if reason:
         raise UserError(
             f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
             "or model.kwargs.img_size if the model has it"
@@ -199,7 +222,8 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     """Return the model's own `example_inputs(batch, size)`, else standard normal noise, the same at every call."""
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
-    if own := own_inputs(model, batch, size):
+    own = own_inputs(model, batch, size)
+    if own:
         return own
     shape = training_config(model, size)["input_size"]
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -208,9 +232,11 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: str | None = None) -> Inputs:
     """Return inputs of (channels, height, width) to time or count, in the model's dtype, on its device or the given."""
     like = first_float(model)
-    if (own := own_inputs(model, batch, input_size[-2:])) is None:
-        return torch.randn(batch, *input_size, device=device or like.device, dtype=like.dtype)
-    return {name: cast(x, like.dtype).to(device or like.device) for name, x in own.items()}
+    target = device or like.device
+    own = own_inputs(model, batch, input_size[-2:])
+    if own is None:
+        return torch.randn(batch, *input_size, device=target, dtype=like.dtype)
+    return {name: cast(x, like.dtype).to(target) for name, x in own.items()}
 
 
 def label_names(model: nn.Module) -> list[str]:
@@ -232,7 +258,9 @@ def recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
 
 def named_logits(outputs: Any) -> Any:
     """Return the `logits` of outputs with names, as transformers' models have them; others as they are."""
-    return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits")
+    return getattr(outputs, "logits", outputs)
 
 
 def class_logits(outputs: Any) -> Tensor:
@@ -242,9 +270,12 @@ def class_logits(outputs: Any) -> Tensor:
     Raises: UserError for outputs without logits of images, NotFinite for NaN or infinite ones.
     """
     logits = named_logits(outputs)
-    logits = logits[0] if isinstance(logits, tuple | list) and logits else logits
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        given = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is a {type(outputs).__name__}"
+        given = f"is a {type(outputs).__name__}"
+        if isinstance(logits, Tensor):
+            given = f"has shape {tuple(logits.shape)}"
         raise UserError(f"the model does not classify images: its output {given}, not (images, classes)")
     require_finite(logits)
     return logits.float()
@@ -262,12 +293,18 @@ def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
 
 
 def check_own_classes(
-    model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
+    model: nn.Module,
+    classes: Sequence[str],
+    where: str = "",
+    more: str = "",
+    size: ImageSize | None = None,
 ) -> None:
     """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
     own = len(label_names(model)) or class_count(model, size)
     if len(classes) != own:
-        first = f", or only its first {own} classes (data.classes)" if len(classes) > own else ""
+        first = ""
+        if len(classes) > own:
+            first = f", or only its first {own} classes (data.classes)"
         raise UserError(
             f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "
             f"model's labels{first}{more}"
@@ -285,7 +322,9 @@ def check_same_classes(model: nn.Module, classes: Sequence[str]) -> None:
 
 def shorten(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    if len(names) > 4:
+        names = [*names[:4], "..."]
+    return ", ".join(names)
 
 
 def config_labels(model: nn.Module) -> list[str]:
@@ -305,5 +344,5 @@ def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
         if classes != len(wnids):
             return "class {}".format
         names = wnids
-    english = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in {*names} & {*wnids}}
+    english = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in set(names) & set(wnids)}
     return lambda label: english.get(names[label], str(names[label]))

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.grid import grid_places
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import spec_of
@@ -49,7 +50,8 @@ def _visible_count(patches: int, ratio: float) -> int:
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Return the tokens at the given indices. Shape: tokens (B, N, C), indices (B, K) -> (B, K, C)"""
-    return tokens.gather(1, indices[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+    channels = tokens.shape[2]
+    return tokens.gather(1, indices[:, :, None].expand(-1, -1, channels))
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -57,7 +59,8 @@ def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
     Shape: (B, C, H ph, W pw) -> (B, H W, ph pw C)
     """
-    cut = images.unflatten(3, (-1, patch_size[1])).unflatten(2, (-1, patch_size[0]))  # (B, C, H, ph, W, pw)
+    ph, pw = patch_size
+    cut = images.unflatten(3, (-1, pw)).unflatten(2, (-1, ph))  # (B, C, H, ph, W, pw)
     return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, H W, ph pw C)
 
 
@@ -76,10 +79,12 @@ def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
     Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
     """
     rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
-    positions = (torch.arange(size, dtype=torch.float64) for size in grid_size)
-    row, column = (axis.flatten() for axis in torch.meshgrid(*positions, indexing="ij"))  # (H W,) each
-    angles = [axis[:, None] * rates for axis in (column, row)]  # (H W, K) each
-    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()  # (H W, width)
+    row, column = grid_places(grid_size).double().unbind(1)  # (H W,) each
+    waves = []
+    for axis in (column, row):
+        angles = axis[:, None] * rates  # (H W, K)
+        waves += [angles.sin(), angles.cos()]
+    return torch.cat(waves, dim=1).float()  # (H W, width)
 
 
 @torch.no_grad()
@@ -95,16 +100,23 @@ def _check_encoder(encoder: nn.Module) -> None:
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
     needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
-    whole = ", ".join(needing_grid) or (f"a {kind}" if isinstance(encoder, BlockwiseViT) else "")
-    stem, proj = encoder.patch_embed, getattr(encoder.patch_embed, "proj", None)
-    mixes = not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0)
-    for wrong, what in (
-        (whole, f"hides patches, but {whole} needs the whole grid; pre-train the plain ViT, then recast it"),
-        (encoder.pos_embed is None, f"needs a position embedding, which this {kind} does not have; set pos_embed"),
-        (mixes, f"needs plain patches, and a {type(stem).__name__} mixes them; use another ViT"),
-    ):
-        if wrong:
-            raise UserError(f"masked pre-training {what}")
+    if not needing_grid and isinstance(encoder, BlockwiseViT):
+        needing_grid = {f"a {kind}"}
+    if needing_grid:
+        raise UserError(
+            f"masked pre-training hides patches, but {', '.join(needing_grid)} needs the whole grid; "
+            "pre-train the plain ViT, then recast it"
+        )
+    if encoder.pos_embed is None:
+        raise UserError(
+            f"masked pre-training needs a position embedding, which this {kind} does not have; set pos_embed"
+        )
+    stem = encoder.patch_embed
+    proj = getattr(stem, "proj", None)
+    if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0):
+        raise UserError(
+            f"masked pre-training needs plain patches, and a {type(stem).__name__} mixes them; use another ViT"
+        )
 
 
 class MaskedAutoencoder(nn.Module):
@@ -138,13 +150,18 @@ class MaskedAutoencoder(nn.Module):
         _check_encoder(encoder)
         _visible_count(encoder.patch_embed.num_patches, mask)
         if width % 4 or width % heads:
-            raise UserError(f"the decoder's width {width} is no multiple of 4 and of its {heads} heads; change one")
-        self.encoder, self.ratio, self.normalise, self.width, self.heads = encoder, mask, normalise, width, heads
+            raise UserError(f"the decoder's width {width} is not a multiple of 4 and of its {heads} heads; change one")
+        self.encoder = encoder
+        self.ratio = mask
+        self.normalise = normalise
+        self.width = width
+        self.heads = heads
         self.patch_size: tuple[int, int] = encoder.patch_embed.patch_size
         self.grad_checkpointing = False
         _fix_positions(encoder)
         for name in ("head", "head_dist", "attn_pool"):
-            if isinstance(module := getattr(encoder, name, None), nn.Module):
+            module = getattr(encoder, name, None)
+            if isinstance(module, nn.Module):
                 module.requires_grad_(False)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.decoder_embed = nn.Linear(encoder.embed_dim, width)
@@ -161,6 +178,7 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
+        """The encoder's, with the image size that it was built for."""
         own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
         return {**spec_of(self.encoder).config, **own}
 
@@ -169,24 +187,30 @@ class MaskedAutoencoder(nn.Module):
         stem = self.encoder.patch_embed
         check_whole_patches(size, self.patch_size, padded=False)
         if stem.strict_img_size and size != tuple(stem.img_size):
-            own, given = ("x".join(map(str, s)) for s in (stem.img_size, size))
+            own = "x".join(map(str, stem.img_size))
+            given = "x".join(map(str, size))
             raise UserError(f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True")
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
     def draw_noise(self, images: Tensor) -> Tensor:
         """Draw the noise that decides on the mask from torch's global generator. Shape: (B, C, h, w) -> (B, N)"""
-        return torch.rand(len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))), device=images.device)
+        H, W = self.grid_of(tuple(images.shape[-2:]))
+        return torch.rand(len(images), H * W, device=images.device)
 
     def split_patches(self, images: Tensor, noise: Tensor | None) -> MaskSplit:
-        noise = self.draw_noise(images) if noise is None else noise
+        """Return the visible and hidden patches of images, by noise (B, N) or newly drawn one."""
+        if noise is None:
+            noise = self.draw_noise(images)
         return split_patches(noise, self.ratio)
 
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
         """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
-        # the steps of timm's forward_features, of which only its private _pos_embed adds positions to all patches
+        # the steps of timm's forward_features, of which only its private _pos_embed adds positions
+        # to all patches
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
-        prefix, patches = tokens[:, : vit.num_prefix_tokens], tokens[:, vit.num_prefix_tokens :]
+        prefix = tokens[:, : vit.num_prefix_tokens]
+        patches = tokens[:, vit.num_prefix_tokens :]
         tokens = torch.cat([prefix, gather_tokens(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
         tokens = vit.norm_pre(tokens)
         tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
@@ -197,12 +221,16 @@ class MaskedAutoencoder(nn.Module):
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width), (B, N)
         """
-        seen, grid_size = self.split_patches(images, noise), self.grid_of(tuple(images.shape[-2:]))
-        x, prefix = self.decoder_embed(self.encode(images, seen)), self.encoder.num_prefix_tokens
-        (B, N), V = seen.restore.shape, seen.visible.shape[1]
+        seen = self.split_patches(images, noise)
+        positions = self.positions(self.grid_of(tuple(images.shape[-2:])))  # (N, width)
+        x = self.decoder_embed(self.encode(images, seen))  # (B, prefix + V, width)
+        prefix = self.encoder.num_prefix_tokens
+        B, N = seen.restore.shape
+        V = seen.visible.shape[1]
         hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
-        patches = gather_tokens(torch.cat([x[:, prefix:], hidden], dim=1), seen.restore)  # (B, N, width)
-        x = torch.cat([x[:, :prefix], patches + self.positions(grid_size).to(x.dtype)], dim=1)  # (B, prefix + N, width)
+        patches = torch.cat([x[:, prefix:], hidden], dim=1)
+        patches = gather_tokens(patches, seen.restore) + positions.to(x.dtype)  # (B, N, width)
+        x = torch.cat([x[:, :prefix], patches], dim=1)  # (B, prefix + N, width)
         for block in self.decoder_blocks[:blocks]:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return x[:, prefix:], seen.mask
@@ -237,12 +265,15 @@ class MaskedAutoencoder(nn.Module):
         return (patches - mean) / (variance + 1e-6).sqrt()
 
     def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return the mean squared error on the hidden patches. Shape: (B, C, h, w), (B, N) -> ()"""
         prediction, mask = self(images, noise)
         return reconstruction_error(prediction, self.target(images), mask)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks of both halves in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the mask token and the encoder's."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}

@@ -22,7 +22,13 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
@@ -69,7 +75,8 @@ class ConvPatchEmbed(PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dynamic_img_pad:
-            (height, width), (ph, pw) = x.shape[-2:], self.patch_size
+            height, width = x.shape[-2:]
+            ph, pw = self.patch_size
             x = F.pad(x, (0, -width % pw, 0, -height % ph))
         x = F.relu(self.bn1(self.conv1(x)), inplace=True)
         x = F.relu(self.bn2(self.conv2(x)), inplace=True)
@@ -92,7 +99,8 @@ class RefinedBlock(Block):
 
     def __init__(self, attention: nn.Module, share: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.attn, self.share = attention, share
+        self.attn = attention
+        self.share = share
 
     def forward(
         self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
@@ -104,9 +112,11 @@ class RefinedBlock(Block):
         elif self.share:
             y, maps = self.attn(y, return_maps=True, **grid)
         else:
-            y, maps = self.attn(y, **grid), None
+            y = self.attn(y, **grid)
+            maps = None
         x = x + self.drop_path1(self.ls1(y))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x, maps
 
 
 class RefinedViT(DenseHeadViT):
@@ -139,9 +149,13 @@ class RefinedViT(DenseHeadViT):
         if share and kwargs.get("scale_attn_norm"):
             raise UserError("scale_attn_norm needs share=0: blocks that reuse maps do not have this norm")
         plain = ratio == kernel == 0
-        prefix = int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0)
-        form: Any = (ratio, 1 if plain else kernel, init, reduce, span, recompute, None, prefix)
-        rule = AttentionToRefined(*form)
+        form: dict[str, Any] = dict(init=init, reduce=reduce, span=span, recompute=recompute)
+        rule = AttentionToRefined(
+            ratio=ratio,
+            kernel=1 if plain else kernel,
+            prefix_tokens=int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0),
+            **form,
+        )
 
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
@@ -150,9 +164,12 @@ class RefinedViT(DenseHeadViT):
                 attention = _build_attention(rule, plain, share > 0, given)
             return RefinedBlock(attention, share > 0, **given)
 
-        embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
-        super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share, self.init, self.shares_maps = share, init, share > 0
+        if conv_embed:
+            kwargs["embed_layer"] = ConvPatchEmbed
+        super().__init__(**{**kwargs, "block_fn": block})
+        self.share = share
+        self.init = init
+        self.shares_maps = share > 0
         for layer in self.modules():
             if isinstance(layer, RefinedAttention):
                 layer.is_revertible = False
@@ -162,20 +179,23 @@ class RefinedViT(DenseHeadViT):
         return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
 
 def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
     """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
-    names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
-    arguments = {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
+    arguments = {name: given[name] for name in (*_SHARED, "qk_norm", "attn_drop", "norm_layer")}
+    arguments["scale_norm"] = given["scale_attn_norm"]
     if plain and not giving:
         return Attention(**arguments)
-    if rule.ratio == 0 and giving:  # the map is passed on, so it must be formed and convolved explicitly
-        form: dict[str, Any] = dict(init=rule.init, device=given["device"], dtype=given["dtype"])
-        refine = nn.Identity() if plain else MapConvolution(given["num_heads"], rule.kernel, **form)
-        return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
-    return rule.new_layer(**arguments)
+    if rule.ratio or not giving:
+        return rule.new_layer(**arguments)
+    # the map is passed on, so it must be formed and convolved explicitly
+    refine: nn.Module = nn.Identity()
+    if not plain:
+        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))
+    return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
 
 
 # the released networks
@@ -208,7 +228,8 @@ class ReleasedBlock(Block):
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y, maps = self.attn(self.norm1(0.5 * x), maps)
         x = x + 2 * self.drop_path1(y)
-        return x + 2 * self.drop_path2(self.mlp(self.norm2(0.5 * x))), maps
+        x = x + 2 * self.drop_path2(self.mlp(self.norm2(0.5 * x)))
+        return x, maps
 
 
 class ReleasedRefinedViT(DenseHeadViT):
@@ -229,8 +250,10 @@ class ReleasedRefinedViT(DenseHeadViT):
         def block(depth: int, **given: Any) -> ReleasedBlock:
             shared: dict[str, Any] = {name: given[name] for name in _SHARED}
             if depth % 2:
-                return ReleasedBlock(ReleasedReuse(ratio=ratio, **shared), **given)
-            return ReleasedBlock(ReleasedAttention(attn_drop=given["attn_drop"], **shared), **given)
+                attention: nn.Module = ReleasedReuse(ratio=ratio, **shared)
+            else:
+                attention = ReleasedAttention(attn_drop=given["attn_drop"], **shared)
+            return ReleasedBlock(attention, **given)
 
         fixed = dict(embed_layer=ConvPatchEmbed, block_fn=block)
         super().__init__(**{"mlp_ratio": 3, **kwargs, **fixed}, dense_head=dense_head)
@@ -238,6 +261,7 @@ class ReleasedRefinedViT(DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
@@ -248,7 +272,9 @@ def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
 def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
     """Return True if the model has refiners and the checkpoint is a plain ViT's, with queries and keys in block 1."""
     refiners = _refiner_tensors(model)
-    return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
+    if not refiners or "blocks.1.attn.qkv.weight" not in state:
+        return False
+    return state.keys().isdisjoint(refiners)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | ReleasedRefinedViT) -> dict[str, Tensor]:
@@ -258,26 +284,37 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | Rele
     """
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     if isinstance(model, ReleasedRefinedViT):
-        return {name: tensor for name, tensor in state.items() if model.dense_head or not name.startswith("aux_head.")}
+        if model.dense_head:
+            return state
+        return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
     if not is_plain_vit(state, model):
         return state
     if model.share:
         raise UserError("a plain ViT's checkpoint has queries and keys in every block; create the model with share=0")
-    return state | _refiner_tensors(model) if model.init == "same-function" else state
+    if model.init != "same-function":
+        return state
+    return state | _refiner_tensors(model)
 
 
+_SIZES: dict[str, dict[str, Any]] = {
+    "b": dict(depth=12, embed_dim=768, num_heads=12),
+    "s": dict(depth=16, embed_dim=384, num_heads=12),
+    "m": dict(depth=32, embed_dim=420, num_heads=12),
+    "l": dict(depth=32, embed_dim=512, num_heads=16),
+}
 _LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
-# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps.
+# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP,
+# and shared maps.
 VARIANTS = {
-    "refined_vit_b": Variant(dict(depth=12, embed_dim=768, num_heads=12), "86M parameters, 81.2 top-1"),
-    "refined_vit_s": Variant(dict(depth=16, embed_dim=384, num_heads=12, **_LARGE), "25M parameters, 83.6 top-1"),
-    "refined_vit_m": Variant(dict(depth=32, embed_dim=420, num_heads=12, **_LARGE), "55M parameters, 84.6 top-1"),
-    "refined_vit_l": Variant(dict(depth=32, embed_dim=512, num_heads=16, **_LARGE), "81M parameters, 84.9 top-1"),
+    "refined_vit_b": Variant(_SIZES["b"], "86M parameters, 81.2 top-1"),
+    "refined_vit_s": Variant(_SIZES["s"] | _LARGE, "25M parameters, 83.6 top-1"),
+    "refined_vit_m": Variant(_SIZES["m"] | _LARGE, "55M parameters, 84.6 top-1"),
+    "refined_vit_l": Variant(_SIZES["l"] | _LARGE, "81M parameters, 84.9 top-1"),
 }
 RELEASED = {
-    "refined_vit_s_released": Variant(dict(depth=16, embed_dim=384, num_heads=12), "25,408,656 parameters, 83.6 top-1"),
-    "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),
-    "refined_vit_l_released": Variant(dict(depth=32, embed_dim=512, num_heads=16), "81,150,192 parameters, 84.9 top-1"),
+    "refined_vit_s_released": Variant(_SIZES["s"], "25,408,656 parameters, 83.6 top-1"),
+    "refined_vit_m_released": Variant(_SIZES["m"], "55,450,932 parameters, 84.6 top-1"),
+    "refined_vit_l_released": Variant(_SIZES["l"], "81,150,192 parameters, 84.9 top-1"),
 }
 _CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))  # above 1: receptive-field calibration
 
@@ -287,10 +324,18 @@ def _heads_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any
     return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **more)
 
 
-default_cfgs = generate_default_cfgs(
-    {name: image_cfg(**_heads_cfg("conv_embed" in arguments, False)) for name, (arguments, _) in VARIANTS.items()}
-    | {n: image_cfg(crop_pct=c, mean=(0.5,) * 3, std=(0.5,) * 3, **_heads_cfg(True, True)) for n, c in _CROPS.items()}
-)  # no URL: the authors' weights have to be given as a file
+def _all_cfgs() -> dict[str, Any]:
+    """Return the pretrained_cfg of every variant; no URL, as the authors' weights have to be given as a file."""
+    cfgs = {}
+    for name, variant in VARIANTS.items():
+        cfgs[name] = image_cfg(**_heads_cfg("conv_embed" in variant.arguments, False))
+    for name, crop in _CROPS.items():
+        half = (0.5, 0.5, 0.5)
+        cfgs[name] = image_cfg(crop_pct=crop, mean=half, std=half, **_heads_cfg(True, True))
+    return cfgs
+
+
+default_cfgs = generate_default_cfgs(_all_cfgs())
 
 
 def _create(kind: type, name: str, pretrained: bool, **arguments: Any) -> nn.Module:

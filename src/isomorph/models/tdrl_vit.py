@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
-from isomorph.models.base import Variant, build_variant, image_cfg, init_as_mae, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    init_as_mae,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import AnySizeViT
 from isomorph.surgery import AttentionToRelative, LinearToPyramid, fuse
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.recast import apply_rule
 
-# Layers that the paper replaces by pyramids: all linear layers of a block except the output projection.
+# Layers that the paper replaces by pyramids: all linear layers of a block except the output
+# projection.
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 
-# Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD).
+# Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE,
+# G2SD).
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 
 
@@ -64,10 +73,14 @@ class TDRLViT(AnySizeViT):
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for a plain ViT's weights, with one weight per pyramid, or those of masked pre-training."""
-        own = self.state_dict()
-        plain = any(f"{name}.weight" in state for name in _named_pyramids(self))
-        resized = any(name in state and state[name].shape != own[name].shape for name in _relative_biases(self))
-        return plain or resized or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
+        if any(name.startswith(PRETRAINING_PREFIXES) for name in state):
+            return True
+        if any(f"{name}.weight" in state for name in _named_pyramids(self)):
+            return True
+        for name, parameter in _relative_biases(self).items():
+            if name in state and state[name].shape != parameter.shape:
+                return True
+        return False
 
 
 class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
@@ -94,7 +107,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
         if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
-            state_dict |= {f"{name}.{key}": tensor for key, tensor in _pyramid_state(module, weight, bias).items()}
+            for key, tensor in _pyramid_state(module, weight, bias).items():
+                state_dict[f"{name}.{key}"] = tensor
     return state_dict
 
 
@@ -110,34 +124,45 @@ def _with_own_pooling(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
 
 def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Add what a checkpoint lacks; a distillation token has a zero position, as published with G2SD."""
-    own, added = model.state_dict(), {}
+    added: dict[str, Tensor] = {}
     if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
         positions = state_dict["pos_embed"]
-        positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
-        added = {"pos_embed": positions, "dist_token": own["dist_token"]}
-    for name in _relative_biases(model):
-        given = state_dict.get(name, own[name])
-        grid = tuple((side + 1) // 2 for side in own[name].shape[1:])
-        added[name] = resize_table(given, grid) if given.ndim == own[name].ndim == 3 else given
+        first = positions[:, :1]
+        zero = torch.zeros_like(first)
+        added["pos_embed"] = torch.cat([first, zero, positions[:, 1:]], 1)
+        added["dist_token"] = model.dist_token.detach()
+    for name, own in _relative_biases(model).items():
+        given = state_dict.get(name, own)
+        if given.ndim == own.ndim == 3:
+            _, height, width = own.shape
+            given = resize_table(given, ((height + 1) // 2, (width + 1) // 2))
+        added[name] = given
     return {**state_dict, **added}
 
 
-def _relative_biases(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters() if name.endswith((".relative_bias", ".prefix_bias"))]
+def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tables and scalars of relative attention by name."""
+    names = (".relative_bias", ".prefix_bias")
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if name.endswith(names)}
 
 
 def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
     """Return the state of a pyramid (or of pyramids and linear layers side by side) that computes a plain layer."""
     twin = copy.deepcopy(module).cpu()
-    for part, rows, shift in zip(twin.parts, *(each.chunk(len(twin.parts)) for each in (weight, bias)), strict=True):
-        if isinstance(part, nn.Linear):
-            part.load_state_dict({"weight": rows, "bias": shift} if part.bias is not None else {"weight": rows})
+    weights = weight.chunk(len(twin.parts))
+    biases = bias.chunk(len(twin.parts))
+    for part, own_weight, own_bias in zip(twin.parts, weights, biases, strict=True):
+        if not isinstance(part, nn.Linear):
+            init_from_affine(part, own_weight.flatten(1), own_bias)
+        elif part.bias is None:
+            part.load_state_dict({"weight": own_weight})
         else:
-            init_from_affine(part, rows.flatten(1), shift)
+            part.load_state_dict({"weight": own_weight, "bias": own_bias})
     return twin.state_dict()
 
 
-# 12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL Tables 1 and 3.
+# 12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL
+# Tables 1 and 3.
 VARIANTS = {
     "tdrl_vit_ti": Variant(dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"),
     "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),
@@ -145,8 +170,8 @@ VARIANTS = {
 
 _DISTILLED = "with a distillation token 79.1 top-1 pre-trained and distilled by a ViT-B"
 DISTILLED = {"tdrl_vit_ti_distilled": Variant(VARIANTS["tdrl_vit_ti"].arguments, _DISTILLED)}
-default_cfgs = generate_default_cfgs(  # no public weights exist
-    {name: image_cfg() for name in VARIANTS} | {name: image_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
-)
+_CFGS = dict.fromkeys(VARIANTS, image_cfg())
+_CFGS |= dict.fromkeys(DISTILLED, image_cfg(classifier=("head", "head_dist")))
+default_cfgs = generate_default_cfgs(_CFGS)  # no public weights exist
 register_variants(__name__, partial(build_variant, TDRLViT), VARIANTS)
 register_variants(__name__, partial(build_variant, TDRLViTDistilled), DISTILLED)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
@@ -56,7 +57,10 @@ class VanillaNet(StagedNet):
         super().__init__()
         if len(dims) != len(strides) + 1:
             raise UserError(f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's")
-        self.num_classes, self.in_chans, self.drop_rate, self.slope = num_classes, in_chans, drop_rate, slope
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.drop_rate = drop_rate
+        self.slope = slope
         self.num_features = self.head_hidden_size = dims[-1]
         first = nn.Conv2d(in_chans, dims[0], PATCH, PATCH)
         pair = AnnealedPair(first, nn.Conv2d(dims[0], dims[0], 1), slope=slope)
@@ -73,6 +77,7 @@ class VanillaNet(StagedNet):
         self.apply(_initialise)
 
     def make_head(self) -> nn.Module:
+        """Return a new classifier, a pair of linear layers; the identity without classes."""
         if not self.num_classes:
             return nn.Identity()
         first = nn.Linear(self.num_features * self.global_pool.feat_mult(), self.num_classes)
@@ -82,22 +87,25 @@ class VanillaNet(StagedNet):
         return self.stem(x)
 
     def get_classifier(self) -> nn.Module:
+        """Return the last layer, which gives the logits."""
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by an untrained one, fused and annealed as the old one is."""
-        like, old = next(self.stem.parameters()), self.head
+        old = self.head
         self.num_classes = num_classes
         if global_pool is not None:
             self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
         act = getattr(old, "act", None)
-        self.slope = self.slope if act is None else float(act.slope)
+        if act is not None:
+            self.slope = float(act.slope)
         self.head = self.make_head().apply(_initialise)
         if isinstance(old, nn.Linear) and num_classes:
             self.head = self.head.eval().fuse()  # type: ignore[operator]
-        self.head.to(like).train(self.training)
+        self.head.to(next(self.stem.parameters())).train(self.training)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return patterns of parameter names by stage, for layer decay."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 
@@ -117,12 +125,18 @@ def _initialise(module: nn.Module) -> None:
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Convert a public checkpoint: same order, a classifier of convolutions, annealing complete (slopes are 1)."""
-    state, own = unwrap_state_dict(state_dict), model.state_dict()
-    renamed = renamed_in_order(state, [name for name in own if not name.endswith(".slope")])
+    state = unwrap_state_dict(state_dict)
+    own = model.state_dict()
+    slopes = [name for name in own if name.endswith(".slope")]
+    renamed = renamed_in_order(state, [name for name in own if name not in slopes])
     if "stem1.0.weight" not in state or renamed is None:
         return state
-    renamed |= {n: t.flatten(1) for n, t in renamed.items() if n.startswith("head.") and t.ndim == 4}
-    return renamed | {n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}
+    for name, tensor in renamed.items():
+        if name.startswith("head.") and tensor.ndim == 4:
+            renamed[name] = tensor.flatten(1)
+    for name in slopes:
+        renamed[name] = torch.ones_like(own[name])
+    return renamed
 
 
 _DESCRIPTION = "15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)"

@@ -225,7 +225,7 @@ def absorb(
     example = own_example(new) if images is None else images[:1]
     if not isinstance(example, Tensor):
         raise UserError("the model does not say which images it takes; give some as images=")
-    names = tuple(_layers_that_read(new, example))
+    names = tuple(layers_that_read(new, example))
     if not names:
         raise UserError("no layer reads the images as they are; normalise them in front of the model")
     for name in names:
@@ -243,7 +243,7 @@ def absorb(
 
 
 @torch.no_grad()
-def _layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
+def layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
     """Return the names of the layers whose input is the image itself."""
     leaves = []
     for name, module in model.named_modules():

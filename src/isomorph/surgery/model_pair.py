@@ -118,6 +118,8 @@ class ModelPair:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
         o, r, exact, other = map(tensors_by_path, outputs)
+        r = _named_alike(o, r)
+        other = _named_alike(exact, other)
         try:
             tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
         except UserError:
@@ -279,6 +281,13 @@ def _compare_module(
 
 
 _REPEATED = "compared with the choices of the original, and so are the numbers that they are made from"
+
+
+def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:
+    """Return the other model's outputs, a single one by the name of the first model's, such as `logits`."""
+    if len(outputs) == len(others) == 1:
+        return dict(zip(outputs, others.values(), strict=True))
+    return others
 
 
 def _call(run: _Run) -> Any:

@@ -54,6 +54,10 @@ class Call(NamedTuple):
     made: ChosenCall
 
 
+def _is_finite(call: Call) -> bool:
+    return all(torch.isfinite(output).all() for output in call.outputs)
+
+
 class ReferenceCalls:
     """The calls by which a model in float64 is compared: its forward at several sizes, and its other entry points.
 
@@ -97,12 +101,12 @@ class ReferenceCalls:
         self._check(first)
 
     def _check(self, first: Inputs) -> None:
-        numbers = [tensor for call in self.calls for tensor in call.outputs]
-        if not numbers:
-            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
-        if not all(torch.isfinite(tensor).all() for tensor in numbers):
-            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
         self.calls = [call for call in self.calls if call.outputs]
+        if not self.calls:
+            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
+        if not all(_is_finite(call) for call in self.calls if call.inputs is first and call.entry == FORWARD):
+            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self.calls = [call for call in self.calls if _is_finite(call)]  # at other sizes a model may divide by 0
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
@@ -128,8 +132,9 @@ class ReferenceCalls:
         if not left_no_trace(copied, before, model):
             self._leaves_traces = True
             self._unchanged = None
-        self.calls.append(Call(entry, inputs, outputs, made))
-        return bool(outputs)
+        call = Call(entry, inputs, outputs, made)
+        self.calls.append(call)
+        return bool(outputs) and _is_finite(call)
 
     def _count_call(self) -> None:
         self._number_of_calls += 1

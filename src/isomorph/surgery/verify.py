@@ -19,11 +19,14 @@ from isomorph.surgery.calls import (
     check_not_empty,
     describe_shape,
     map_floats,
+    map_tensors,
     other_inputs,
+    relative,
     run_model,
     tensors_at,
 )
 from isomorph.surgery.comparison import TensorDifference, compare_tensors, measure_fidelity, tensors_by_path
+from isomorph.surgery.first_difference import FirstDifference, Operations, first_difference
 from isomorph.surgery.model_pair import ModelPair, NotCompared, normal_like
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
@@ -126,7 +129,8 @@ def compare_outputs(
         )
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
-    return replace(report, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0])))
+    first = None if report.passed else _where_they_part(report, pair, batches)
+    return replace(report, first=first, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0])))
 
 
 def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> list[Inputs]:
@@ -180,6 +184,34 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
         "buffers that calls change, and other methods than forward"
     )
     return rows, said
+
+
+def _where_they_part(report: VerifyReport, pair: ModelPair, batches: Sequence[Inputs]) -> FirstDifference | None:
+    """Return the first operation after which the outputs differ, for the first batch for which they do.
+
+    One image is enough where the models differ on it.
+    """
+    original, recast = pair.models[torch.float64]
+    for row, batch in zip(report.inputs, batches, strict=False):
+        if row.is_within(report.atol):
+            continue
+        difference = relative(row.fp64, row.scale)
+        for inputs in (map_tensors(batch, _first_example), batch):
+            x = cast_floats(inputs, torch.float64)
+            try:
+                mine = Operations.of(original, x)
+                own = getattr(recast, "operations", None)
+                theirs = own(x) if callable(own) else Operations.of(recast, x)
+                found = first_difference(mine, theirs, difference, report.atol)
+            except Exception:  # of a model that cannot be watched, such as one that resizes its inputs
+                return None
+            if found is not None:
+                return found
+    return None
+
+
+def _first_example(x: Tensor) -> Tensor:
+    return x[:1] if x.ndim else x
 
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.surgery.calls import max_or_inf, relative
 from isomorph.surgery.comparison import Fidelity, TensorDifference
+from isomorph.surgery.first_difference import FirstDifference
 from isomorph.surgery.modules import list_names
-from isomorph.terminal_tables import json_values
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class VerifyReport:
     fidelity: Fidelity | None = None
     stored: Fidelity | None = None
 
+    first: FirstDifference | None = None
+    """The first operation after which the models differ, by module, if their outputs do."""
+
     @property
     def fp32(self) -> float:
         """Largest difference of the outputs in float32, over all inputs."""
@@ -187,6 +191,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [self.verdict]
+        if self.first:
+            lines.append(f"  {self.first}")
         for row in (*self.inputs, *self.targets):
             lines.append(f"  {row}")
             for line in row.details(self.atol):

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from isomorph.analysis import attention_spans, gates
 from isomorph.analysis.cost import count_macs
 from isomorph.lab.demo.run import LAYERS, SHOWN, VERIFIED, Demo
-from isomorph.lab.report.attention_viewer import Viewer, ViewerModel, build_viewer, capture_layer_maps
+from isomorph.lab.report.attention_viewer import (
+    Viewer,
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
+)
 from isomorph.lab.report.charts import Chart, Dots, Line, Panel
 from isomorph.lab.report.html import Section, write_page
 from isomorph.lab.report.page_images import PageImage
@@ -19,9 +24,9 @@ from isomorph.layers import GPSA, GPSA2d
 
 def write_demo_page(demo: Demo, path: Path) -> int:
     """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
-    sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
+    sections = [_equality_section(demo), _attention_section(demo), _start_section(demo)]
     title = "A CNN becomes attention, and a ViT starts as a convolution"
-    lead = f"{demo.equality} {demo.gain}"
+    lead = f"{demo.equality} {demo.start}"
     made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
     return write_page(path, title, lead, sections, f"{made}isomorph demo --out {shlex.quote(str(path))}")
 
@@ -68,7 +73,7 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
     return {layer: heads.tolist() for layer, heads in values.items()}
 
 
-def _gain_section(demo: Demo) -> Section:
+def _start_section(demo: Demo) -> Section:
     lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
     conv = demo.vits[-1]
     charts: list[Chart] = [
@@ -77,12 +82,13 @@ def _gain_section(demo: Demo) -> Section:
         Dots("Spans", "1 / locality", {conv.name: _as_lists(attention_spans(conv.model))}),
     ]
     return Section(
-        "What is gained",
+        "A start as convolutions",
         "Two ViTs with the same images, epochs and learning rate; they differ in their first two attention layers, "
         "which start as convolutions in one of them (ConViT). One seed; one image is "
-        f"{100 / len(demo.images):.2f} points. docs/training.md has the result of another seed.",
+        f"{100 / len(demo.images):.2f} points. A lead here is a faster start: docs/training.md has what longer "
+        "training makes of it, and another seed.",
         demo.table(),
-        finding=demo.gain,
+        finding=demo.start,
         guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
         "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training.",
         charts=charts,

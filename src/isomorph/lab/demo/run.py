@@ -1,4 +1,4 @@
-"""Train, recast, verify, inspect, and train the form that gains: the steps of the demo and their results."""
+"""Train, recast, verify, inspect, and train a ViT in two forms: the steps of the demo and their results."""
 
 import shlex
 import shutil
@@ -28,7 +28,11 @@ from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
 
 LAYERS = "layer3.*.conv?"  # the convolutions that the demo recasts: all six of the CNN's last stage
 
-VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}  # recipe: name on the page
+# recipe: name on the page
+VITS = {
+    "digits_vit": "ViT",
+    "digits_convit": "ViT, convolutional at initialisation",
+}
 
 VERIFIED = 100  # test images to compare outputs on, in float32 and float64; predictions are compared on all
 
@@ -68,14 +72,13 @@ class Demo:
         )
 
     @property
-    def gain(self) -> str:
+    def start(self) -> str:
         """The result of the last step in one sentence, whichever way it went."""
         plain, conv = (vit.top1[-1] for vit in self.vits)
-        word = "gains" if conv > plain else "loses" if conv < plain else "changes top-1 by"
         epochs = len(self.vits[0].top1)
         return (
-            f"A ViT whose attention starts as convolutions {word} {abs(conv - plain):.1f} points: {conv:.1f}% top-1 "
-            f"after {epochs} epochs, compared with {plain:.1f}% for the same ViT with the usual initialisation."
+            f"After {epochs} epochs a ViT whose attention starts as convolutions has {conv:.1f}% top-1, the same ViT "
+            f"with the usual initialisation {plain:.1f}%."
         )
 
     def table(self) -> list[list[str]]:
@@ -87,7 +90,8 @@ class Demo:
 
 def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
     """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
-    start, threads = time.perf_counter(), torch.get_num_threads()
+    start = time.perf_counter()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other come to a standstill next to other busy processes
     try:
         with TemporaryDirectory(prefix="isomorph-demo-") as runs:
@@ -141,7 +145,13 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     cnn, tcnn, vit = (folder / f"{name}.safetensors" for name in ("cnn", "tcnn", "convit"))
     commands: list[tuple[str, list[Any]]] = [
         ("check the equality yourself", ["verify", cnn, tcnn, "--data", "digits"]),
-        ("a page about one model and one image", ["analyze", vit, "--image", folder / "digit-1.png"]),
-        ("recast the CNN and train it further", ["train", "digits_annealed", "--model.weights", cnn]),
+        (
+            "a page about one model and one image",
+            ["analyze", vit, "--image", folder / "digit-1.png"],
+        ),
+        (
+            "recast the CNN and train it further",
+            ["train", "digits_annealed", "--model.weights", cnn],
+        ),
     ]
     return [(what, shlex.join(map(str, [*program, *arguments]))) for what, arguments in commands]

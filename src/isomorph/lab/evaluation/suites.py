@@ -35,6 +35,13 @@ class Suite:
         """ImageNet labels of the suite's classes; None for all 1000."""
         return imagenet_labels().subsets.get(self.name)
 
+    @property
+    def scored_images(self) -> int:
+        """Images that count towards its accuracy: ReaL leaves those without a label out."""
+        if not self.multilabel:
+            return self.images
+        return int((imagenet_labels().real >= 0).any(1).sum())
+
     def find(self, folder: str, root: str | Path | None, form: str | None) -> Location:
         """Return where the suite is: `folder`, or a usual name in `root`. Raises: UserError when it is missing."""
         if form is not None and form not in _FORMS:
@@ -66,7 +73,13 @@ class Suite:
             labels = imagenet_classes(source, self.name, self.class_indices, title)[source.labels]  # (n,)
             self._check_complete(len(np.unique(labels)), len(indices), "classes", title, partial)
             classes = [wnids[index] for index in indices]
-            scoring = Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
+            scoring = Scoring(
+                self.name,
+                np.searchsorted(indices, labels),
+                classes,
+                self.class_indices,
+                NUM_CLASSES,
+            )
         self._check_complete(len(source), self.images, "images", title, partial)
         return scoring
 
@@ -78,7 +91,10 @@ class Suite:
 
 _IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
 _V2_FOLDERS = {
-    "imagenet-v2-matched-frequency": ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency"),
+    "imagenet-v2-matched-frequency": (
+        "imagenetv2-matched-frequency-format-val",
+        "imagenetv2-matched-frequency",
+    ),
     "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
     "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
 }
@@ -99,7 +115,10 @@ NUM_CLASSES = 1000
 
 
 def open_suites(
-    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None, partial: bool = False
+    wanted: Sequence[str],
+    root: str | Path | None = None,
+    form: str | None = None,
+    partial: bool = False,
 ) -> list[TestSet]:
     """Open test suites by name. Suites with the same images (imagenet, real) share a test set.
 

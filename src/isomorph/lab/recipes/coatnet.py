@@ -11,7 +11,10 @@ from typing import Any
 
 from isomorph.lab.recipes.deit import Fields, images
 
-IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
+IN1K = "ImageNet-1k"
+IN21K = "ImageNet-21k"
+JFT_300M = "JFT-300M (not public)"
+JFT_3B = "JFT-3B (not public)"
 # Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT, in pre-training and in fine-tuning.
 DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
 DROP_PATH_IN21K = {2: 0.3, 3: 0.5, 4: 0.7}
@@ -36,7 +39,9 @@ def _adamw(lr: float, decay: float, schedule: str, **more: Any) -> Fields:
 
 def _randaugment(magnitude: int | None) -> Fields:
     """Return RandAugment 2, M as in Google's code: operations always apply, levels are linear in M beyond 10."""
-    return {} if magnitude is None else dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
+    if magnitude is None:
+        return {}
+    return dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
 
 
 def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> Fields:
@@ -47,10 +52,21 @@ def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> Fields:
 
 
 def _pretrain_in21k(
-    size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
+    size: int,
+    source: str,
+    precision: str = "",
+    magnitude: int | None = None,
+    epochs: int = 90,
+    **kwargs: Any,
 ) -> Fields:
     optim = _adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
-    setting = dict(data=PRETRAINING_DATA, optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
+    setting = dict(
+        data=PRETRAINING_DATA,
+        optim=optim,
+        epochs=epochs,
+        drop_path=DROP_PATH_IN21K[size],
+        loss="sigmoid",
+    )
     augment = _randaugment(magnitude) | dict(smoothing=0.0001)
     expected = f"{precision} precision@1 on {IN21K}" if precision else ""
     return _recipe(size, kwargs, source, expected, augment=augment, dataset=IN21K, **setting)
@@ -65,12 +81,19 @@ def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -
 
 
 def _fine_tune(
-    size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
+    size: int,
+    pixels: int,
+    before: str,
+    source: str,
+    top1: str,
+    magnitude: int | None = None,
+    **kwargs: Any,
 ) -> Fields:
     batch = 1024 if before == IN21K else 512
     drop = DROP_PATH_FINE_TUNED.get(before, DROP_PATH_AFTER_JFT)[size]
     augment = _randaugment(magnitude) | dict(smoothing=0.1) | (dict(mixup=0.8) if before == IN1K else {})
-    optim, data = _adamw(5e-5, 1e-8, "constant"), images(batch, pixels, test_crop="whole")
+    optim = _adamw(5e-5, 1e-8, "constant")
+    data = images(batch, pixels, test_crop="whole")
     setting = dict(data=data, augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999)
     expected = f"{top1} top-1 on {IN1K}, from --model.weights trained on {before}"
     recipe = _recipe(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
@@ -80,7 +103,12 @@ def _fine_tune(
 def _table_4() -> dict[str, Fields]:
     """Return Table 4: ImageNet-1k alone and after ImageNet-21k; `_ra`: pre-trained with RandAugment."""
     recipes = {}
-    rows = {0: ("81.6", "83.9", ""), 1: ("83.3", "85.1", ""), 2: ("84.1", "85.7", "85.9"), 3: ("84.5", "85.8", "86.0")}
+    rows = {
+        0: ("81.6", "83.9", ""),
+        1: ("83.3", "85.1", ""),
+        2: ("84.1", "85.7", "85.9"),
+        3: ("84.5", "85.8", "86.0"),
+    }
     for size, (small, larger, largest) in rows.items():
         randaugment = 20 if size == 3 else 15
         recipes[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
@@ -166,7 +194,10 @@ def _figure_1() -> dict[str, Fields]:
         one = _from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
         recipes[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
         jft = _pretrain_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
-        jft["expected"] = f"{precision[name]} precision@1, {jft['expected']}" if name in precision else jft["expected"]
+        if name in precision:
+            jft["expected"] = f"{precision[name]} precision@1, {jft['expected']}"
+        else:
+            jft["expected"] = jft["expected"]
         recipes[f"coatnet_layout_{name}_jft"] = jft | dict(optim=jft["optim"] | dict(weight_decay=0.0))
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
             tuned = _fine_tune(3, pixels, JFT_300M, "Table 2", top1, 5, **kwargs)

@@ -25,7 +25,12 @@ TABLE_1: dict[str, tuple[tuple[str, str], tuple[str, str] | None, int, float]] =
     "convit_b_plus": (("82.5", "95.9"), ("77.5", "93.5"), 512, 4e-4),
 }
 # fraction of the images of each class: top-1 and top-5 of ConViT-S (Table 2)
-TABLE_2 = {0.05: ("47.8", "70.7"), 0.1: ("59.6", "80.3"), 0.3: ("73.7", "90.7"), 0.5: ("78.2", "93.8")}
+TABLE_2 = {
+    0.05: ("47.8", "70.7"),
+    0.1: ("59.6", "80.3"),
+    0.3: ("73.7", "90.7"),
+    0.5: ("78.2", "93.8"),
+}
 TABLE_2[1.0] = ("81.4", "95.8")
 
 LEARNED_GATES: Fields = {}
@@ -42,11 +47,18 @@ TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
 # The grid of Fig. 8.
-LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
+LOCALITY_STRENGTHS = (0.5, 1.0, 2.0)
+GPSA_LAYER_COUNTS = (0, 3, 6, 9, 10)
 
 
 def _recipe(
-    model: Fields, batch: int, lr: float, source: str, result: str, top5: str = "", fraction: float = 1.0
+    model: Fields,
+    batch: int,
+    lr: float,
+    source: str,
+    result: str,
+    top5: str = "",
+    fraction: float = 1.0,
 ) -> Fields:
     return from_scratch(model, batch, lr, f"ConViT {source}", top1(result, top5=top5), fraction)
 

@@ -57,7 +57,13 @@ def _at_released_rate(recipe: Fields) -> Fields:
 
 def _table_1() -> dict[str, Fields]:
     """Return the expansion ratios; ratio 1 with the convolution of the others, and without it, as talking heads."""
-    rows = {1: ("82.3", 300), 2: ("82.8", 300), 3: ("82.8", 273), 4: ("82.9", 270), 6: ("83.0", 261)}
+    rows = {
+        1: ("82.3", 300),
+        2: ("82.8", 300),
+        3: ("82.8", 273),
+        4: ("82.9", 270),
+        6: ("83.0", 261),
+    }
     recipes = {}
     for ratio, (result, epochs) in rows.items():
         expected = top1(result, f", converged after {epochs} epochs")
@@ -69,7 +75,11 @@ def _table_1() -> dict[str, Fields]:
 
 def _table_2() -> dict[str, Fields]:
     """Return plain ViTs with and without distributed local attention, and Fig. 2's DeiT; MLPs as wide as published."""
-    results = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
+    results = {
+        (12, 768): ("79.5", "81.2"),
+        (16, 384): ("78.9", "80.3"),
+        (24, 384): ("79.3", "80.9"),
+    }
     results[32, 384] = ("79.2", "81.1")
     recipes = {}
     for (depth, width), (plain, dla) in results.items():
@@ -173,8 +183,10 @@ def _fine_tune(name: str, size: int, expected: str) -> Fields:
 def _table_7() -> dict[str, Fields]:
     recipes = {}
     for letter, (blocks, crop_pct, results) in TABLE_7.items():
-        paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
-        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct=crop_pct))
+        paper = f"refined_vit_{letter}"
+        released = f"refined_vit_{letter}_released"
+        drop = dict(drop_path=round(0.1 * blocks / 12, 3))
+        data = dict(data=images(512, crop_pct=crop_pct))
         expected = dict(expected=_row_7(*results[224]))
         recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", "", **drop, **data) | expected
         recipes[f"{paper}_released_lr"] = _at_released_rate(recipes[paper])
@@ -188,4 +200,10 @@ def _table_7() -> dict[str, Fields]:
     return recipes
 
 
-RECIPES: dict[str, Fields] = {**_table_1(), **_table_2(), **_tables_3_to_13(), **_tables_9_and_11(), **_table_7()}
+RECIPES: dict[str, Fields] = {
+    **_table_1(),
+    **_table_2(),
+    **_tables_3_to_13(),
+    **_tables_9_and_11(),
+    **_table_7(),
+}

@@ -50,12 +50,20 @@ def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distille
     pooling = {} if distilled else AVERAGED
     name = "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti"
     decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
-    warmup, distill = 10 if epochs >= 300 else 5, dict(distill=TEACHER) if distilled else {}
+    warmup = 10 if epochs >= 300 else 5
+    distill = dict(distill=TEACHER) if distilled else {}
     return dict(
         model=_model(kwargs | pooling, name, head_std=HEAD_STD, start="weights"),
         data=images(1024),
         augment=AUGMENT,
-        optim=dict(lr=4e-3, weight_decay=0.05, layer_decay=decay, warmup_epochs=warmup, schedule="cosine", min_lr=1e-6),
+        optim=dict(
+            lr=4e-3,
+            weight_decay=0.05,
+            layer_decay=decay,
+            warmup_epochs=warmup,
+            schedule="cosine",
+            min_lr=1e-6,
+        ),
         epochs=epochs,
         amp="bf16",
         source=f"TDRL {source}",
@@ -80,7 +88,11 @@ PRETRAININGS: dict[str, tuple[Any, ...]] = {
     "plain": (PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
     "naive": (_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
     "regular": (_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
-    "batchnorm": (BATCH_NORM_ALONE, "appendix B.9, BatchNorm alone", "37.8 mIoU after upernet_batchnorm_ti"),
+    "batchnorm": (
+        BATCH_NORM_ALONE,
+        "appendix B.9, BatchNorm alone",
+        "37.8 mIoU after upernet_batchnorm_ti",
+    ),
     "vit_s": ({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", "tdrl_vit_s"),
     "plain_s": (PLAIN, "Table 3", "80.8 top-1 after tdrl_plain_s_100ep", "tdrl_vit_s"),
 }
@@ -135,7 +147,14 @@ SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=
 MOBILE: Fields = dict(
     data=images(256),
     augment=dict(smoothing=0.1, small_sizes=[160, 192], small_epochs=[37, 112]),
-    optim=dict(name="momentum", lr=0.1, min_lr=1e-6, weight_decay=1e-4, min_weight_decay=1e-5, warmup_epochs=5),
+    optim=dict(
+        name="momentum",
+        lr=0.1,
+        min_lr=1e-6,
+        weight_decay=1e-4,
+        min_weight_decay=1e-5,
+        warmup_epochs=5,
+    ),
     epochs=300,
     ema=0.9995,
     drop_path=0.0,
@@ -154,14 +173,32 @@ VANILLA: Fields = dict(
     drop_path=0.0,
 )
 
-DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baseline,", "an unpublished", "B.5")
+DEIT_B = (
+    "deit_base_patch16_224",
+    ["blocks.*.attn.qkv"],
+    "0.6 above its baseline,",
+    "an unpublished",
+    "B.5",
+)
 # Network, layers that become pyramids (in VanillaNet-5 one for two convolutions), top-1 with and without, source;
 # the network's arguments; settings.
 APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
     "deit_b": (DEIT_B, {}, {}),
-    "swin_t": (("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"), {}, SWIN),
-    "mobileone_s0": (("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"), {}, MOBILE),
-    "vanillanet_5": (("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"), dict(drop_rate=0.05), VANILLA),
+    "swin_t": (
+        ("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"),
+        {},
+        SWIN,
+    ),
+    "mobileone_s0": (
+        ("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"),
+        {},
+        MOBILE,
+    ),
+    "vanillanet_5": (
+        ("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"),
+        dict(drop_rate=0.05),
+        VANILLA,
+    ),
 }
 
 
@@ -184,7 +221,11 @@ def _figure_2() -> dict[str, Fields]:
     P-WNS in the MLP is tdrl_fig4_ffn_wN_g2sd (marked * in Fig. 2b: tdrl_fig4_ffn_wN_100ep), R-D2W1S tdrl_regular_g2sd,
     the values alone tdrl_fig5_v_12_g2sd and all layers tdrl_vit_ti_g2sd. Fig. 2c is `iso.analysis.branch_similarity`.
     """
-    without = {"P-W2": "tdrl_fig4_ffn_w2", "R-D1W2": "tdrl_fig2_ffn_r_d1w2s", "R-D2W1": "tdrl_regular"}
+    without = {
+        "P-W2": "tdrl_fig4_ffn_w2",
+        "R-D1W2": "tdrl_fig2_ffn_r_d1w2s",
+        "R-D2W1": "tdrl_regular",
+    }
     points = {
         layout: (_mlp(layout), "Fig. 2a, no skip", f"below {other}_g2sd's {FUSED}") for layout, other in without.items()
     }
@@ -218,7 +259,11 @@ def _figure_4() -> dict[str, Fields]:
     """Return Fig. 4: with and without rectification, which queries and keys always have, and in all pyramids."""
     without: Fields = dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none"))
     points = {"all_none": (without, "0.21 below tdrl_vit_ti_100ep's")}
-    for width, below in ((1, "about that of"), (2, "0.13 below that of"), (3, "at most 0.18 below that of")):
+    for width, below in (
+        (1, "about that of"),
+        (2, "0.13 below that of"),
+        (3, "at most 0.18 below that of"),
+    ):
         points[f"ffn_w{width}"] = (_mlp(f"P-W{width}S"), "an unpublished one")
         expected = f"{below} tdrl_fig4_ffn_w{width}_100ep"
         points[f"ffn_w{width}_none"] = (_mlp(f"P-W{width}S", rectify="none"), expected)
@@ -263,7 +308,8 @@ def _cifar_labels(layout: str, weights: str | None = None) -> Fields:
 
 
 def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
-    data, augment = dict(fraction=0.5, test_crop="whole"), dict(scale=[0.5, 1.0])
+    data = dict(fraction=0.5, test_crop="whole")
+    augment = dict(scale=[0.5, 1.0])
     return _cifar(kwargs, data, 2e-3, epochs, augment=augment, mask=mask, evaluate_every=2)
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, gammas, gates, logit_stats, prefix_attention
+from isomorph.analysis import (
+    attention_spans,
+    branch_similarity,
+    gammas,
+    gates,
+    logit_stats,
+    prefix_attention,
+)
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.cost import count_once, count_parameters, static_cost
@@ -96,11 +103,15 @@ BRANCHES = HeadMeasure("Similarity of pyramid branches", "linear CKA of two bran
 
 
 def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.1f}"
+    if count is None:
+        return "-"
+    return f"{count / 2**20:,.1f}"
 
 
 def _millions(row: CostRow, key: str) -> str:
-    return f"{row[key] / 1e6:,.1f}" if key in row else "-"
+    if key in row:
+        return f"{row[key] / 1e6:,.1f}"
+    return "-"
 
 
 def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
@@ -131,7 +142,18 @@ def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
     tables = [
         [["one image", "size", "parameters", "M MACs", "saved MiB"], *image],
         [["M MACs", "size", *PASS_COSTS.values()], *one_pass],
-        [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *batch],
+        [
+            [
+                "one batch",
+                "size",
+                "peak MiB",
+                "peak MiB, training",
+                "images/s",
+                "quartiles",
+                "ratio",
+            ],
+            *batch,
+        ],
     ]
     return [table for table in tables if len(table) > 1]
 
@@ -141,8 +163,10 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
     first, second = logits
     if first is None or second is None or first.shape != second.shape:
         return ""
-    difference, largest = float((first - second).abs().max()), float(first.abs().max())
-    images, same = count_of(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
+    difference = float((first - second).abs().max())
+    largest = float(first.abs().max())
+    images = count_of(len(first), "image")
+    same = int((first.argmax(1) == second.argmax(1)).sum())
     if not difference < torch.inf:
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
@@ -158,7 +182,8 @@ def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float
     if not heads:
         return ""
     (layer, head), largest = max(heads.items(), key=lambda item: item[1])
-    if bounds := [bound for bound in EQUAL_BOUNDS if largest <= bound]:
+    bounds = [bound for bound in EQUAL_BOUNDS if largest <= bound]
+    if bounds:
         within = f"{bounds[0]:.0e}".replace("e-0", "e-")
         return f"The attention maps of both models are equal within {within} in all {len(heads)} heads."
     count = sum(value > EQUAL_BOUNDS[-1] for value in heads.values())
@@ -170,7 +195,8 @@ def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float
 
 def cost_finding(rows: Sequence[CostRow]) -> str:
     """Return parameters and MACs of one model, or how much the second differs from the first."""
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
         cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
         return f"{first['model']} has {cost}."
@@ -188,7 +214,8 @@ def _measure_charts(
             with suppress(UserError):  # it does not apply to the model
                 layers = measure.of(m.model, *(argument[m.name] for argument in arguments))
                 series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
-        if series := {name: layers for name, layers in series.items() if layers}:
+        series = {name: layers for name, layers in series.items() if layers}
+        if series:
             charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
     return charts
 
@@ -206,7 +233,12 @@ def _cost(subject: PageModel) -> dict[str, Any]:
         return static_cost(subject.model, subject.config["input_size"])
     one = to_model(subject.read(torch.zeros(1, *subject.config["input_size"])), subject.model)
     macs = count_once(subject.model, one)
-    return {"parameters": count_parameters(subject.model), "macs": macs, "step_macs": 0, "saved_bytes": None}
+    return {
+        "parameters": count_parameters(subject.model),
+        "macs": macs,
+        "step_macs": 0,
+        "saved_bytes": None,
+    }
 
 
 def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
@@ -225,7 +257,9 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
             layers_of.setdefault(reason, []).append(f"{model}: {layer}" if len(problems) > 1 else layer)
     count = sum(map(len, layers_of.values()))
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
-    return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
+    if count:
+        return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines)
+    return None
 
 
 @dataclass(frozen=True)
@@ -250,7 +284,10 @@ class AnalyzeOptions:
 
 
 def _cka_section(
-    first: PageModel, second: PageModel, pairs: Iterable[tuple[Inputs, Inputs]], options: AnalyzeOptions
+    first: PageModel,
+    second: PageModel,
+    pairs: Iterable[tuple[Inputs, Inputs]],
+    options: AnalyzeOptions,
 ) -> Section:
     """Return the similarity of layers, or, where the images are too few, the sentence that says so."""
     try:
@@ -269,7 +306,8 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
-        first, second = models[0], models[-1]
+        first = models[0]
+        second = models[-1]
         loaders = [options.cka_batches[m.name] for m in (first, second)]
         pairs = zip(*map(batches, loaders), strict=True)
         sections.append(_cka_section(first, second, pairs, options))
@@ -288,7 +326,9 @@ def _attention_section(
     gates_of: Mapping[str, Any],
     options: AnalyzeOptions,
 ) -> Section:
-    shown, outputs, problems = list[ViewerModel](), list[Tensor | None](), dict[str, dict[str, str]]()
+    shown = list[ViewerModel]()
+    outputs = list[Tensor | None]()
+    problems = dict[str, dict[str, str]]()
     for m in models:
         options.report_progress(f"attention of {m.name}")
         batch = batches[m.name]
@@ -297,8 +337,10 @@ def _attention_section(
         finite = logits is not None and bool(logits.isfinite().all())
         predictions = name_classes(m.model, logits) if logits is not None and finite else ()
         shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions, register_count(m.model)))
-    viewer, details = build_viewer(shown, images, options.max_map_characters), _undrawn_layers(problems)
-    names, framing = [m.name for m in models], framing_text(models[0].config)
+    viewer = build_viewer(shown, images, options.max_map_characters)
+    details = _undrawn_layers(problems)
+    names = [m.name for m in models]
+    framing = framing_text(models[0].config)
     found = [outputs_finding(names, outputs)] if len(models) == 2 else []
     if not any(found):
         found = [f"{m.name} predicts {m.predictions[0]} for {images[0].name}." for m in shown if m.predictions]
@@ -321,7 +363,8 @@ def _attention_section(
     for i, image in enumerate(images):
         lines = [f"{m.name}: " * (len(models) > 1) + m.predictions[i] for m in shown if m.predictions]
         cards.append(ImageCard(image.data_uri(), image.name, lines))
-    text, guide = f"{framing} {reason}", guides.PREDICTIONS
+    text = f"{framing} {reason}"
+    guide = guides.PREDICTIONS
     return Section("Predictions", text, images=cards, details=details, finding=finding, guide=guide)
 
 
@@ -345,20 +388,28 @@ def analyze_sections(
     gating = _measure_charts(GATING, models)
     sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
     sections += [_gating_section(gating)] if gating else []
-    if charts := _measure_charts((GAMMAS,), models):
+    charts = _measure_charts((GAMMAS,), models)
+    if charts:
         sections.append(Section("Inserted blocks", charts=charts, guide=guides.GAMMAS))
-    if charts := _measure_charts((BRANCHES,), models, batches):
+    charts = _measure_charts((BRANCHES,), models, batches)
+    if charts:
         text = "Of the images above, every two branches but the skip; in eval mode."
         sections.append(Section("Pyramid branches", text, charts=charts, guide=guides.BRANCHES))
     options.report_progress("attention statistics")
     where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
-    if charts := _measure_charts(STATISTICS, models, batches, where):
-        title, text = "Attention distance and entropy", "On the images above."
+    charts = _measure_charts(STATISTICS, models, batches, where)
+    if charts:
+        title = "Attention distance and entropy"
+        text = "On the images above."
         sections.append(Section(title, text, charts=charts, guide=guides.DISTANCE))
     sections += _similarity_sections(models, options)
     options.report_progress("cost")
     sections += _cost_sections(models)
     return sections + [
-        Section(f"Model history: {m.name}", listing=model_history(m), guide=guides.HISTORY * (m is models[0]))
+        Section(
+            f"Model history: {m.name}",
+            listing=model_history(m),
+            guide=guides.HISTORY * (m is models[0]),
+        )
         for m in models
     ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import count_images, some_images
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import Windows, attention_windows, observed_windows
+from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.lab.report.charts import json_numbers
 from isomorph.lab.report.page_images import PageImage
@@ -44,13 +44,14 @@ class LayerMaps:
     where: TokenGrid
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
-    windows: Windows | None = None
+    windows: WindowMembers | None = None
     exact: Tensor | None = field(default=None, repr=False)
 
     @property
     def keys(self) -> tuple[int, int]:
         """Rows and columns of the grid of keys, without padding."""
-        (height, width), (ph, pw) = self.where.keys, self.where.padding
+        (height, width) = self.where.keys
+        (ph, pw) = self.where.padding
         return height - 2 * ph, width - 2 * pw
 
     @property
@@ -65,8 +66,12 @@ class LayerMaps:
 
     def stored_queries(self, step: tuple[int, int]) -> list[int]:
         """Return the stored queries: the prefix tokens, and those of `stored_positions`."""
-        (rows, columns), prefix = self.stored_positions(step), self.where.prefix
-        return [*range(prefix), *(prefix + row * self.where.queries[1] + column for row in rows for column in columns)]
+        (rows, columns) = self.stored_positions(step)
+        prefix = self.where.prefix
+        return [
+            *range(prefix),
+            *(prefix + row * self.where.queries[1] + column for row in rows for column in columns),
+        ]
 
     def pack(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
         """Return the maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
@@ -80,7 +85,8 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
 
     Shape: (..., keys) -> uint8 (..., keys), (..., 2)
     """
-    low, high = maps.amin(-1).clamp(max=0), maps.amax(-1).clamp(min=0)
+    low = maps.amin(-1).clamp(max=0)
+    high = maps.amax(-1).clamp(min=0)
     scale = torch.where(high > low, high - low, 1)
     levels = ((maps - low[..., None]) / scale[..., None] * LEVELS).round().to(torch.uint8)
     return levels, torch.stack([low, high], -1)
@@ -97,7 +103,9 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
         return None
     heads = min(a.exact.shape[1], b.exact.shape[1])
     differences = (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3))
-    return differences.tolist() if bool(differences.isfinite().all()) else None
+    if bool(differences.isfinite().all()):
+        return differences.tolist()
+    return None
 
 
 def capture_layer_maps(
@@ -110,7 +118,8 @@ def capture_layer_maps(
     Raises: UserError when `layers` is given and selects no layer with a map.
     """
     problems: dict[str, str] = {}
-    grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
+    grid = image_grid(model, batch)
+    windows_of = attention_windows(model, batch)
     windows_of |= observed_windows(model, batch, _unplaced_layers(model, batch, windows_of))
     room = MAX_EXACT_BYTES * keep_exact
     images = count_images(batch)
@@ -118,14 +127,17 @@ def capture_layer_maps(
     def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
         nonlocal room
         try:
-            maps, windows = applied.map().float(), windows_of.get(frame.name)
+            maps = applied.map().float()
+            windows = windows_of.get(frame.name)
             if windows and len(maps) == images * len(windows.members):
-                where, maps = TokenGrid(windows.grid, windows.grid), windows.on_grid(maps)
+                where = TokenGrid(windows.grid, windows.grid)
+                maps = windows.on_grid(maps)
             elif len(maps) != images:
                 raise UserError(f"it attends in {len(maps) // images} windows per image of unknown position")
             else:
                 where = find_token_grid(frame, applied.shape, grid)
-                maps, windows = torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], -1), None
+                maps = torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], -1)
+                windows = None
         except UserError as error:
             problems[frame.name] = str(error)
             return None
@@ -161,7 +173,10 @@ def pack_layer_maps(
         thinnest = all(len(layer.stored_queries(step)) <= layer.where.prefix + 1 for layer in layers)
         if sum(map(len, packed.values())) <= max_characters or thinnest:
             return step, packed
-        step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)
+        if step[0] == step[1]:
+            step = (step[0] + 1, step[1])
+        else:
+            step = (step[0], step[1] + 1)
 
 
 # Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32.
@@ -216,7 +231,9 @@ def _layer_geometry(maps: LayerMaps, step: tuple[int, int], layouts: list[list[l
 
 
 def build_viewer(
-    models: Sequence[ViewerModel], images: Sequence[PageImage], max_map_characters: int = MAX_MAP_CHARACTERS
+    models: Sequence[ViewerModel],
+    images: Sequence[PageImage],
+    max_map_characters: int = MAX_MAP_CHARACTERS,
 ) -> Viewer | None:
     """Return the viewer of some models' maps of the same images; None if no model has any map."""
     pairs = _pair_layers(models)
@@ -232,7 +249,10 @@ def build_viewer(
         by_model = [
             maps
             and _layer_geometry(maps, step, layouts)
-            | {"maps": number[id(maps)], "gates": json_numbers(model.gates.get(maps.name, ())) or None}
+            | {
+                "maps": number[id(maps)],
+                "gates": json_numbers(model.gates.get(maps.name, ())) or None,
+            }
             for model, maps in zip(models, of, strict=True)
         ]
         differences = largest_differences(*of) if len(of) == 2 else None

@@ -86,7 +86,13 @@ class Panel(Chart):
         ys = [y for line in self.lines.values() for y in line.values()]
         series = [_series(name, [zip(*filter(None, line), strict=True)]) for name, line in self.lines.items()]
         x = _axis(self.x_label, xs) | {"whole": all(float(value).is_integer() for value in xs)}
-        return {"kind": "plane", "x": x, "y": _axis(self.y_label, ys), "series": series, "ordered": self.ordered}
+        return {
+            "kind": "plane",
+            "x": x,
+            "y": _axis(self.y_label, ys),
+            "series": series,
+            "ordered": self.ordered,
+        }
 
     def table(self) -> Table:
         xs = sorted({x for line in self.lines.values() for x in line.x})
@@ -123,16 +129,29 @@ class Dots(Chart):
         return _names(self.series)
 
     def parts(self) -> dict[str, Any]:
-        number, series = {layer: i for i, layer in enumerate(self.layers)}, []
+        number = {layer: i for i, layer in enumerate(self.layers)}
+        series = []
         for k, (name, layers) in enumerate(self.series.items()):
             at = {layer: number[layer] + SERIES_SHIFT * (k - (len(self.series) - 1) / 2) for layer in layers}
             known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
             means = sorted((at[layer], fmean(heads)) for layer, heads in known.items() if heads)
-            series.append(_series(name, [means], [(at[layer], v, layer) for layer in layers for v in layers[layer]]))
+            series.append(
+                _series(
+                    name,
+                    [means],
+                    [(at[layer], v, layer) for layer in layers for v in layers[layer]],
+                )
+            )
         values = [value for layers in self.series.values() for heads in layers.values() for value in heads]
         x = {"label": "layer", "range": [-0.5, len(number) - 0.5], "names": list(number)}
         y = _axis(self.y_label, [*values, 0, *([] if self.limit is None else [self.limit])])
-        return {"kind": "plane", "x": x, "y": y, "series": series, "stops": [(i, None) for i in number.values()]}
+        return {
+            "kind": "plane",
+            "x": x,
+            "y": y,
+            "series": series,
+            "stops": [(i, None) for i in number.values()],
+        }
 
     def table(self) -> Table:
         return series_table("layer", self.series, lambda heads: ", ".join(map(format_number, heads or ())) or "-")
@@ -186,7 +205,12 @@ class Matrix(Chart):
     high: float = 1.0
 
     def parts(self) -> dict[str, Any]:
-        names = {"rows": list(self.rows), "columns": list(self.columns), "x": self.column_label, "y": self.row_label}
+        names = {
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            "x": self.column_label,
+            "y": self.row_label,
+        }
         values = list(map(json_numbers, self.values))
         return {"kind": "matrix", **names, "values": values, "low": self.low, "high": self.high}
 
@@ -219,18 +243,29 @@ class Paths(Chart):
         return max([1.0, *(abs(value) for path in paths for position in path for value in position)])
 
     def parts(self) -> dict[str, Any]:
-        series, stops = [], []
+        series = []
+        stops = []
         for layer, heads in self.series.items():
             lines = [[(column, row) for row, column in path] for path in heads]
             series.append(_series(layer, lines, [(*line[-1], layer) for line in lines if line]))
             stops += [line[-1] if line else None for line in lines]
         limits = [-1.08 * self.reach, 1.08 * self.reach]
         axes = {"x": _axis("column, grid steps", limits), "y": _axis("row", limits)}
-        return {"kind": "plane", **axes, "series": series, "stops": stops, "ordered": True, "square": True}
+        return {
+            "kind": "plane",
+            **axes,
+            "series": series,
+            "stops": stops,
+            "ordered": True,
+            "square": True,
+        }
 
     def table(self) -> Table:
         rows = [
-            [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
+            [
+                f"{layer}, head {i + 1}",
+                *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1)),
+            ]
             for layer, heads in self.series.items()
             for i, path in enumerate(heads)
         ]
@@ -252,7 +287,8 @@ class Scatter(Chart):
 
     def parts(self) -> dict[str, Any]:
         stops = [point for points in self.series.values() for point in points.values()]
-        x, y = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
+        x = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)])
+        y = _axis(self.y_label, [y for _, y in stops])
         series = [_series(name, [], [(*at, label) for label, at in of.items()]) for name, of in self.series.items()]
         return {"kind": "plane", "x": x, "y": y, "series": series, "stops": stops, "labelled": True}
 
@@ -272,7 +308,9 @@ def is_number(value: Any) -> bool:
 
 def format_number(value: float | None) -> str:
     """Return the number to four digits, a dash for None and for what is not finite."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.4g}"
 
 
 def json_numbers(values: Iterable[float]) -> list[float | None]:
@@ -295,15 +333,21 @@ def series_table(
 def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> dict[str, Any]:
     """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
     numbers = [[json_numbers(point) for point in line] for line in lines]
-    return {"name": name, "lines": numbers, "points": [[*json_numbers((x, y)), label] for x, y, label in points]}
+    return {
+        "name": name,
+        "lines": numbers,
+        "points": [[*json_numbers((x, y)), label] for x, y, label in points],
+    }
 
 
 def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(known), max(known)
+    low = min(known)
+    high = max(known)
     if high - low <= ROUNDING * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 0.5
-        low, high = low - margin, high + margin
+        low = low - margin
+        high = high + margin
     return {"label": label, "range": [low, high]}
 
 
@@ -314,7 +358,8 @@ def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where:
         known = [value for value in values if math.isfinite(value)]
         if not known:
             return ""
-        low, high = min(known), max(known)
+        low = min(known)
+        high = max(known)
         if high - low > max(resolution, ROUNDING * max(abs(low), abs(high))):
             return ""
         middle = (low + high) / 2

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from isomorph.analysis import GatingHistory
 from isomorph.lab.report import guides
-from isomorph.lab.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
+from isomorph.lab.report.charts import (
+    Chart,
+    Line,
+    Panel,
+    Paths,
+    Scatter,
+    Table,
+    format_number,
+    is_number,
+)
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
 from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
@@ -33,7 +42,8 @@ def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
     """Return the mean and range of a layer's heads, at the epochs at which any is finite. Shape: (T,), (T, heads)"""
     known = heads.isfinite()
     measured = known.any(1)
-    heads, known = heads[measured].double(), known[measured]
+    heads = heads[measured].double()
+    known = known[measured]
     low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
     mean = heads.where(known, 0).sum(1) / known.sum(1)
     return Line(*(values.tolist() for values in (epochs[measured], mean, low.amin(1), high.amax(1))))
@@ -84,7 +94,12 @@ CURVES = (
     ("Largest attention logit, maximum over layers", "monitor", "max_logit", "max logit"),
     ("Largest attention weight, maximum over layers", "monitor", "max_attention", "max attention"),
     ("Attention entropy, mean over layers", "monitor", "entropy", "entropy"),
-    ("Similarity of the branches of pyramids (CKA), mean over layers", "monitor", "branch_similarity", "similarity"),
+    (
+        "Similarity of the branches of pyramids (CKA), mean over layers",
+        "monitor",
+        "branch_similarity",
+        "similarity",
+    ),
 )
 
 
@@ -96,7 +111,9 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
         if not isinstance(value, Mapping):
             return value
         known = list(filter(is_number, value.values()))
-        return (max if key.startswith("max_") else fmean)(known) if known else None
+        if known:
+            return (max if key.startswith("max_") else fmean)(known)
+        return None
 
     pairs = ((number(row, x), number(row, y)) for row in rows)
     points = sorted((float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b))
@@ -104,7 +121,9 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
         cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
         parts = [points[a:b] for a, b in pairwise(cuts)]
         points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
-    return Line(*map(list, zip(*points, strict=True))) if points else None
+    if points:
+        return Line(*map(list, zip(*points, strict=True)))
+    return None
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
@@ -120,7 +139,10 @@ def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
 def runs_finding(best: Mapping[str, float | None], images: int | None = None) -> str:
     """Return the best top-1 of the runs, its interval on a number of images, and its lead, or that several reach it."""
     known = sorted(((round(value, 2), name) for name, value in best.items() if value is not None), reverse=True)
-    missing = f" {count_of(len(best) - len(known), 'run')} without a top-1." if len(known) < len(best) else ""
+    if len(known) < len(best):
+        missing = f" {count_of(len(best) - len(known), 'run')} without a top-1."
+    else:
+        missing = ""
     if not known:
         return "No run has measured its top-1."
     (value, name), *others = known
@@ -155,7 +177,10 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
         rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
     labels = [METRIC_FORMATS[key][0] for key in keys]
-    return [["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"], *rows]
+    return [
+        ["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"],
+        *rows,
+    ]
 
 
 def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
@@ -184,36 +209,59 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
         paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
         charts.append(Paths(f"Centres {when}: {run}", paths))
         last = [(spans[-1], history.gates[name][-1]) for name, spans in history.spans.items()]
-        if lost := sum(int((span.isnan() & ~gate.isnan()).sum()) for span, gate in last):
+        lost = sum(int((span.isnan() & ~gate.isnan()).sum()) for span, gate in last)
+        if lost:
             why = "without a centre at the end (locality not positive), and so without a span"
             texts.append(f"{run}: heads {why}: {lost}.")
-    title, guide = "Gates, spans and centres along training", f"{guides.CENTRES} {guides.RANGE}"
-    return [Section(title, " ".join(texts), charts=charts, guide=guide)] if charts else []
+    title = "Gates, spans and centres along training"
+    guide = f"{guides.CENTRES} {guides.RANGE}"
+    if charts:
+        return [Section(title, " ".join(texts), charts=charts, guide=guide)]
+    return []
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
     charts = [
-        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
+        _along_panel(
+            f"{MEASURES[key].title} along training: {run}",
+            MEASURES[key].unit,
+            history.epochs,
+            history.values,
+        )
         for key, runs in histories.items()
         for run, history in runs.items()
     ]
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
     guide = f"{guides.RANGE} {guides.DISTANCE}"
-    return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
+    if charts:
+        return [Section("Attention along training", text, charts=charts, guide=guide)]
+    return []
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
     if len(points) < 2:
         return []
-    costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
+    costs = {
+        "MACs": ("GMACs per image", "macs", 1e9),
+        "parameters": ("parameters (M)", "parameters", 1e6),
+    }
     charts = []
     for title, (label, cost, scale) in costs.items():
         series: dict[str, dict[str, tuple[float, float]]] = {}
         for point in points:
-            series.setdefault(point.data, {})[point.name] = (getattr(point, cost) / scale, point.top1)
+            series.setdefault(point.data, {})[point.name] = (
+                getattr(point, cost) / scale,
+                point.top1,
+            )
         charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
     rows = [
-        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
+        [
+            p.name,
+            p.data,
+            f"{p.top1:.2f}",
+            format_number(p.macs / 1e9),
+            format_number(p.parameters / 1e6),
+        ]
         for p in sorted(points, key=lambda point: point.macs)
     ]
     table = [["", "test set", "top-1 (%)", *(label for label, _, _ in costs.values())], *rows]
@@ -262,10 +310,12 @@ def compare_sections(
         details = Details("Missing or damaged files", problems) if problems else None
         counts = {log.test_images for log in logs}
         finding = runs_finding({log.name: log.best_top1 for log in logs}, counts.pop() if len(counts) == 1 else None)
-        table, guide = _results_table(logs), guides.RESULTS
+        table = _results_table(logs)
+        guide = guides.RESULTS
         sections.append(Section("Final results", table=table, details=details, finding=finding, guide=guide))
     sections += _accuracy_section(points)
-    if charts := _learning_curves(logs):
+    charts = _learning_curves(logs)
+    if charts:
         thinned = any(len(log.steps) > MAX_CURVE_POINTS for log in logs)
         text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
         sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guides.CURVES))

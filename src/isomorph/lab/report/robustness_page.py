@@ -61,7 +61,8 @@ def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
         matrices = {"Points gained (red) or lost (blue): {1} minus {0}".format(*cells): change}
         limits = -largest, largest
     for title, own in matrices.items():
-        rows, columns = _keys(own, 0), _keys(own, 1)
+        rows = _keys(own, 0)
+        columns = _keys(own, 1)
         values = [[own.get((row, column), math.nan) for column in columns] for row in rows]
         charts.append(Matrix(title, "corruption", "severity", rows, list(map(str, columns)), values, *limits))
     return charts
@@ -71,8 +72,13 @@ def robustness_table(results: Mapping[str, CellValues]) -> Table:
     """Return a table of top-1 on the clean images, and its mean over the suite's cells."""
     rows = [["", "clean top-1 (%)", "cells", "mean top-1 under corruption (%)"]]
     for name, cells in results.items():
-        clean, suite = cells.get((CLEAN, 0)), _suite(cells)
-        texts = ["-" if clean is None else f"{clean:.2f}", str(len(suite)), f"{fmean(_means(suite, 0).values()):.2f}"]
+        clean = cells.get((CLEAN, 0))
+        suite = _suite(cells)
+        texts = [
+            "-" if clean is None else f"{clean:.2f}",
+            str(len(suite)),
+            f"{fmean(_means(suite, 0).values()):.2f}",
+        ]
         rows.append([name, *texts])
     return rows
 
@@ -89,7 +95,10 @@ def robustness_finding(results: Mapping[str, CellValues]) -> str:
     gains = {corruption: new[corruption] - means[corruption] for corruption in means}
     best, worst = (choose(gains, key=gains.__getitem__) for choose in (max, min))
     change = fmean(new.values()) - average
-    verdict = f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {name}" if change else f"equal to {name}"
+    if change:
+        verdict = f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {name}"
+    else:
+        verdict = f"equal to {name}"
     reached = f"On corrupted images {second} reaches {average + change:.2f} % top-1, {verdict}"
     return f"{reached}: {gains[best]:+.2f} under {best}, {gains[worst]:+.2f} under {worst}."
 
@@ -104,9 +113,13 @@ def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResul
     own = {(cell["corruption"], cell["severity"]): float(cell["top1"]) for cell in cells}
     results: dict[str, CellValues] = {name: own}
     if baseline:
-        first, common = str(baseline.identity["model"]), own.keys() & baseline.cells.keys()
+        first = str(baseline.identity["model"])
+        common = own.keys() & baseline.cells.keys()
         base = {key: float(baseline.cells[key]["top1"]) for key in common}
-        results = {f"{first} (baseline)" if first == name else first: base, name: {key: own[key] for key in common}}
+        results = {
+            f"{first} (baseline)" if first == name else first: base,
+            name: {key: own[key] for key in common},
+        }
     measured = " ".join(f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result))
     sections = [
         Section("Clean and corrupted images", measured, table=robustness_table(results)),

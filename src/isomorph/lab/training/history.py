@@ -125,4 +125,7 @@ def attention_history(
 def run_cost(folder: str | Path, options: ModelOptions = NO_OPTIONS) -> dict[str, int]:
     """Return MACs per image, at the test size, and parameters of the newest model. Raises: UserError without one."""
     model = _open(Path(folder), options)
-    return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}
+    return {
+        "macs": count_macs(model, evaluation_config(model)["input_size"]),
+        "parameters": count_parameters(model),
+    }

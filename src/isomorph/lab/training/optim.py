@@ -143,7 +143,12 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     name = "momentum" if optim.name == "sgd" and not optim.momentum else optim.name  # timm's sgd is Nesterov's
     try:
         return timm.optim.create_optimizer_v2(
-            groups, opt=name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
+            groups,
+            opt=name,
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            momentum=optim.momentum,
+            **more,
         )
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -162,7 +167,11 @@ def set_weight_decay(optimizer: Optimizer, optim: OptimPart, progress: float) ->
 
 
 def build_scheduler(
-    optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int, iterations: int | None = None
+    optimizer: Optimizer,
+    optim: OptimPart,
+    epochs: int,
+    steps_per_epoch: int,
+    iterations: int | None = None,
 ) -> Scheduler:
     """Return timm's schedule per step: linear warm-up, then cosine, linear, poly, step or constant.
 
@@ -171,7 +180,8 @@ def build_scheduler(
     peak divided by 10 at each milestone. A run of `iterations` has no epochs. A warm-up takes at least a step.
     """
     if iterations:
-        epochs, steps_per_epoch = iterations, 1
+        epochs = iterations
+        steps_per_epoch = 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
     if warmup and epochs * steps_per_epoch > 1:  # a run of one step has no peak to warm up to
         warmup = max(warmup, 1 / steps_per_epoch)

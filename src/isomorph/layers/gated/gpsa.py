@@ -12,14 +12,14 @@ Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p pre
 
 import copy
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix, kronecker
+from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
 from isomorph.layers.modes import require_same
 
@@ -52,29 +52,34 @@ class PositionalAttention(TokenHeads):
         """Shape: x (B, N, C) -> queries of the prefix tokens (B, nh, p, hd), keys of all (B, nh, N, hd)"""
         assert self.q is not None
         assert self.k is not None
-        q, k = self.split_heads(self.q(x[:, : self.prefix_tokens])), self.split_heads(self.k(x))
+        q = self.split_heads(self.q(x[:, : self.prefix_tokens]))
+        k = self.split_heads(self.k(x))
         return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2))
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
-        v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        p = self.prefix_tokens
+        v = self.split_heads(self.v(x))  # (B, N, nh, hd)
         rows, columns = self.cached((self.position,), self.positions, grid_size, v.dtype)
         attended = attend_by_axis(rows, columns, v[:, p:])  # (B, H W, nh, hd)
         if p:
             q, k = self.prefix_queries_keys(x)
-            prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, p, nh, hd)
-            attended = torch.cat([prefix, attended], dim=1)
+            prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))  # (B, nh, p, hd)
+            attended = torch.cat([prefix.transpose(1, 2), attended], dim=1)
         return self.proj_drop(self.proj(attended.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        p = self.prefix_tokens
-        position = F.pad(kronecker(*self.axis_maps(self.check_grid(x, grid_size))), (p, 0)).to(x.dtype)  # (nh, H W, N)
+        position = self.position_map(self.check_grid(x, grid_size), x.dtype)
         position = position.expand(x.shape[0], -1, -1, -1)
-        return torch.cat([softmax_map(*self.prefix_queries_keys(x)), position], dim=2) if p else position
+        if not self.prefix_tokens:
+            return position
+        prefix = softmax_map(*self.prefix_queries_keys(x))
+        return torch.cat([prefix, position], dim=2)
 
 
-class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]  # a ViT passes a mask too
+# a ViT passes a mask too
+class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]
     """A `PositionalAttention` in place of timm's Attention in a ViT, with its norms of queries and keys.
 
     In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be set.
@@ -133,10 +138,17 @@ class GPSA(TokenHeads):
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
-        rows, columns, weights = self.cached((self.position, self.gate), self.positions, grid_size, v.dtype)
-        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
+        parameters = (self.position, self.gate)
+        rows, columns, weights = self.cached(parameters, self.positions, grid_size, v.dtype)
+        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))  # (B, nh, N, hd)
+        content = content.transpose(1, 2)
         mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))
+
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the scaled queries and the keys of content attention. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        q, k = self.queries_keys(x)
+        return q * q.shape[-1] ** -0.5, k, None
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
@@ -144,20 +156,29 @@ class GPSA(TokenHeads):
         q, k = self.queries_keys(x)
         content = softmax_map(q, k)
         p = self.prefix_tokens
-        position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
-        return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)
+        mixed = gated_mix(content[:, :, p:], self.position_map(grid_size, content.dtype), self.gate)
+        return torch.cat([content[:, :, :p], mixed], dim=2)
 
     @torch.no_grad()
     def to_positional(self) -> PositionalAttention:
         """Return the layer with sigma(gate) = 1: without queries and keys, but for those of prefix tokens."""
-        size = (self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens)
-        layer = self.positional_class(*size).to(self.v.weight)
+        layer = self.positional_class(
+            self.v.in_features,
+            self.num_heads,
+            self.grid_size,
+            self.v.bias is not None,
+            self.prefix_tokens,
+        )
+        layer = layer.to(self.v.weight)
         if layer.q is not None and layer.k is not None:
             for kind, joint in self.qk.named_parameters():
-                for part, rows in zip((layer.q, layer.k), joint.chunk(2), strict=True):
-                    getattr(part, kind).copy_(rows)
+                queries, keys = joint.chunk(2)
+                getattr(layer.q, kind).copy_(queries)
+                getattr(layer.k, kind).copy_(keys)
+            layer.q_norm = copy.deepcopy(self.q_norm)
+            layer.k_norm = copy.deepcopy(self.k_norm)
         layer.position.copy_(self.position)
-        for name in ("v", "proj", "proj_drop", *(("q_norm", "k_norm") if self.prefix_tokens else ())):
+        for name in ("v", "proj", "proj_drop"):
             setattr(layer, name, copy.deepcopy(getattr(self, name)))
         return layer.train(self.training)
 
@@ -188,15 +209,18 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals. Raises: ValueError as `require_same`: gates not open."""
-        dim, bias = self.v.in_features, self.v.bias is not None
-        attention = Attention(dim, self.num_heads, qkv_bias=bias)
-        attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)
-        attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
+        dim = self.v.in_features
+        attention = Attention(dim, self.num_heads, qkv_bias=self.v.bias is not None)
+        attention.to(self.v.weight).train(self.training)
+        weight = torch.cat([self.qk.weight, self.v.weight])
+        attention.qkv.weight.copy_(weight)
         if self.qk.bias is not None and self.v.bias is not None:
-            attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
+            bias = torch.cat([self.qk.bias, self.v.bias])
+            attention.qkv.bias.copy_(bias)
         for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(attention, name, copy.deepcopy(getattr(self, name)))
-        shape = (1, self.prefix_tokens + math.prod(self.grid_size), dim)
-        require_same(self, attention, shape, atol, "keep it, or open the gates with set_gating(gate=-15)")
+        tokens = self.prefix_tokens + math.prod(self.grid_size)
+        advice = "keep it, or open the gates with set_gating(gate=-15)"
+        require_same(self, attention, (1, tokens, dim), atol, advice)
         attention.qkv.requires_grad_(self.qk.weight.requires_grad)
         return attention

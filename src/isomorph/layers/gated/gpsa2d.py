@@ -33,11 +33,12 @@ def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.devi
     width = -(-channels // num_heads)
     rows = torch.arange(width * num_heads, device=device).view(width, num_heads).t().flatten()  # (nh hd,)
     zero = 2 * channels + values
-    q, k = (torch.where(rows < channels, rows + first, zero) for first in (0, channels))
+    q = torch.where(rows < channels, rows, zero)
+    k = torch.where(rows < channels, rows + channels, zero)
     return torch.cat([q, k, torch.arange(2 * channels, zero, device=device)])
 
 
-class Windows(NamedTuple):
+class KeyWindows(NamedTuple):
     """The keys of a padded map, and the window of them around every query, or None for the whole map."""
 
     queries: GridSize
@@ -50,23 +51,32 @@ class Windows(NamedTuple):
         """Return True for keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
-        axes = zip(self.queries, self.keys, self.stride, self.size, strict=True)
-        rows, columns = (axis_offsets(n, m, self.start, s, device).abs() <= size // 2 for n, m, s, size in axes)
+        near = []
+        for queries, keys, stride, size in zip(self.queries, self.keys, self.stride, self.size, strict=True):
+            offsets = axis_offsets(queries, keys, self.start, stride, device)
+            near.append(offsets.abs() <= size // 2)
+        rows, columns = near
         if query is not None:
-            rows, columns = rows[query // self.queries[1], None], columns[query % self.queries[1], None]
+            row, column = divmod(query, self.queries[1])
+            rows = rows[row, None]
+            columns = columns[column, None]
         return rows[:, None, :, None] & columns[None, :, None, :]
 
 
-def _key_scores(windows: Windows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _key_scores(windows: KeyWindows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 0 for keys in the window, -inf outside, and log(number of padded keys in it) for the last.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
     """
-    (height, width), (ph, pw), mask = windows.keys, padding, windows.mask(device)
-    inside = mask[:, :, ph : height - ph, pw : width - pw].flatten(2).flatten(0, 1)  # (Nq, H W)
-    outside = mask.sum((2, 3)).flatten()[:, None] - inside.sum(1, keepdim=True)
-    numbers = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
-    return numbers.log().to(dtype)  # log 0 is -inf
+    height, width = windows.keys
+    ph, pw = padding
+    mask = windows.mask(device)
+    unpadded = mask[:, :, ph : height - ph, pw : width - pw]
+    inside = unpadded.flatten(2).flatten(0, 1)  # (Nq, H W)
+    every = mask.sum((2, 3)).flatten()  # (Nq,)
+    outside = every[:, None] - inside.sum(1, keepdim=True)  # (Nq, 1)
+    counts = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
+    return counts.log().to(dtype)  # log 0 is -inf
 
 
 class _SoftPatches(torch.autograd.Function):
@@ -83,7 +93,12 @@ class _SoftPatches(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        values: Tensor, content: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor
+        values: Tensor,
+        content: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         share, rest = weights[:, :, None, None]
         maps = torch.addcmul(kronecker(rows * share, columns), content, rest)
@@ -102,10 +117,15 @@ class _SoftPatches(torch.autograd.Function):
         d_values = torch.bmm(grad, maps.flatten(1, 2))
         d_maps = torch.bmm(grad.mT, values).view_as(content)
         d_content = d_maps * rest
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None
+
+        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps .
+        # position
         by_content = (d_maps * content).sum((0, 2, 3))
-        d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1)).unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
+        d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1))
+        d_grid = d_grid.unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
         d_rows = (d_grid * columns[:, None, :, None]).sum((2, 4)) * share
         d_columns = (d_grid * scaled[:, :, None, :, None]).sum((1, 3))
         by_position = (rows * d_rows).sum((1, 2))
@@ -146,11 +166,12 @@ class GPSA2d(TapHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    # Height and width of the window of keys around a query that content attention reads; None reads the whole map.
+    # Height and width of the window of keys around a query that content attention reads; None reads
+    # the whole map.
     content_window: GridSize | None = None
 
-    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
-    # export leaves open, no map is formed.
+    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and
+    # for sizes that an export leaves open, no map is formed.
     max_dense_pairs: ClassVar[int] = 512 * 512
 
     def _add_content(self) -> None:
@@ -170,44 +191,55 @@ class GPSA2d(TapHeads):
     @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        pairs = math.prod(self.query_grid(H, W)) * H * W
+        queries = math.prod(self.query_grid(H, W))
+        pairs = queries * H * W
         if known_true(pairs <= self.max_dense_pairs):
-            return self.apply_filters(self.soft_patches(*self.queries_keys_values(x), H, W), H, W)
+            q, k, v = self.queries_keys_values(x)
+            return self.apply_filters(self.soft_patches(q, k, v, H, W), H, W)
         return self.without_maps(x, H, W)
 
     def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
         """Return the layer's output without forming maps: a sum of position and one of content."""
         q, k, v = self.queries_keys_values(x)
         position = self.position_taps(v.unflatten(2, (H, W)), self.position_share)
-        return position + self.content_taps(q, k, v, H, W)
+        content = self.content_taps(q, k, v, H, W)
+        return position + content
 
     def apply_filters(self, patches: Tensor, H: int, W: int, share: Tensor | None = None) -> Tensor:
         """Apply each head's filter, and the bias. Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)"""
-        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share  # (C_out, C / groups, nh)
-        y = F.conv1d(patches, filters.flatten(1)[:, :, None], self.bias, groups=self.groups)
+        filters = self.filters(share).flatten(1)[:, :, None]  # (C_out, C nh / groups, 1)
+        y = F.conv1d(patches, filters, self.bias, groups=self.groups)
         return y.unflatten(-1, self.query_grid(H, W))
 
     def joint_weight(self) -> Tensor:
         """Return W_qry and W_key with rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
-        weights, C = self.projections(), self.in_channels
-        rows = constant(_grouped_rows, weights[0], C, self.num_heads, 0 if self.value is None else C)
-        return F.pad(torch.cat(weights), (0, 0, 0, 1)).index_select(0, rows)[:, :, None]
+        weights = self.projections()
+        values = 0 if self.value is None else self.in_channels
+        rows = constant(_grouped_rows, weights[0], self.in_channels, self.num_heads, values)
+        stacked = F.pad(torch.cat(weights), (0, 0, 0, 1))  # with a row of zeros
+        return stacked.index_select(0, rows)[:, :, None]
 
     def projections(self) -> tuple[Tensor, ...]:
-        return tuple(each.weight for each in (self.query, self.key, self.value) if each is not None)
+        """Return W_qry, W_key, and W_val if there is one."""
+        if self.value is None:
+            return self.query.weight, self.key.weight
+        return self.query.weight, self.key.weight, self.value.weight
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, C, H, W) -> q (B, nh, hd, Nq), k (B, nh, hd, H W), v (B, C, H W)"""
-        weight, tokens = self.cached(self.projections(), self.joint_weight), x.flatten(2)
+        weight = self.cached(self.projections(), self.joint_weight)
+        tokens = x.flatten(2)
+        heads = (self.num_heads, self.head_width)
         width = self.num_heads * self.head_width
-        middle, rest = self.kernel_size // 2, len(weight) - width
+        values = len(weight) - 2 * width
+        middle = self.kernel_size // 2
         if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
-            q, k, v = F.conv1d(tokens, weight).split([width, width, rest - width], dim=1)
+            q, k, v = F.conv1d(tokens, weight).split([width, width, values], dim=1)
         else:
             q = F.conv1d(self.query_positions(x).flatten(2), weight[:width])
-            k, v = F.conv1d(tokens, weight[width:]).split([width, rest - width], dim=1)
-        v = tokens.to(compute_dtype(x)) if self.value is None else v
-        heads = (self.num_heads, self.head_width)
+            k, v = F.conv1d(tokens, weight[width:]).split([width, values], dim=1)
+        if self.value is None:
+            v = tokens.to(compute_dtype(x))
         return q.unflatten(1, heads), k.unflatten(1, heads), v
 
     def positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -218,19 +250,27 @@ class GPSA2d(TapHeads):
         """Return `_key_scores` of an H x W map. Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window"""
         return constant(_key_scores, like, self.windows(H, W), self.padding, like.dtype)
 
-    def windows(self, H: int, W: int) -> Windows:
-        padded = (H + 2 * self.padding[0], W + 2 * self.padding[1])
-        return Windows(self.query_grid(H, W), padded, self.kernel_size // 2, self.stride, self.content_window)
+    def windows(self, H: int, W: int) -> KeyWindows:
+        """Return the windows of all queries of an H x W map."""
+        ph, pw = self.padding
+        return KeyWindows(
+            queries=self.query_grid(H, W),
+            keys=(H + 2 * ph, W + 2 * pw),
+            start=self.kernel_size // 2,
+            stride=self.stride,
+            size=self.content_window,
+        )
 
     def soft_patches(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
         """Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> mixed map times values (B, C nh, Nq)"""
         B, nh, hd, Nq = q.shape
-        q, k = (q * hd**-0.5).flatten(0, 1), F.pad(k, (0, 1)).flatten(0, 1)  # (B nh, hd, Nq), (B nh, hd, H W + 1)
+        q = (q * hd**-0.5).flatten(0, 1)  # (B nh, hd, Nq)
+        k = F.pad(k, (0, 1)).flatten(0, 1)  # (B nh, hd, H W + 1), with one key for all padded ones
         scores = torch.baddbmm(self.key_scores(H, W, q), q.mT, k)
-        content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1].to(values.dtype)  # (B, nh, Nq, H W)
+        content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1]  # (B, nh, Nq, H W)
         parameters = (self.centre, self.raw_locality, self.gate)
         rows, columns, weights = self.cached(parameters, self.positions, H, W, values.dtype)
-        patches = _SoftPatches.apply(values, content, rows, columns, self.gate, weights)
+        patches = _SoftPatches.apply(values, content.to(values.dtype), rows, columns, self.gate, weights)
         return patches.view(B, self.in_channels * nh, Nq)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
@@ -239,33 +279,43 @@ class GPSA2d(TapHeads):
         Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
         """
         B, nh, hd, Nq = q.shape
-        shared = F.pad(values.mT, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
+        shared = F.pad(values.mT, (0, 0, 0, 1))  # (B, H W + 1, C), 0 for padded keys
+        shared = shared[:, None].expand(B, nh, -1, -1)
         # the fused kernel of a CPU needs q, k and v of one width
         width = max(self.in_channels - hd, 0) if on_cpu(q) else 0
         bias = self.key_scores(H, W, q).expand(1, 1, Nq, -1)
-        q, k = F.pad(q.mT, (0, width)).contiguous(), F.pad(k.mT, (0, width, 0, 1))
+        q = F.pad(q.mT, (0, width)).contiguous()
+        k = F.pad(k.mT, (0, width, 0, 1))
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)
-        return self.apply_filters(content.permute(0, 3, 1, 2).flatten(1, 2), H, W, torch.sigmoid(-self.gate))
+        patches = content.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
+        return self.apply_filters(patches, H, W, torch.sigmoid(-self.gate))
 
     def folded_filters(self) -> Tensor:
         """Return weight_h W_val of every head, in float64. Shape: -> (C_out, C / groups, nh)"""
         filters = super().folded_filters()
-        return filters if self.value is None else torch.einsum("och,cd->odh", filters, self.value.weight.double())
+        if self.value is None:
+            return filters
+        return torch.einsum("och,cd->odh", filters, self.value.weight.double())
 
     def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the queries, or one, divided by sqrt(hd), the keys of the padded grid, and their scores, or None.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
-        (H, W), (ph, pw) = x.shape[-2:], self.padding
+        H, W = x.shape[-2:]
+        ph, pw = self.padding
         q, k, _ = self.queries_keys_values(x)
-        q = q.mT if query is None else q.mT[:, :, query : query + 1]
+        q = q.mT  # (B, nh, Nq, hd)
+        if query is not None:
+            q = q[:, :, query : query + 1]
+        q = q * q.shape[-1] ** -0.5
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
-            mask = self.windows(H, W).mask(x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
+            mask = self.windows(H, W).mask(x.device, query)
+            mask = mask.flatten(2).flatten(0, 1)  # (Nq, keys)
             bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-        return q * q.shape[-1] ** -0.5, keys.flatten(3).mT, bias
+        return q, keys.flatten(3).mT, bias
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the attention map over the zero-padded keys, whose rows sum to 1, or the row of one query.
@@ -274,16 +324,29 @@ class GPSA2d(TapHeads):
         """
         self.check_map(x, query)
         q, keys, bias = self.content_scores(x, query)
-        content = torch.softmax(q @ keys.mT if bias is None else q @ keys.mT + bias, dim=-1)
-        return gated_mix(content, self.position_attention(x, query).to(content.dtype), self.gate)
+        scores = q @ keys.mT
+        if bias is not None:
+            scores = scores + bias
+        content = scores.softmax(-1)
+        position = self.position_attention(x, query).to(content.dtype)
+        return gated_mix(content, position, self.gate)
 
     @torch.no_grad()
     def to_positional(self) -> PositionalConv2d:
         """Return the layer with sigma(gate) = 1: without queries and keys, and with the values in the filters."""
-        size = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding)
-        layer = PositionalConv2d(*size, self.bias is not None, self.groups).to(self.weight)
+        layer = PositionalConv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.bias is not None,
+            self.groups,
+        )
+        layer = layer.to(self.weight)
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))
-        for name in ("bias", "centre", "raw_locality"):
-            if (own := getattr(self, name)) is not None:
-                getattr(layer, name).copy_(own)
+        layer.centre.copy_(self.centre)
+        layer.raw_locality.copy_(self.raw_locality)
+        if layer.bias is not None and self.bias is not None:
+            layer.bias.copy_(self.bias)
         return layer.train(self.training)

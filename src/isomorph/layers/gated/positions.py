@@ -14,7 +14,7 @@ Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels, p 
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,10 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(x: Tensor) -> bool:
+    """True if autocast is enabled on a tensor's device."""
     device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
+    # autocast does not know the meta device
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -45,7 +47,8 @@ def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) ->
     Shape: offsets (Nq, Nk), centre (nh,), locality (nh,) -> (nh, Nq, Nk)
     """
     squared = (offsets - centre[:, None, None]).square()
-    return torch.softmax(-locality[:, None, None] * squared, dim=-1)
+    scores = -locality[:, None, None] * squared
+    return scores.softmax(-1)
 
 
 def _signs(device: torch.device) -> Tensor:
@@ -57,21 +60,35 @@ def mix_weights(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
-# Queries and keys along an axis, the place of the first query among the keys, and the step from query to query.
-Axis = tuple[int, int, float, float]
+class Axis(NamedTuple):
+    """Queries and keys along an axis: their numbers, where the first query is among the keys, and the queries' step."""
+
+    queries: int
+    keys: int
+    start: float
+    stride: float
+
+    def offsets(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return key - query of every pair. Shape: -> (queries keys,)"""
+        return axis_offsets(*self, device, dtype).flatten()
 
 
 def image_axis(queries: int, keys: int) -> Axis:
     """Return an axis of two grids on the same image: the middles of the areas that they stand for are compared."""
-    return queries, keys, (keys / queries - 1) / 2, keys / queries
+    return Axis(queries, keys, (keys / queries - 1) / 2, keys / queries)
 
 
 def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (dx, dy, dx^2 + dy^2), of taps (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)"""
-    dy, dx = (axis_offsets(*axis, device, dtype).flatten() for axis in axes)
-    rows, columns = (torch.stack(each, 1) for each in ((0 * dy, dy, dy.square()), (dx, 0 * dx, dx.square())))
+    dy = axes[0].offsets(dtype, device)
+    dx = axes[1].offsets(dtype, device)
+    rows = torch.stack([0 * dy, dy, dy.square()], 1)
+    columns = torch.stack([dx, 0 * dx, dx.square()], 1)
     features = torch.cat([rows, columns])
-    return features[:, [1, 0, 2]] * torch.tensor([2, 2, -1], device=device) if of_taps else features
+    if of_taps:
+        factors = torch.tensor([2, 2, -1], device=device)
+        features = features[:, [1, 0, 2]] * factors
+    return features
 
 
 def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
@@ -82,21 +99,41 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     """
     rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
-    scores = (position.unsqueeze(1) * features).sum(-1)  # not a product of matrices, which may be in low precision
-    by_row, by_column = scores.split([rows[0] * rows[1], columns[0] * columns[1]], dim=1)
-    return by_row.unflatten(1, rows[:2]), by_column.unflatten(1, columns[:2])
+    # not a product of matrices, which may be in low precision
+    scores = (position.unsqueeze(1) * features).sum(-1)
+    by_row, by_column = scores.split([rows.queries * rows.keys, columns.queries * columns.keys], dim=1)
+    by_row = by_row.unflatten(1, (rows.queries, rows.keys))
+    by_column = by_column.unflatten(1, (columns.queries, columns.keys))
+    return by_row, by_column
+
+
+def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the softmax of `axis_scores` along rows and along columns. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
+    rows, columns = axis_scores(position, axes, of_taps)
+    return rows.softmax(-1), columns.softmax(-1)
 
 
 def without_subnormals(maps: Tensor) -> Tensor:
     """On a CPU, clear entries so near 0 that a product with them takes several times as long."""
-    clear = maps.dtype != torch.float16 and on_cpu(maps) and is_eager()  # whose smallest numbers count
-    return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0) if clear else maps
+    # float16's smallest numbers count
+    if maps.dtype == torch.float16 or not on_cpu(maps) or not is_eager():
+        return maps
+    return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0)
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the full attention map. Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)"""
-    grid = rows[:, :, None, :, None] * columns[:, None, :, None, :]  # (nh, Hq, Wq, H, W)
-    return grid.flatten(3).flatten(1, 2)  # (nh, Hq Wq, H W)
+    return _by_position(rows[:, :, None, :, None] * columns[:, None, :, None])
+
+
+def outer_sum(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the scores of all pairs. Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)"""
+    return _by_position(rows[:, :, None, :, None] + columns[:, None, :, None])
+
+
+def _by_position(grid: Tensor) -> Tensor:
+    """Shape: (nh, Hq, Wq, H, W) -> (nh, Hq Wq, H W)"""
+    return grid.flatten(3).flatten(1, 2)
 
 
 def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
@@ -117,7 +154,8 @@ def attend_rows(rows: Tensor, grid: Tensor) -> Tensor:
 def _matrix_per_row(x: Tensor) -> Tensor:
     """Shape: x (nh, H, n, m) -> (nh H, n, m), by a detour over one axis, which exports with open sizes can prove."""
     nh, H, n, m = x.shape
-    return x.contiguous().flatten().view(nh * H, n * m).unflatten(1, (n, m))
+    flat = x.contiguous().flatten().view(nh * H, n * m)
+    return flat.unflatten(1, (n, m))
 
 
 def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
@@ -145,9 +183,16 @@ class MixPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, p: int
+        content: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
+        p: int,
     ) -> Tensor:
-        mixed = torch.lerp(content[:, p:], attend_by_axis(rows, columns, values[:, p:]), weights[0, :, None])
+        position = attend_by_axis(rows, columns, values[:, p:])
+        mixed = torch.lerp(content[:, p:], position, weights[0, :, None])
         return torch.cat([content[:, :p], mixed], dim=1) if p else mixed
 
     @staticmethod
@@ -158,20 +203,31 @@ class MixPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, _, weights = ctx.saved_tensors
-        p, (share, rest) = ctx.prefix, weights
-        scaled, dy = rows * share[:, None, None], to_head_grid(grad[:, p:], (rows.shape[1], columns.shape[1]))
-        halfway = attend_columns(columns.mT, dy)  # (nh, H, W, B, hd)
-        d_values, d_content = from_head_grid(attend_rows(scaled.mT, halfway)), grad[:, p:] * rest[:, None]
+        p = ctx.prefix
+        share, rest = weights
+        dy = grad[:, p:]
+        scaled = rows * share[:, None, None]
+        dy_grid = to_head_grid(dy, (rows.shape[1], columns.shape[1]))
+        halfway = attend_columns(columns.mT, dy_grid)  # (nh, H, W, B, hd)
+        d_values = from_head_grid(attend_rows(scaled.mT, halfway))
+        d_content = dy * rest[:, None]
         if p:
             d_content = torch.cat([grad[:, :p], d_content], dim=1)
             d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_content, d_values, None, None, None, None, None
-        v = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
-        d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).mT) * share[:, None, None]  # (nh, H, H)
-        left, right = (t.flatten(3).flatten(0, 1) for t in (dy, attend_rows(scaled, v)))  # (nh H, W, B hd)
-        d_columns = torch.bmm(left, right.mT).unflatten(0, dy.shape[:2]).sum(1)
-        by_position, by_content = (rows * d_rows).sum((1, 2)), (grad[:, p:] * content[:, p:]).sum((0, 1, 3))
+
+        v_grid = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
+        d_scaled = torch.bmm(halfway.flatten(2), v_grid.flatten(2).mT)  # (nh, H, H)
+        d_rows = d_scaled * share[:, None, None]
+        lines = dy_grid.flatten(3).flatten(0, 1)  # (nh H, W, B hd)
+        read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
+        by_row = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
+        d_columns = by_row.sum(1)
+        # s (1 - s) (dy . position - dy . content), where rows . d_rows is s dy . position
+        by_position = (rows * d_rows).sum((1, 2))
+        by_content = (dy * content[:, p:]).sum((0, 1, 3))
         d_gate = torch.addcmul(by_position, share, by_content, value=-1) * rest
         return d_content, d_values, d_rows, d_columns, d_gate, None, None
 
@@ -191,7 +247,9 @@ class PositionHeads(KeepsInEval):
     def position_share(self) -> Tensor:
         """Share of position attention in every head: sigmoid(gate), 1 without gates. Shape: -> (nh,)"""
         gate = self._parameters.get("gate")
-        return next(self.parameters()).new_ones(self.num_heads) if gate is None else torch.sigmoid(gate)
+        if gate is None:
+            return next(self.parameters()).new_ones(self.num_heads)
+        return torch.sigmoid(gate)
 
     @torch.no_grad()
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
@@ -200,7 +258,8 @@ class PositionHeads(KeepsInEval):
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
             self._set_locality(locality)
-        if gate is not None and (own := self._parameters.get("gate")) is not None:
+        own = self._parameters.get("gate")
+        if gate is not None and own is not None:
             own.fill_(gate)
 
     def _set_locality(self, locality: float) -> None:

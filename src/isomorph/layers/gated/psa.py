@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.gated.positions import axis_scores, image_axis
+from isomorph.layers.attention_base import join_heads
+from isomorph.layers.gated.positions import axis_scores, image_axis, outer_sum
 from isomorph.layers.gated.token_heads import TokenHeads
 
 
@@ -44,9 +45,8 @@ class PSA(TokenHeads):
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return v_pos . r for every query and key, 0 from and to prefix tokens. Shape: -> (1, nh, N, N)"""
-        rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
-        bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
-        bias = bias.flatten(3).flatten(1, 2)[None].to(dtype)
+        scores = outer_sum(*axis_scores(self.position, map(image_axis, grid_size, grid_size)))
+        bias = scores[None].to(dtype)
         return F.pad(bias, (self.prefix_tokens, 0) * 2) if self.prefix_tokens else bias
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
@@ -55,10 +55,15 @@ class PSA(TokenHeads):
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
         bias = self.cached((self.position,), self.position_bias, grid_size, q.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
-        return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
+        return self.proj_drop(self.proj(join_heads(mixed)))
+
+    def content_scores(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scaled queries, the keys and v_pos . r. Shape: -> two of (B, nh, N, hd), (1, nh, N, N)"""
+        q, k = self.queries_keys(x)
+        bias = self.position_bias(self.check_grid(x, grid_size), q.dtype)
+        return q * q.shape[-1] ** -0.5, k, bias
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        bias = self.position_bias(self.check_grid(x, grid_size), x.dtype)
-        q, k = self.queries_keys(x)
-        return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias, dim=-1)
+        q, k, bias = self.content_scores(x, grid_size)
+        return torch.softmax(q @ k.mT + bias, dim=-1)

@@ -7,7 +7,6 @@ Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per 
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,9 @@ from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.gated.positions import (
+    Axis,
     PositionHeads,
-    axis_scores,
+    axis_attention,
     compute_dtype,
     geometry_dtype,
     is_autocast_on,
@@ -27,7 +27,8 @@ from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import batched, conv_output_size, window_centres
 from isomorph.layers.modes import can_keep, on_cpu, require_same
 
-# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint).
+# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
+# misprint).
 SOFTPLUS_BETA = 5.0
 
 
@@ -36,6 +37,7 @@ FAR = 64
 
 
 def inverse_softplus(value: float) -> float:
+    """Return the raw value whose softplus is a locality."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
@@ -68,12 +70,15 @@ class TapHeads(PositionHeads):
             raise ValueError(f"groups {groups} do not divide {in_channels} input and {out_channels} output channels")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
-        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel_size
         self.stride: tuple[int, int] = to_2tuple(stride)
         self.padding: tuple[int, int] = to_2tuple(padding)
         self.groups = groups
         self.num_heads = kernel_size**2
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size))
+        filters = torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size)
+        self.weight = nn.Parameter(filters)
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         self.centre = nn.Parameter(torch.empty(self.num_heads, 2))
         self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
@@ -92,6 +97,7 @@ class TapHeads(PositionHeads):
 
     @property
     def head_width(self) -> int:
+        """Rows of W_qry and W_key of each head, the last ones filled up with zeros."""
         return -(-self.in_channels // self.num_heads)
 
     def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
@@ -100,38 +106,47 @@ class TapHeads(PositionHeads):
         Raises: ValueError if its channels or its dtype are not the layer's, or for a `query` that is no index of one.
         """
         name = type(self).__name__
+        autocast = is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4
         if x.ndim != 4:
             raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
         if x.shape[1] != self.in_channels:
             raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
-        if x.dtype != self.weight.dtype and not (is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4):
+        if x.dtype != self.weight.dtype and not autocast:
             raise ValueError(f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them")
-        H, W = x.shape[2], x.shape[3]
-        if query is not None and not 0 <= query < math.prod(self.query_grid(H, W)):
-            raise ValueError(f"query {query} must be from 0 to {math.prod(self.query_grid(H, W)) - 1}")
+        H, W = x.shape[2:]
+        if query is not None:
+            queries = math.prod(self.query_grid(H, W))
+            if not 0 <= query < queries:
+                raise ValueError(f"query {query} must be from 0 to {queries - 1}")
         return H, W
 
     def query_grid(self, H: int, W: int) -> tuple[int, int]:
         """Return the size of the output. Raises: ValueError for a feature map smaller than the window."""
-        sizes = zip((H, W), self.stride, self.padding, strict=True)
-        Hq, Wq = (conv_output_size(n, self.kernel_size, stride, padding) for n, stride, padding in sizes)
+        Hq = conv_output_size(H, self.kernel_size, self.stride[0], self.padding[0])
+        Wq = conv_output_size(W, self.kernel_size, self.stride[1], self.padding[1])
         return Hq, Wq
 
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the features of x at the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
-        middle = self.kernel_size // 2
-        (sh, sw), (ph, pw) = self.stride, (padding - middle for padding in self.padding)
-        if (ph, pw) != (0, 0):  # negative padding crops
+        sh, sw = self.stride
+        ph = self.padding[0] - self.kernel_size // 2
+        pw = self.padding[1] - self.kernel_size // 2
+        if ph or pw:  # negative padding crops
             x = F.pad(x, (pw, pw, ph, ph))
         return x[:, :, ::sh, ::sw].contiguous()
 
     def with_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+        """Add the bias to every position. Shape: (B, C_out, Hq, Wq) -> the same"""
+        if self.bias is None:
+            return y
+        return y + self.bias.view(-1, 1, 1).to(y.dtype)
 
     def extra_repr(self) -> str:
-        size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
-        groups = "" if self.groups == 1 else f", groups={self.groups}"
-        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
+        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        shown += f", padding={self.padding}, bias={self.bias is not None}"
+        if self.groups != 1:
+            shown += f", groups={self.groups}"
+        return shown
 
     def _set_locality(self, locality: float) -> None:
         self.raw_locality.fill_(inverse_softplus(locality))
@@ -143,33 +158,43 @@ class TapHeads(PositionHeads):
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
-        sizes = zip(self.query_grid(H, W), (H, W), self.padding, self.stride, strict=True)
-        axes = ((queries, n + 2 * padding, self.kernel_size // 2, stride) for queries, n, padding, stride in sizes)
+        Hq, Wq = self.query_grid(H, W)
+        ph, pw = self.padding
+        middle = self.kernel_size // 2
+        rows = Axis(Hq, H + 2 * ph, middle, self.stride[0])
+        columns = Axis(Wq, W + 2 * pw, middle, self.stride[1])
         locality = self.locality[:, None]
-        rows, columns = axis_scores(torch.cat([locality * self.centre, locality], 1), axes, of_taps=True)
-        return rows.softmax(-1), columns.softmax(-1)
+        position = torch.cat([locality * self.centre, locality], 1)
+        return axis_attention(position, (rows, columns), of_taps=True)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
-        rows, columns = map(without_subnormals, self.axis_maps(H, W))
+        rows, columns = self.axis_maps(H, W)
         ph, pw = self.padding
-        return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
+        rows = without_subnormals(rows)[..., ph : ph + H]
+        columns = without_subnormals(columns)[..., pw : pw + W]
+        return rows.to(dtype), columns.to(dtype)
 
     def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the map, or one row. Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))"""
         rows, columns = self.axis_maps(*self.check_map(x, query))
         if query is not None:
             row, column = divmod(query, columns.shape[1])
-            rows, columns = rows[:, row : row + 1], columns[:, column : column + 1]
+            rows = rows[:, row : row + 1]
+            columns = columns[:, column : column + 1]
         return kronecker(rows, columns)
+
+    def filters(self, share: Tensor | None = None) -> Tensor:
+        """Return the filter of every head, scaled by its share. Shape: share (nh,) -> (C_out, C / groups, nh)"""
+        filters = self.weight.flatten(2)
+        return filters if share is None else filters * share
 
     def position_taps(self, values: Tensor, share: Tensor | None = None) -> Tensor:
         """Return the sum over heads of position attention times values times filter, scaled by a share of each head.
 
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
-        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
-        filters = filters.to(values.dtype)
+        filters = self.filters(share).to(values.dtype)
         H, W = values.shape[2:]
         heads = (self.centre, self.raw_locality)
 
@@ -190,8 +215,16 @@ class TapHeads(PositionHeads):
         locality = self.locality
         axes = []
         for axis, keys in enumerate((H, W)):
-            grid = (self.kernel_size, self.stride[axis], self.padding[axis], queries[axis], keys)
-            axes.append(TapAxis(*grid, centre[:, axis], locality))
+            taps = TapAxis(
+                kernel_size=self.kernel_size,
+                stride=self.stride[axis],
+                padding=self.padding[axis],
+                queries=queries[axis],
+                keys=keys,
+                centre=centre[:, axis],
+                locality=locality,
+            )
+            axes.append(taps)
         return axes
 
     def no_weight_decay(self) -> set[str]:
@@ -211,30 +244,47 @@ class TapHeads(PositionHeads):
         """
         conv = self.tap_convolution()
         shape = (1, self.in_channels, 4 * self.kernel_size + 3, 4 * self.kernel_size + 5)
-        require_same(self, conv, shape, atol, "keep it as attention, or give a larger atol, which changes the outputs")
+        require_same(
+            self,
+            conv,
+            shape,
+            atol,
+            "keep it as attention, or give a larger atol, which changes the outputs",
+        )
         return conv
 
     @torch.no_grad()
     def off_tap_share(self) -> Tensor:
         """Return the share of position attention off the tap nearest to each centre, 1 off the window. Shape: (nh,)"""
-        centre, locality, middle = self.centre.double(), self.locality.double(), self.kernel_size // 2
-        tap = nearest_taps(centre, self.kernel_size) - middle  # (nh, 2)
+        centre = self.centre.double()
+        locality = self.locality.double()[:, None, None]
+        tap = nearest_taps(centre, self.kernel_size) - self.kernel_size // 2  # (nh, 2)
         neighbours = torch.arange(-FAR, FAR + 1, dtype=torch.float64, device=centre.device)
         distance = tap[..., None] + neighbours - centre[..., None]  # (nh, 2, neighbours)
-        share = torch.softmax(-locality[:, None, None] * distance.square(), dim=-1)[..., FAR].prod(1)
+        attention = torch.softmax(-locality * distance.square(), dim=-1)
+        on_tap = attention[..., FAR].prod(1)  # (nh,)
         inside = (tap == centre.round()).all(1)
-        return torch.where(inside, 1 - share, 1.0)
+        return torch.where(inside, 1 - on_tap, 1.0)
 
     @torch.no_grad()
     def tap_convolution(self) -> nn.Conv2d:
         """Return `to_conv` without its check."""
-        kind: Any = dict(groups=self.groups, bias=self.bias is not None, dtype=self.weight.dtype)
-        size = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding)
-        conv = nn.Conv2d(*size, device=self.weight.device, **kind)
+        conv = nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            groups=self.groups,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
         rows, columns = nearest_taps(self.centre, self.kernel_size).unbind(1)
         filters = self.folded_filters()
         taps = filters.new_zeros(*filters.shape[:2], self.kernel_size**2)
-        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)  # heads on the same tap add up
+        # heads on the same tap add up
+        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)
         conv.weight.copy_(taps.view_as(conv.weight))
         if self.bias is not None and conv.bias is not None:
             conv.bias.copy_(self.bias)
@@ -273,4 +323,5 @@ class PositionalConv2d(TapHeads):
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the map, the same for every image. Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))"""
-        return self.position_attention(x, query).to(x.dtype).expand(x.shape[0], -1, -1, -1)
+        position = self.position_attention(x, query).to(x.dtype)
+        return position.expand(x.shape[0], -1, -1, -1)

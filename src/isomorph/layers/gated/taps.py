@@ -31,7 +31,8 @@ from isomorph.layers.modes import on_cpu
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
 
-# Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py).
+# Time of a multiplication head by head, relative to one of a convolution (measured by
+# benchmarks/gpsa_stages.py).
 BY_HEAD_COST = 1.5
 
 # First index, and the one after the last.
@@ -43,15 +44,18 @@ def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, 
 
     Shape: grid (H, W, B C), rows, columns -> (nh Hq, Wq, W), (nh Hq, W, B C), (nh Hq, Wq, B C)
     """
-    lines = columns[:, None].expand(-1, rows.shape[1], -1, -1).flatten(0, 1)  # (nh Hq, Wq, W)
-    halfway = torch.mm(rows.flatten(0, 1), grid.flatten(1)).unflatten(1, grid.shape[1:])  # (nh Hq, W, B C)
+    nh, Hq, _ = rows.shape
+    lines = columns[:, None].expand(nh, Hq, -1, -1).flatten(0, 1)  # (nh Hq, Wq, W)
+    halfway = torch.mm(rows.flatten(0, 1), grid.flatten(1))  # (nh Hq, W B C)
+    halfway = halfway.unflatten(1, grid.shape[1:])  # (nh Hq, W, B C)
     return lines, halfway, torch.bmm(lines, halfway)
 
 
 def _to_patches(read: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """Arrange what heads read as a convolution does. Shape: (nh Hq, Wq, B C) -> (B, C nh, Hq Wq)"""
-    each = read.unflatten(2, x.shape[:2]).unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
-    return each.permute(2, 3, 0, 1).flatten(1, 2)
+    by_image = read.unflatten(2, x.shape[:2])  # (nh Hq, Wq, B, C)
+    by_head = by_image.unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
+    return by_head.permute(2, 3, 0, 1).flatten(1, 2)
 
 
 class _TapsAtOnce(torch.autograd.Function):
@@ -73,29 +77,43 @@ class _TapsAtOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rows, columns, filters = ctx.saved_tensors
+        B, C, H, W = x.shape
+        nh, Hq, _ = rows.shape
+        Wq = columns.shape[1]
         grid = x.permute(2, 3, 0, 1).flatten(2)  # (H, W, B C)
         lines, halfway, read = _read(grid, rows, columns)
         patches = _to_patches(read, x, rows)
-        arguments = (None, (1,), (0,), (1,), False, (0,), ctx.groups, (True, True, False))
-        d_patches, d_filters, _ = torch.ops.aten.convolution_backward(grad, patches, filters, *arguments)
-        each = d_patches.unflatten(1, (x.shape[1], rows.shape[0])).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
-        d_read = each.unflatten(1, (rows.shape[1], columns.shape[1])).flatten(0, 1)  # (nh Hq, Wq, B C)
-        d_columns = torch.bmm(d_read, halfway.mT).unflatten(0, rows.shape[:2]).sum(1)
+        stride, padding, dilation, wanted = (1,), (0,), (1,), (True, True, False)
+        d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
+            grad, patches, filters, None, stride, padding, dilation, False, (0,), ctx.groups, wanted
+        )
+        by_head = d_patches.unflatten(1, (C, nh)).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
+        d_read = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
+        d_columns = torch.bmm(d_read, halfway.mT).unflatten(0, (nh, Hq)).sum(1)
         d_halfway = torch.bmm(lines.mT, d_read).flatten(1)  # (nh Hq, W B C)
         d_rows = torch.mm(d_halfway, grid.flatten(1).t()).view_as(rows)
         d_grid = torch.mm(rows.flatten(0, 1).t(), d_halfway)  # (H, W B C)
-        d_x = d_grid.view(x.shape[2], x.shape[3], *x.shape[:2]).permute(2, 3, 0, 1)
+        d_x = d_grid.view(H, W, B, C).permute(2, 3, 0, 1)
         return d_x, d_rows, d_columns, d_filters, None
 
 
 def _taps(filters: Tensor) -> Tensor:
     """Make full or depthwise filters contiguous. Shape: (C_out, C / G, nh) -> (nh, C, C_out) or (nh, C)"""
-    return (filters[:, 0].t() if filters.shape[1] == 1 else filters.permute(2, 1, 0)).contiguous()
+    if filters.shape[1] == 1:
+        return filters[:, 0].t().contiguous()
+    return filters.permute(2, 1, 0).contiguous()
 
 
 def _apply(read: Tensor, taps: Tensor) -> Tensor:
     """Apply the filter of one head. Shape: read (N, C), taps (C, C_out) or (C,) -> (N, C_out)"""
     return read * taps if taps.ndim == 1 else torch.mm(read, taps)
+
+
+def _filter_gradient(dy: Tensor, read: Tensor, taps: Tensor) -> Tensor:
+    """Return the gradient of `_apply` by the filter. Shape: dy (N, C_out), read (N, C) -> (C_out, C) or (C, 1)"""
+    if taps.ndim == 1:
+        return (dy * read).sum(0)[:, None]
+    return torch.mm(dy.t(), read)
 
 
 class _TapsByHead(torch.autograd.Function):
@@ -105,9 +123,12 @@ class _TapsByHead(torch.autograd.Function):
 
     @staticmethod
     def forward(grid: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
-        flat, (B, C), total = grid.flatten(2), grid.shape[2:], None
+        flat = grid.flatten(2)  # (H, W, B C)
+        _, _, B, C = grid.shape
+        total = None
         for row, column, taps in zip(rows, columns, _taps(filters), strict=True):
-            y = _apply(_read(flat, row[None], column[None])[2].view(-1, C), taps)  # (N, C_out)
+            read = _read(flat, row[None], column[None])[2]
+            y = _apply(read.view(-1, C), taps)  # (N, C_out)
             total = y if total is None else total.add_(y)
         assert total is not None
         return total.view(rows.shape[1], columns.shape[1], B, len(filters))
@@ -119,20 +140,25 @@ class _TapsByHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grid, rows, columns, filters = ctx.saved_tensors
-        flat, dy, d_grid, others = grid.flatten(2), grad.flatten(0, 2), None, []  # (H, W, B C), (N, C_out)
+        flat = grid.flatten(2)  # (H, W, B C)
+        dy = grad.flatten(0, 2)  # (N, C_out)
+        d_grid = None
+        d_rows = []
+        d_columns = []
+        d_filters = []
         for row, column, taps in zip(rows, columns, _taps(filters), strict=True):
             lines, halfway, read = _read(flat, row[None], column[None])
-            near = read.reshape(-1, grid.shape[3])  # (N, C)
-            d_taps = (dy * near).sum(0)[:, None] if taps.ndim == 1 else torch.mm(dy.t(), near)  # (C_out, C / G)
+            patches = read.reshape(-1, grid.shape[3])  # (N, C)
             d_read = _apply(dy, taps.t()).reshape(read.shape)  # (Hq, Wq, B C)
             d_halfway = torch.bmm(lines.mT, d_read).flatten(1)  # (Hq, W B C)
             d_flat = torch.mm(row.t(), d_halfway)
             d_grid = d_flat if d_grid is None else d_grid + d_flat
-            d_row = torch.mm(d_halfway, flat.flatten(1).t())
-            others.append((d_row, torch.bmm(d_read, halfway.mT).sum(0), d_taps))
+            d_rows.append(torch.mm(d_halfway, flat.flatten(1).t()))
+            d_columns.append(torch.bmm(d_read, halfway.mT).sum(0))
+            d_filters.append(_filter_gradient(dy, patches, taps))
         assert d_grid is not None
-        d_rows, d_columns, d_filters = zip(*others, strict=True)
-        return d_grid.view(grid.shape), torch.stack(d_rows), torch.stack(d_columns), torch.stack(d_filters, dim=2)
+        d_taps = torch.stack(d_filters, dim=2)
+        return d_grid.view(grid.shape), torch.stack(d_rows), torch.stack(d_columns), d_taps
 
 
 def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
@@ -167,10 +193,13 @@ class TapAxis(NamedTuple):
         """
         smallest = 2 - math.log(torch.finfo(self.centre.dtype).eps)
         off_grid = self.centre - self.centre.round()
-        far = (self.centre.abs() + (smallest / self.locality + off_grid.square()).sqrt()).max()
+        span = (smallest / self.locality + off_grid.square()).sqrt()
+        farthest = (self.centre.abs() + span).max()
         # a list of a tensor on the CPU is read from memory, without an operation
-        reach: Any = far.tolist()
-        return max(int(reach), self.kernel_size // 2) if reach < 2 * self.keys else None  # None for NaN too
+        reach: Any = farthest.tolist()
+        if reach < 2 * self.keys:
+            return max(int(reach), self.kernel_size // 2)
+        return None  # for NaN too
 
     def window(self, reach: int) -> Tensor:
         """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
@@ -193,6 +222,47 @@ class TapAxis(NamedTuple):
         return first, min(max(last, first), self.keys)
 
 
+class _NearAxis(NamedTuple):
+    """Heads along one axis that attend at most `reach` steps away, and the queries that are far from the border."""
+
+    axis: TapAxis
+    reach: int
+    inner: Range
+
+    @property
+    def inner_queries(self) -> int:
+        first, last = self.inner
+        return max(last - first, 0)
+
+    @property
+    def padding(self) -> int:
+        """Padding of the convolution whose kernel has the reach of the heads."""
+        return self.axis.padding + self.reach - self.axis.kernel_size // 2
+
+
+def _near_axes(axes: Sequence[TapAxis]) -> list[_NearAxis] | None:
+    near = []
+    for axis in axes:
+        reach = axis.reach()
+        if reach is None:
+            return None
+        near.append(_NearAxis(axis, reach, axis.interior(reach)))
+    return near
+
+
+def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: _NearAxis, columns: _NearAxis) -> bool:
+    """True if one convolution on all queries costs less than the inner ones head by head, in multiplications."""
+    B, C, H, W = x.shape
+    out, within, nh = filters.shape
+    Hq = rows.axis.queries
+    Wq = columns.axis.queries
+    filters_cost = out * within
+    by_head = nh * (C * W * (H + Wq) / Wq + filters_cost) * rows.inner_queries * columns.inner_queries
+    kernel_taps = (2 * rows.reach + 1) * (2 * columns.reach + 1)
+    folded = filters_cost * kernel_taps * (Hq * Wq + nh / max(B, 1))
+    return folded < BY_HEAD_COST * by_head
+
+
 def folded_taps(
     x: Tensor, axes: Sequence[TapAxis], filters: Tensor, axis_maps: Callable[[], tuple[Tensor, ...]]
 ) -> Tensor | None:
@@ -202,31 +272,54 @@ def folded_taps(
 
     Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
-    reach = [far for axis in axes if (far := axis.reach()) is not None]
-    if len(reach) < len(axes):
+    near = _near_axes(axes)
+    if near is None:
         return None
-    inner = [axis.interior(far) for axis, far in zip(axes, reach, strict=True)]
-    (top, bottom), (left, right) = inner
-    (B, C, H, W), (out, within, nh), (Hq, Wq) = x.shape, filters.shape, (axis.queries for axis in axes)
-    saved = nh * (C * W * (H + Wq) / Wq + out * within) * max(bottom - top, 0) * max(right - left, 0)  # by head
-    if out * within * math.prod(2 * far + 1 for far in reach) * (Hq * Wq + nh / max(B, 1)) >= BY_HEAD_COST * saved:
+    rows, columns = near
+    if not _is_cheaper_folded(x, filters, rows, columns):
         return None
+    high = rows.axis.window(rows.reach)
+    wide = columns.axis.window(columns.reach)
+    taps = (high[:, :, None] * wide[:, None]).to(x.dtype)  # (nh, kh, kw)
+    kernel = filters @ without_subnormals(taps).flatten(1)  # (C_out, C / G, kh kw)
+    kernel = kernel.unflatten(-1, taps.shape[1:])
+    stride = (rows.axis.stride, columns.axis.stride)
+    groups = x.shape[1] // filters.shape[1]
+    y = F.conv2d(x, kernel, None, stride, (rows.padding, columns.padding), groups=groups)
+    return _replace_border(y, x, near, filters, axis_maps)
 
-    high, wide = (axis.window(far) for axis, far in zip(axes, reach, strict=True))
-    each_head = (high[:, :, None] * wide[:, None]).to(x.dtype)  # (nh, kh, kw)
-    kernel = (filters @ without_subnormals(each_head).flatten(1)).unflatten(-1, each_head.shape[1:])
-    padding = [axis.padding + far - axis.kernel_size // 2 for axis, far in zip(axes, reach, strict=True)]
-    y = F.conv2d(x, kernel, None, [axis.stride for axis in axes], padding, groups=C // within)
-    if (Hq, Wq) == (bottom - top, right - left):
+
+def _replace_border(
+    y: Tensor,
+    x: Tensor,
+    near: list[_NearAxis],
+    filters: Tensor,
+    axis_maps: Callable[[], tuple[Tensor, ...]],
+) -> Tensor:
+    """Return y with the queries whose reach crosses the border computed head by head, from the keys near them."""
+    rows, columns = near
+    top, bottom = rows.inner
+    left, right = columns.inner
+    Hq, Wq = y.shape[2:]
+    if (top, bottom) == (0, Hq) and (left, right) == (0, Wq):
         return y
 
-    def by_head(*queries: Range) -> Tensor:
-        if any(first == last for first, last in queries):
-            return y.new_empty(B, out, *(last - first for first, last in queries))
-        near = [axis.keys_near(own, far) for axis, own, far in zip(axes, queries, reach, strict=True)]
-        parts = zip(axis_maps(), queries, near, strict=True)
-        rows, columns = (maps[:, slice(*own), slice(*keys)] for maps, own, keys in parts)
-        return soft_taps(x[:, :, slice(*near[0]), slice(*near[1])], rows, columns, filters)
+    def by_head(row_range: Range, column_range: Range) -> Tensor:
+        size = (row_range[1] - row_range[0], column_range[1] - column_range[0])
+        if 0 in size:
+            return y.new_empty(*y.shape[:2], *size)
+        own_rows = slice(*row_range)
+        own_columns = slice(*column_range)
+        key_rows = slice(*rows.axis.keys_near(row_range, rows.reach))
+        key_columns = slice(*columns.axis.keys_near(column_range, columns.reach))
+        row_maps, column_maps = axis_maps()
+        row_maps = row_maps[:, own_rows, key_rows]
+        column_maps = column_maps[:, own_columns, key_columns]
+        return soft_taps(x[:, :, key_rows, key_columns], row_maps, column_maps, filters)
 
-    middle = by_head(inner[0], (0, left)), y[:, :, top:bottom, left:right], by_head(inner[0], (right, Wq))
-    return torch.cat([by_head((0, top), (0, Wq)), torch.cat(middle, 3), by_head((bottom, Hq), (0, Wq))], 2)
+    before = by_head(rows.inner, (0, left))
+    after = by_head(rows.inner, (right, Wq))
+    middle = torch.cat([before, y[:, :, top:bottom, left:right], after], 3)
+    above = by_head((0, top), (0, Wq))
+    below = by_head((bottom, Hq), (0, Wq))
+    return torch.cat([above, middle, below], 2)

@@ -7,9 +7,17 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import PositionHeads, axis_scores, image_axis, mix_weights, without_subnormals
+from isomorph.layers.gated.positions import (
+    PositionHeads,
+    axis_attention,
+    image_axis,
+    kronecker,
+    mix_weights,
+    without_subnormals,
+)
 from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window, window_centres
 
 
@@ -29,7 +37,8 @@ class TokenPositions(PositionHeads):
     def _set_position(self, centre: Tensor, locality: float) -> None:
         """Centre every head on an offset (row, column). Shape: centre (nh, 2)"""
         row, column = centre.unbind(1)
-        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
+        unit = torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1)
+        self.position.copy_(locality * unit)
 
     @property
     def locality(self) -> Tensor:
@@ -40,23 +49,25 @@ class TokenPositions(PositionHeads):
     def centre(self) -> Tensor:
         """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
         locality = self.locality[:, None]
-        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
+        peak = self.position[:, [1, 0]] / (2 * locality)
+        return torch.where(locality > 0, peak, math.nan)
 
     def axis_maps(self, grid_size: GridSize) -> tuple[Tensor, Tensor]:
         """Return softmax(v_pos . r) along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
-        rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
-        return rows.softmax(-1), columns.softmax(-1)
+        return axis_attention(self.position, map(image_axis, grid_size, grid_size))
 
     def positions(self, grid_size: GridSize, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps, and the weights of the mix, if any."""
-        maps = tuple(without_subnormals(each).to(dtype) for each in self.axis_maps(grid_size))
+        rows, columns = self.axis_maps(grid_size)
+        maps = (without_subnormals(rows).to(dtype), without_subnormals(columns).to(dtype))
         gate = self._parameters.get("gate")
         return maps if gate is None else (*maps, mix_weights(gate).to(dtype))
 
     def _set_locality(self, locality: float) -> None:
         """Set the locality of every head; one without a peak is centred on its initial tap."""
-        centre = torch.where(self.centre.isfinite(), self.centre, self.tap_offsets().to(self.centre))
-        self._set_position(centre, locality)
+        centre = self.centre
+        taps = self.tap_offsets().to(centre)
+        self._set_position(torch.where(centre.isfinite(), centre, taps), locality)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
@@ -78,7 +89,9 @@ class TokenHeads(TokenPositions):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
-        self.num_heads, self.grid_size, self.prefix_tokens = num_heads, grid_size, prefix_tokens
+        self.num_heads = num_heads
+        self.grid_size = grid_size
+        self.prefix_tokens = prefix_tokens
         self.position = nn.Parameter(torch.empty(num_heads, 3))
         self._add_content(dim, qkv_bias)
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
@@ -101,7 +114,9 @@ class TokenHeads(TokenPositions):
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
-        return self.q_norm(self.split_heads(q).transpose(1, 2)), self.k_norm(self.split_heads(k).transpose(1, 2))
+        q = self.q_norm(self.split_heads(q).transpose(1, 2))
+        k = self.k_norm(self.split_heads(k).transpose(1, 2))
+        return q, k
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
@@ -111,6 +126,11 @@ class TokenHeads(TokenPositions):
         """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
         return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)
 
+    def position_map(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return position attention as a map, 0 to prefix tokens. Shape: -> (nh, H W, p + H W)"""
+        grid = kronecker(*self.axis_maps(grid_size))
+        return F.pad(grid, (self.prefix_tokens, 0)).to(dtype)
+
     def extra_repr(self) -> str:
         prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}{prefix}"
@@ -118,14 +138,19 @@ class TokenHeads(TokenPositions):
 
 def softmax_map(q: Tensor, k: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(hd)). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
-    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.softmax(-1)
 
 
 class ViTCall(TokenHeads):
     """Mixin for calls as timm's Attention has them. Raises: ValueError for a mask."""
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         no_mask(self, attn_mask, is_causal)
         return super().forward(x, grid_size)

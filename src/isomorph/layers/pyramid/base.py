@@ -18,14 +18,28 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch
+from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch, on_cpu
 from isomorph.layers.patches import Window
-from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
-from isomorph.layers.pyramid.closed_form import Chains, collapse
-from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
+from isomorph.layers.pyramid.batchnorm import (
+    NEEDS_EVAL,
+    apply_matrix,
+    fold,
+    linear_batch_norm,
+    normalise,
+    uses_batch_statistics,
+)
+from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
+from isomorph.layers.pyramid.closed_form import collapse
+from isomorph.layers.pyramid.moments import (
+    Moments,
+    autocast_dtype,
+    cast_clamped,
+    measure_moments,
+    sync_group,
+)
 
 Rectify = Literal["batchnorm", "rescale", "none"]
-Computed = Literal["closed", "branches"]
+TrainingForm = Literal["closed", "branches"]
 
 # Most branches of a layout, and most units of a branch; TDRL uses up to 8.
 MAX_UNITS = 32
@@ -39,7 +53,7 @@ def is_altered(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BranchLayout:
     """The branches of a pyramid: (Linear + BatchNorm) units in each, with or without a skip and a last Linear."""
 
     depths: tuple[int, ...]
@@ -47,18 +61,23 @@ class Layout:
     last: bool = True
 
     @classmethod
-    def parse(cls, name: str) -> "Layout":
+    def parse(cls, name: str) -> "BranchLayout":
         """Parse P-W2S: pyramid of 2 branches and a skip; P-W2; R-D2W1S: 1 branch of depth 2, a skip; R-D2W1; naive-W8.
 
         Raises: UserError for any other name.
         """
         given = name if isinstance(name, str) else ""
-        found = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
-        width, depth = (int(found[4]), int(found[2] or 1)) if found else (0, 0)
-        if found and 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (found[3] and found[5]):
-            depths = tuple(range(1, width + 1)) if found[1] else (depth,) * width
-            return cls(depths, skip=bool(found[5]), last=not found[3])
-        shown = repr(name[:40]) if isinstance(name, str) else f"of type {type(name).__name__}"
+        match = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
+        if match is not None:
+            pyramid, depth, naive, width, skip = match.groups()
+            width = int(width)
+            depth = int(depth or 1)
+            if 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (naive and skip):
+                depths = tuple(range(1, width + 1)) if pyramid else (depth,) * width
+                return cls(depths, skip=bool(skip), last=not naive)
+        shown = f"of type {type(name).__name__}"
+        if isinstance(name, str):
+            shown = repr(name[:40])
         raise UserError(
             f"layout {shown} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to {MAX_UNITS})"
         )
@@ -69,10 +88,13 @@ def apply_map(x: Tensor, weight: Tensor, bias: Tensor, window: Window | None) ->
 
     Shape: weight (G, out, C), bias (G, out); x (*, C) -> (*, out), or (B, C, H, W) -> (B, out, H', W')
     """
-    weight, bias = cast_clamped(weight.flatten(0, 1), autocast_dtype(x)), bias.flatten().to(autocast_dtype(x))
+    dtype = autocast_dtype(x)
+    weight = cast_clamped(weight.flatten(0, 1), dtype)
+    bias = bias.flatten().to(dtype)
     if window is None:
         return F.linear(x, weight, bias)
-    return F.conv2d(x, weight.unflatten(1, (-1, *window.kernel_size)), bias, *window[1:])
+    filters = weight.unflatten(1, (-1, *window.kernel_size))
+    return F.conv2d(x, filters, bias, window.stride, window.padding, window.dilation, window.groups)
 
 
 @register_notrace_module
@@ -104,48 +126,83 @@ class Parallel(KeepsInEval):
     def forward(self, x: Tensor) -> Tensor:
         if self.window is not None and x.ndim == 3:
             return self.forward(x[None])[0]
-        if x.shape[-1 if self.window is None else 1] != self.in_features or (self.window is not None and x.ndim != 4):
-            wanted = "(*, {})" if self.window is None else "(B, {}, H, W)"
-            raise UserError(f"the input has shape {tuple(x.shape)}; a pyramid needs {wanted.format(self.in_features)}")
+        self._check_input(x)
         parts = self.parts
         if parts[0] is not self and any(map(_computes_otherwise, parts)):
             return self.run_branches(x)
         forms = [part.form_now() for part in parts if isinstance(part, Pyramid)]
-        chains = [form for form in forms if isinstance(form, Chains)]
         if all(form == "running" for form in forms):
-            read = (t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values()))
-            sources = tuple(t for t in read if t is not None)
-            weight, bias = self.cached(sources, self.fold_parts, autocast_dtype(x))
+            weight, bias = self.cached(self._sources(), self.fold_parts, autocast_dtype(x))
             return apply_map(x, weight, bias, self.window)
+        chains = [form for form in forms if isinstance(form, Chains)]
         if len(chains) < len(forms):
             return self.run_branches(x)
+        if isinstance(self, Pyramid) and self.costs_less_by_outputs(x):
+            return self.normalise_outputs(x)
         moments = measure_moments(x, self.window, sync_group(self))
         with disable_autocast(x.device):
-            weight, bias = collapse(chains, moments)
-            if len(chains) < len(parts):  # some parts are linear
-                sizes = [part.out_features for part in parts if isinstance(part, Pyramid)]
-                maps = zip(weight.split(sizes, 1), bias.split(sizes, 1), strict=True)
-                pairs = [next(maps) if isinstance(part, Pyramid) else _at_mean(part, moments) for part in parts]
-                weight, bias = (torch.cat(each, 1) for each in zip(*pairs, strict=True))
+            weight, bias = self._collapse_parts(chains, moments)
         return apply_map(moments.source, weight, bias, self.window)
+
+    def _check_input(self, x: Tensor) -> None:
+        if self.window is None:
+            fits = x.shape[-1] == self.in_features
+            wanted = f"(*, {self.in_features})"
+        else:
+            fits = x.ndim == 4 and x.shape[1] == self.in_features
+            wanted = f"(B, {self.in_features}, H, W)"
+        if not fits:
+            raise UserError(f"the input has shape {tuple(x.shape)}; a pyramid needs {wanted}")
+
+    def _sources(self) -> tuple[Tensor, ...]:
+        """Return all parameters and buffers, tied ones each time."""
+        tensors: list[Tensor | None] = []
+        for module in self.modules():
+            tensors += module._parameters.values()
+            tensors += module._buffers.values()
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def _collapse_parts(self, chains: list[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
+        """Return the parts as one map of `moments.source`. Shape: -> (G, out, C), (G, out)"""
+        weight, bias = collapse(chains, moments)
+        if len(chains) == len(self.parts):
+            return weight, bias
+        weights = []
+        biases = []
+        start = 0
+        for part in self.parts:
+            if isinstance(part, Pyramid):
+                stop = start + part.out_features
+                weights.append(weight[:, start:stop])
+                biases.append(bias[:, start:stop])
+                start = stop
+            else:
+                own_weight, own_bias = _at_mean(part, moments)
+                weights.append(own_weight)
+                biases.append(own_bias)
+        return join(weights), join(biases)
 
     def fold_parts(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return the parts in eval mode as one affine map. Shape: -> (G, out, C), (G, out)"""
-        pairs = [part.fold() if isinstance(part, Pyramid) else fold([part]) for part in self.parts]
-        weights, biases = zip(*pairs, strict=True)
-        weight, bias = pairs[0] if len(pairs) == 1 else (torch.cat(weights, 1), torch.cat(biases, 1))
-        return (weight, bias) if dtype is None else (cast_clamped(weight, dtype), bias.to(dtype))
+        maps = [part.fold() if isinstance(part, Pyramid) else fold([part]) for part in self.parts]
+        weight = join([weight for weight, _ in maps])
+        bias = join([bias for _, bias in maps])
+        if dtype is None:
+            return weight, bias
+        return cast_clamped(weight, dtype), bias.to(dtype)
 
     @property
     def weight(self) -> Tensor:
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
-        weight = self.fold_parts()[0].flatten(0, 1).to(next(self.parameters()).dtype)
+        weight, _ = self.fold_parts()
+        weight = weight.flatten(0, 1).to(next(self.parameters()).dtype)
         return weight if self.window is None else weight.unflatten(1, (-1, *self.window.kernel_size))
 
     @property
     def bias(self) -> Tensor:
         """The bias of the layer that `fuse` returns, with running statistics."""
-        return self.fold_parts()[1].flatten().to(next(self.parameters()).dtype)
+        _, bias = self.fold_parts()
+        return bias.flatten().to(next(self.parameters()).dtype)
 
     @torch.no_grad()
     def fuse(self) -> Any:
@@ -155,8 +212,8 @@ class Parallel(KeepsInEval):
         altered = self.parts[0] is not self and any(map(_computes_otherwise, self.parts))
         if altered or not all(part.is_plain for part in self.parts if isinstance(part, Pyramid)):
             raise UserError(
-                "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; merge "
-                "or remove them first"
+                "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; "
+                "merge or remove them first"
             )
         weight, bias = copy.deepcopy(self).double().fold_parts()
         fused = self.make_linear(self.in_features, bias.numel()).to(next(self.parameters()))
@@ -172,7 +229,7 @@ def _computes_otherwise(part: nn.Module) -> bool:
 def _at_mean(linear: nn.Linear, moments: Moments) -> tuple[Tensor, Tensor]:
     """Return a linear layer as a map of its input less the mean. Shape: -> (1, out, C), (1, out)"""
     weight, bias = fold([linear])
-    return weight, bias + (weight @ moments.mean.detach().unsqueeze(-1)).squeeze(-1)
+    return weight, bias + apply_matrix(weight, moments.mean.detach())
 
 
 def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
@@ -185,7 +242,8 @@ def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> No
 class Pyramid(Parallel):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid."""
 
-    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take.
+    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can
+    # take.
     replaces_bias = True
 
     def __init__(
@@ -196,33 +254,42 @@ class Pyramid(Parallel):
         rectify: Rectify = "rescale",
         affine: bool = True,
         rescale_by: float | None = None,
-        form: Computed = "closed",
+        form: TrainingForm = "closed",
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
             raise UserError(f"rectify {rectify!r} is unknown; choose 'batchnorm', 'rescale' or 'none'")
         if rescale_by is not None and not rescale_by > 0:
             raise UserError(f"rescale_by {rescale_by} must be above 0, as the sum is divided by its square root")
-        branches = Layout.parse(layout)
-        self.in_features, self.out_features, self.layout, self.rectify = in_features, out_features, layout, rectify
-        self.rescale_by, self.form = rescale_by or float(len(branches.depths)), form
+        branches = BranchLayout.parse(layout)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.layout = layout
+        self.rectify = rectify
+        self.rescale_by = rescale_by or float(len(branches.depths))
+        self.form = form
         self.branches = nn.ModuleList(self._make_branch(branches, depth, affine) for depth in branches.depths)
         self.skip = self.make_linear(in_features, out_features) if branches.skip else None
         self.norm = self._make_norm(out_features, affine) if rectify == "batchnorm" else None
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramid itself, its only part."""
         return [self]
 
     def _make_norm(self, features: int, affine: bool) -> _BatchNorm:
-        return (nn.BatchNorm1d if self.window is None else nn.BatchNorm2d)(features, affine=affine)
+        if self.window is None:
+            return nn.BatchNorm1d(features, affine=affine)
+        return nn.BatchNorm2d(features, affine=affine)
 
-    def _make_branch(self, layout: Layout, depth: int, affine: bool) -> nn.Sequential:
+    def _make_branch(self, layout: BranchLayout, depth: int, affine: bool) -> nn.Sequential:
         """Return `depth` units and a last layer; the widths give both parameter counts of the paper."""
         out = self.out_features
-        taps = 1 if self.window is None else math.prod(self.window.kernel_size)
-        first = max(self.in_features, min(self.in_features * taps, out))
-        widths = [first, *[max(first, out)] * (depth - 1), out] if layout.last else [out] * depth
+        widths = [out] * depth
+        if layout.last:
+            taps = 1 if self.window is None else math.prod(self.window.kernel_size)
+            first = max(self.in_features, min(self.in_features * taps, out))
+            widths = [first, *[max(first, out)] * (depth - 1), out]
         layers: list[nn.Module] = []
         for number, (before, after) in enumerate(pairwise([self.in_features, *widths])):
             layers.append(self.make_linear(before, after, reads_input=number == 0))
@@ -234,29 +301,47 @@ class Pyramid(Parallel):
     def chains(self) -> list[list[nn.Module]]:
         """The layers of each term of the sum: of every branch, and of the skip if there is one."""
         chains: list[Any] = [list(branch._modules.values()) for branch in self.branches._modules.values()]
-        return chains if self.skip is None else [*chains, [self.skip]]
+        if self.skip is not None:
+            chains.append([self.skip])
+        return chains
 
     @property
     def norms(self) -> list[Any]:
-        return [norm for chain in self.chains for norm in chain[1::2]] + ([] if self.norm is None else [self.norm])
+        """The BatchNorms of all branches, and the one that rectifies if there is one."""
+        norms: list[Any] = []
+        for chain in self.chains:
+            norms += chain[1::2]
+        if self.norm is not None:
+            norms.append(self.norm)
+        return norms
 
     @property
     def scale_free_layers(self) -> list[nn.Module]:
         """The layers that a BatchNorm follows: the scale of each row of their weight has no effect."""
-        pairs = (pair for layers in self.chains for pair in pairwise(layers))
-        return [layer for layer, after in pairs if isinstance(after, _BatchNorm)]
+        found = []
+        for chain in self.chains:
+            for layer, after in pairwise(chain):
+                if isinstance(after, _BatchNorm):
+                    found.append(layer)
+        return found
 
     @property
     def output_scale(self) -> float:
+        """Factor of the sum of the branches, 1 unless they are rescaled."""
         return self.rescale_by**-0.5 if self.rectify == "rescale" else 1.0
 
     @property
     def is_plain(self) -> bool:
         """False if some layers inside are not plain (adapters, hooks, parametrizations)."""
-        linear, norms = [layer for chain in self.chains for layer in chain[::2]], self.norms
-        plain = all(type(layer) in (nn.Linear, nn.Conv2d) for layer in linear)
-        plain &= all(type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm) for norm in norms)
-        return plain and not any(map(is_altered, (*linear, *norms, *self.branches._modules.values())))
+        linear: list[nn.Module] = []
+        for chain in self.chains:
+            linear += chain[::2]
+        norms = self.norms
+        if any(type(layer) not in (nn.Linear, nn.Conv2d) for layer in linear):
+            return False
+        if any(type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm) for norm in norms):
+            return False
+        return not any(map(is_altered, (*linear, *norms, *self.branches._modules.values())))
 
     def form_now(self) -> Chains | Literal["running", "branches"]:
         """Return how the pyramid is computed: its layers for the closed form from moments of the batch, or its name.
@@ -264,28 +349,56 @@ class Pyramid(Parallel):
         "running": every BatchNorm has running statistics in eval mode. "branches": one layer after the other, as some
         are not plain, BatchNorms differ in mode or eps or take a cumulative average, or torch.func transforms the call.
         """
-        terms: list[Any] = self.chains
         norms = self.norms
         if self.form == "branches" or not self.is_plain:
             return "branches"
-        batch = {uses_batch_statistics(norm) for norm in norms}
-        if batch == {False}:
+        by_batch = {uses_batch_statistics(norm) for norm in norms}
+        if by_batch == {False}:
             return "running"
-        if len(batch) > 1 or len({norm.eps for norm in norms}) > 1 or in_functorch():
+        if len(by_batch) > 1 or len({norm.eps for norm in norms}) > 1 or in_functorch():
             return "branches"
         if any(norm.momentum is None and norm.track_running_stats for norm in norms):
             return "branches"
-        skip = _tensors(terms.pop()[0]) if self.skip is not None else None
-        units = [[(*_tensors(a), b) for a, b in zip(chain[::2], chain[1::2], strict=False)] for chain in terms]
-        lasts = [_tensors(chain[-1]) for chain in terms if len(chain) % 2]
+        units = []
+        lasts = []
+        for branch in self.branches._modules.values():
+            chain: list[Any] = list(branch._modules.values())
+            pairs = zip(chain[::2], chain[1::2], strict=False)
+            units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
+            if len(chain) % 2:
+                lasts.append(_tensors(chain[-1]))
+        skip = None if self.skip is None else _tensors(self.skip)
         return Chains(units, lasts, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
         tokens = x.flatten(0, -2) if self.window is None else x
-        terms = [branch(tokens) for branch in self.branches] + ([] if self.skip is None else [self.skip(tokens)])
+        terms = [branch(tokens) for branch in self.branches]
+        if self.skip is not None:
+            terms.append(self.skip(tokens))
         total = sum(terms[1:], terms[0])
-        y = self.norm(total) if self.norm is not None else total * self.output_scale
-        return y.view(*x.shape[:-1], self.out_features) if self.window is None else y
+        y = total * self.output_scale if self.norm is None else self.norm(total)
+        return y.view(*x.shape[:-1], -1) if self.window is None else y
+
+    def costs_less_by_outputs(self, x: Tensor) -> bool:
+        """True on a CPU for one unit alone that does not widen its input.
+
+        The moments of C channels cost C^2 per token, the statistics of the outputs a few operations for each of them.
+        """
+        is_one_unit = len(self.branches) == 1 and len(self.norms) == 1 and len(self.chains[0]) == 2
+        if not is_one_unit or self.skip is not None or self.norm is not None:
+            return False
+        return self.window is None and self.out_features <= self.in_features and on_cpu(x) and sync_group(self) is None
+
+    def normalise_outputs(self, x: Tensor) -> Tensor:
+        """Compute one unit from the statistics of its outputs, which are kept for the backward pass."""
+        layer: Any
+        norm: Any
+        layer, norm = self.chains[0]
+        y = linear_batch_norm(x.flatten(0, -2), layer, norm)
+        if self.output_scale != 1:
+            y = y * self.output_scale
+        return y.view(*x.shape[:-1], self.out_features)
 
     def fold(self, rectified: bool = True) -> tuple[Tensor, Tensor]:
         """Return the pyramid, or its sum, as one affine map, with running statistics: TDRL eq. 6 and 7, Fig. 1 (c).
@@ -293,21 +406,33 @@ class Pyramid(Parallel):
         Shape: -> (G, out, C), (G, out)
         """
         with disable_autocast(next(self.parameters()).device):
-            weights, biases = zip(*map(fold, self.chains), strict=True)
-            weight, bias = (sum(each[1:], each[0]) * self.output_scale for each in (weights, biases))
-            return normalise(self.norm, weight, bias) if rectified and self.norm is not None else (weight, bias)
+            (weight, bias), *others = [fold(chain) for chain in self.chains]
+            for own_weight, own_bias in others:
+                weight = weight + own_weight
+                bias = bias + own_bias
+            weight = weight * self.output_scale
+            bias = bias * self.output_scale
+            if rectified and self.norm is not None:
+                return normalise(self.norm, weight, bias)
+            return weight, bias
 
     def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
         """Yield each BatchNorm with the mean and variance of its input in eval mode. Shape: (G, out), (G, out)"""
-        units = ((layer, chain[:i]) for chain in self.chains for i, layer in enumerate(chain))
-        found = [(layer, fold(before)) for layer, before in units if isinstance(layer, _BatchNorm)]
-        for norm, (weight, bias) in [*found, *([] if self.norm is None else [(self.norm, self.fold(False))])]:
-            mean = bias + (weight @ moments.mean.unsqueeze(-1)).squeeze(-1)
-            yield norm, mean, (weight @ moments.covariance * weight).sum(-1).clamp(min=0)
+        read: list[tuple[_BatchNorm, tuple[Tensor, Tensor]]] = []
+        for chain in self.chains:
+            for number, layer in enumerate(chain):
+                if isinstance(layer, _BatchNorm):
+                    read.append((layer, fold(chain[:number])))
+        if self.norm is not None:
+            read.append((self.norm, self.fold(rectified=False)))
+        for norm, (weight, bias) in read:
+            mean = bias + apply_matrix(weight, moments.mean)
+            variance = (weight @ moments.covariance * weight).sum(-1)
+            yield norm, mean, variance.clamp(min=0)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
 
 
-def _tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
-    return layer._parameters["weight"], layer._parameters["bias"]
+def _tensors(layer: Any) -> LinearTensors:
+    return LinearTensors(layer._parameters["weight"], layer._parameters["bias"])

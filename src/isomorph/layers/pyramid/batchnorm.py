@@ -1,42 +1,82 @@
 """What BatchNorm does to an affine map in eval mode, and the running statistics that it keeps in train mode."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import is_eager
-from isomorph.layers.pyramid.moments import Moments
+from isomorph.layers.pyramid.moments import check_count
 
 NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
 
 
 @torch.no_grad()
 def update_statistics(
-    norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, moments: Moments
+    norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, total: int | Tensor
 ) -> None:
-    """Update running statistics as torch's BatchNorm does. Shape: (G, chains, h) of each level, (G, rows)"""
+    """Update running statistics as torch's BatchNorm does after `total` tokens.
+
+    Shape: means (G, chains, h) of each level, variances (G, rows)
+    """
     if is_eager() and torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward pass
         return
-    total, groups = moments.total, len(variances)
-    unbiased = variances * (total / ((total - 1).clamp(min=1) if isinstance(total, Tensor) else max(total - 1, 1)))
-    rows = [norm.num_features // groups for norm in norms]
-    each_mean = (mean.reshape(-1) for level in means for mean in level.unbind(1))
-    each_variance = (part.reshape(-1) for part in unbiased.split([*rows, unbiased.shape[1] - sum(rows)], 1))
+    if isinstance(total, Tensor):  # of all processes
+        unbiased = variances * (total / (total - 1).clamp(min=1))
+    else:
+        unbiased = variances * (total / max(total - 1, 1))
+    by_norm: list[Tensor] = []
+    for level in means:
+        by_norm += level.unbind(1)  # (G, h)
     counts: list[Tensor] = []
-    changes: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    for norm, *values in zip(norms, each_mean, each_variance, strict=False):
-        if norm.running_mean is not None and norm.track_running_stats:
-            counts += [] if norm.num_batches_tracked is None else [norm.num_batches_tracked]
-            pairs = zip((norm.running_mean, norm.running_var), values, strict=True)
-            changes.setdefault(norm.momentum, []).extend((old, new.to(old.dtype)) for old, new in pairs)  # type: ignore
+    changes: dict[Any, list[tuple[Any, Tensor]]] = {}
+    rows = [norm.num_features // len(variances) for norm in norms]
+    rows.append(variances.shape[1] - sum(rows))  # of sums that are not rectified
+    for norm, mean, variance in zip(norms, by_norm, unbiased.split(rows, 1), strict=False):
+        if norm.running_mean is None or not norm.track_running_stats:
+            continue
+        if norm.num_batches_tracked is not None:
+            counts.append(norm.num_batches_tracked)
+        changed = changes.setdefault(norm.momentum, [])
+        changed.append((norm.running_mean, mean.reshape(-1)))
+        changed.append((norm.running_var, variance.reshape(-1)))
     if counts:
         torch._foreach_add_(counts, 1)
+    if not isinstance(total, Tensor) and not total:
+        return  # torch's BatchNorm counts an empty batch, no more
     for momentum, changed in changes.items():
-        if isinstance(total, Tensor) or total:  # torch's BatchNorm counts an empty batch, no more
-            torch._foreach_lerp_([old for old, _ in changed], [new for _, new in changed], momentum)
+        running = [old for old, _ in changed]
+        batch = [new.to(old.dtype) for old, new in changed]
+        torch._foreach_lerp_(running, batch, momentum)
+
+
+def apply_matrix(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Shape: (G, out, C), (G, C) -> (G, out)"""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
+    """Return a linear layer and its BatchNorm in train mode, run on tokens: they normalise the outputs as torch does.
+
+    A bias before a BatchNorm has no effect; its gradient is zero, as in the closed form.
+
+    Shape: x (M, C) -> (M, out)
+    """
+    check_count(len(x), x.shape)
+    outputs = F.linear(x, layer.weight)
+    shift: Tensor | None = norm.bias
+    if layer.bias is not None:
+        without_effect = 0 * layer.bias
+        shift = without_effect if shift is None else shift + without_effect
+    y, mean, inverse_deviation = torch.native_batch_norm(outputs, norm.weight, shift, None, None, True, 0.0, norm.eps)
+    variance = inverse_deviation.detach() ** -2 - norm.eps
+    if layer.bias is not None:
+        mean = mean.detach() + layer.bias.detach()
+    update_statistics([norm], [mean.view(1, 1, -1)], variance.view(1, -1), len(x))
+    return y
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
@@ -47,22 +87,32 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
         if isinstance(layer, _BatchNorm):
             weight, bias = normalise(layer, weight, bias)
             continue
-        matrix, own = weight_matrix(layer), cast(Tensor | None, layer.bias)  # type: ignore[arg-type]
-        own = matrix.new_zeros(matrix.shape[:-1]) if own is None else own.view(matrix.shape[:-1]).to(matrix.dtype)
-        bias = own if weight is None else own + (matrix @ bias.unsqueeze(-1)).squeeze(-1)
-        weight = matrix if weight is None else matrix @ weight
+        matrix = weight_matrix(layer)  # type: ignore[arg-type]
+        own: Any = layer.bias
+        shape = matrix.shape[:-1]
+        own = matrix.new_zeros(shape) if own is None else own.view(shape).to(matrix.dtype)
+        if weight is None:
+            weight = matrix
+            bias = own
+        else:
+            bias = own + apply_matrix(matrix, bias)
+            weight = matrix @ weight
     return weight, bias
 
 
 def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Apply a BatchNorm with its running statistics to the outputs of an affine map. Shape: (G, out, C), (G, out)"""
-    given: tuple[Any, ...] = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    shaped: list[Any] = [None if t is None else t.view(bias.shape).to(weight.dtype) for t in given]
-    mean, variance, gamma, beta = shaped
-    scale = torch.rsqrt(variance + norm.eps)
-    scale = scale if gamma is None else scale * gamma
-    bias = (bias - mean) * scale
-    return weight * scale.unsqueeze(-1), bias if beta is None else bias + beta
+
+    def shaped(tensor: Any) -> Tensor:
+        return tensor.view(bias.shape).to(weight.dtype)
+
+    scale = torch.rsqrt(shaped(norm.running_var) + norm.eps)
+    if norm.weight is not None:
+        scale = scale * shaped(norm.weight)
+    shift = (bias - shaped(norm.running_mean)) * scale
+    if norm.bias is not None:
+        shift = shift + shaped(norm.bias)
+    return weight * scale.unsqueeze(-1), shift
 
 
 def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from isomorph.layers.modes import disable_autocast
 from isomorph.layers.patches import Window
-from isomorph.layers.pyramid.base import Computed, Pyramid, Rectify, apply_map, is_altered
+from isomorph.layers.pyramid.base import Pyramid, Rectify, TrainingForm, apply_map, is_altered
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
-from isomorph.layers.pyramid.closed_form import Chains, collapse
+from isomorph.layers.pyramid.chains import Chains
+from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import measure_moments, sync_group
 
 
@@ -59,33 +60,59 @@ class PyramidConv2d(Pyramid):
         rectify: Rectify = "rescale",
         affine: bool = True,
         rescale_by: float | None = None,
-        form: Computed = "closed",
+        form: TrainingForm = "closed",
     ) -> None:
-        self.window = Window(to_2tuple(kernel_size), to_2tuple(stride), to_2tuple(padding), to_2tuple(dilation), groups)
+        self.window = Window(
+            to_2tuple(kernel_size),
+            to_2tuple(stride),
+            to_2tuple(padding),
+            to_2tuple(dilation),
+            groups,
+        )
         super().__init__(in_channels, out_channels, layout, rectify, affine, rescale_by, form)
         # also under the names of nn.Conv2d, which networks read
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels = in_channels
+        self.out_channels = out_channels
         self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
 
     def extra_repr(self) -> str:
-        window = ", ".join(f"{name}={value}" for name, value in self.window._asdict().items())
-        return f"{super().extra_repr()}, {window}"
+        parts = [super().extra_repr()]
+        for name, value in self.window._asdict().items():
+            parts.append(f"{name}={value}")
+        return ", ".join(parts)
 
 
 def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:
     """Return the sum of pyramids `conv` with a BatchNorm `bn` as one convolution; None if it is not one now."""
-    units: list[Any] = [(getattr(branch, "conv", None), getattr(branch, "bn", None)) for branch in branches.children()]
-    parts = (each for branch in branches.children() for each in (branch, *branch.children()))
-    plain = all(type(conv) is PyramidConv2d and conv.norm is None and uses_batch_statistics(bn) for conv, bn in units)
-    known = (type(bn).__module__.startswith(("torch.", "timm.")) and bn.momentum is not None for _, bn in units)
-    if not (plain and all(known)) or any(map(is_altered, parts)):
+    pyramids: list[PyramidConv2d] = []
+    chains: list[Chains] = []
+    eps = set()
+    for branch in branches.children():
+        conv = getattr(branch, "conv", None)
+        norm: Any = getattr(branch, "bn", None)
+        if type(conv) is not PyramidConv2d or conv.norm is not None or not _normalises_by_batch(norm):
+            return None
+        if is_altered(branch) or any(map(is_altered, branch.children())):
+            return None
+        form = conv.form_now()
+        if not isinstance(form, Chains):
+            return None
+        pyramids.append(conv)
+        chains.append(form._replace(rectifier=norm))
+        eps |= {form.units[0][0].norm.eps, norm.eps}
+    window = pyramids[0].window
+    if len(eps) > 1 or any(conv.window != window for conv in pyramids):
         return None
-    forms = [(conv.form_now(), norm) for conv, norm in units]
-    chains = [form._replace(rectifier=norm) for form, norm in forms if isinstance(form, Chains)]
-    eps = {norm.eps for form in chains for norm in (form.units[0][0][2], form.rectifier) if norm is not None}
-    if len(chains) < len(units) or len(eps) > 1 or len({conv.window for conv, _ in units}) > 1:
-        return None
-    moments = measure_moments(x, units[0][0].window, sync_group(branches))
+    moments = measure_moments(x, window, sync_group(branches))
     with disable_autocast(x.device):
-        weight, bias = (each.unflatten(1, (len(chains), -1)).sum(1) for each in collapse(chains, moments))
-    return apply_map(moments.source, weight, bias, units[0][0].window)
+        weight, bias = collapse(chains, moments)
+        weight = weight.unflatten(1, (len(chains), -1)).sum(1)
+        bias = bias.unflatten(1, (len(chains), -1)).sum(1)
+    return apply_map(moments.source, weight, bias, window)
+
+
+def _normalises_by_batch(norm: Any) -> bool:
+    """True for a BatchNorm of torch or timm in train mode that does not take a cumulative average."""
+    if not uses_batch_statistics(norm) or norm.momentum is None:
+        return False
+    return type(norm).__module__.startswith(("torch.", "timm."))

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers.pyramid.base import Pyramid, set_affine
-from isomorph.layers.pyramid.batchnorm import fold, weight_matrix
+from isomorph.layers.pyramid.batchnorm import apply_matrix, fold, weight_matrix
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     """
     init_random(pyramid)
     groups = 1 if pyramid.window is None else pyramid.window.groups
-    weight, bias = weight.reshape(groups, -1, weight.shape[-1]), bias.reshape(groups, -1)
-    weight, bias = weight / pyramid.output_scale, bias / pyramid.output_scale
+    weight = weight.reshape(groups, -1, weight.shape[-1]) / pyramid.output_scale
+    bias = bias.reshape(groups, -1) / pyramid.output_scale
     if pyramid.skip is not None:
         set_affine(pyramid.skip, weight, bias)
         for branch in pyramid.branches:
@@ -63,22 +63,31 @@ def _make_identity(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
 def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     """Initialise branches without a skip so that they sum to the map, and no two of them are equal."""
     branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
-    parts = len(branches)
+    own_bias = bias / len(branches)
     if isinstance(branches[0][-1], _BatchNorm):
-        noise = torch.randn(parts, *weight.shape).to(weight) * weight.square().mean().sqrt()
+        scale = weight.square().mean().sqrt()
+        noise = torch.randn(len(branches), *weight.shape).to(weight) * scale
         for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
-            set_affine(linear, weight / parts + extra, bias / parts)
-            _make_identity(norm, weight / parts + extra, bias / parts)
+            own_weight = weight / len(branches) + extra
+            set_affine(linear, own_weight, own_bias)
+            _make_identity(norm, own_weight, own_bias)
         return
     # (G, C, C), first the rows that span those of the map
     basis = torch.linalg.svd(weight.double(), full_matrices=True).Vh
     for *inner, last in branches:
         for layer in inner[::2]:
-            for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):
-                nn.init.orthogonal_(group)
-        width = weight_matrix(inner[0]).shape[-2]
-        rotation = torch.linalg.qr(weight_matrix(inner[0]).double()[..., :width]).Q  # (G, width, width)
-        set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
+            _draw_orthogonal(layer)
+        first = weight_matrix(inner[0]).double()
+        width = first.shape[-2]
+        rotation = torch.linalg.qr(first[..., :width]).Q  # (G, width, width)
+        rows = rotation @ basis[..., :width, :]
+        set_affine(inner[0], rows, bias.new_zeros(rows.shape[:-1]))
         chain, inner_bias = fold(inner)
-        outer = weight.double() / parts @ torch.linalg.pinv(chain.double())
-        set_affine(last, outer, bias / parts - (outer @ inner_bias.double().unsqueeze(-1)).squeeze(-1))
+        outer = weight.double() / len(branches) @ torch.linalg.pinv(chain.double())
+        set_affine(last, outer, own_bias - apply_matrix(outer, inner_bias.double()))
+
+
+def _draw_orthogonal(layer: nn.Linear | nn.Conv2d) -> None:
+    groups = getattr(layer, "groups", 1)
+    for group in layer.weight.view(groups, -1, *layer.weight.shape[1:]):
+        nn.init.orthogonal_(group)

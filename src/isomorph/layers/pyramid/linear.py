@@ -79,7 +79,9 @@ class JointPyramid(Parallel):
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramids and linear layers, in order."""
         return list(self.pyramids._modules.values())
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run the parts one after the other. Shape: as `forward`"""
         return torch.cat([part(x) for part in self.parts], -1)

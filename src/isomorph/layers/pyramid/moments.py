@@ -3,13 +3,20 @@
 Letters: M tokens, G groups (linear maps on disjoint channels) of C channels each.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, saves_work, without_autocast
+from isomorph.layers.modes import (
+    can_write_into,
+    disable_autocast,
+    is_eager,
+    saves_work,
+    without_autocast,
+)
 from isomorph.layers.patches import (
     Window,
     apply_to_patches,
@@ -20,9 +27,11 @@ from isomorph.layers.patches import (
     scatter_tokens,
 )
 
-# Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
+# Rounding units by which variances of channels are raised: more than a variance that cancels can
+# lack in them.
 #
-# Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
+# Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm
+# would amplify them.
 RIDGE_ULPS = 8
 
 
@@ -38,7 +47,8 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     groups, _, width = right.shape
     if width < 2 * NARROWEST_BLOCK or groups > 1 or not saves_work(right) or not is_eager():
         return torch.bmm(left.mT, right)
-    product = left.new_empty(1, width, width)  # from left: under vmap it is the one that always has a sample axis
+    # from left: under vmap it is the one that always has a sample axis
+    product = left.new_empty(1, width, width)
     spans = [(0, width)]
     while spans:
         start, stop = spans.pop()
@@ -57,8 +67,10 @@ def sync_group(module: nn.Module) -> Any:
     """Return the processes that share the statistics of a module's BatchNorms, or None."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
-    return next((norm.process_group or dist.group.WORLD for norm in norms), None)
+    for norm in module.modules():
+        if isinstance(norm, nn.SyncBatchNorm):
+            return norm.process_group or dist.group.WORLD
+    return None
 
 
 class Moments(NamedTuple):
@@ -82,8 +94,10 @@ def _measure_tokens(
 
     In a group of processes also the number of tokens of all of them.
     """
-    tokens, work = read_tokens(x, window), torch.promote_types(x.dtype, torch.float32)
-    count, total = tokens.shape[1], None
+    tokens = read_tokens(x, window)
+    work = torch.promote_types(x.dtype, torch.float32)
+    count = tokens.shape[1]
+    total = None
     if group is None:
         mean = tokens.mean(1, dtype=work) if count else tokens.sum(1, dtype=work)
     else:
@@ -91,23 +105,26 @@ def _measure_tokens(
         dist.all_reduce(sums, group=group)
         total = sums[-1:].clamp(min=1)
         mean = (sums[:-1] / total).view(len(tokens), -1)
-    written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None  # a compiler fuses the cast
+
+    # a compiler fuses the cast
+    written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None
     centred = torch.sub(tokens, mean.unsqueeze(1), out=written).to(dtype)
     source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
     if dtype != work and not (x.is_cuda or x.is_meta):
         centred = centred.to(work)
-    if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
+
+    # divided by the same operation
+    if total is None and count and centred.dtype == work and not saves_work(x):
         covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
-    else:
-        covariance = (
-            symmetric_product(centred, centred)
-            if centred.dtype == work
-            else torch.bmm(centred.mT, centred, out_dtype=work)  # sums in float32 of products in half precision
-        )
-        if total is not None:
-            dist.all_reduce(covariance, group=group)
-        covariance = covariance / (max(count, 1) if total is None else total)
-    return source, mean, covariance, total
+        return source, mean, covariance, None
+    if centred.dtype == work:
+        products = symmetric_product(centred, centred)
+    else:  # sums in float32 of products in half precision
+        products = torch.bmm(centred.mT, centred, out_dtype=work)
+    if total is None:
+        return source, mean, products / max(count, 1), None
+    dist.all_reduce(products, group=group)
+    return source, mean, products / total, total
 
 
 class MeasureMoments(torch.autograd.Function):
@@ -120,52 +137,72 @@ class MeasureMoments(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
     ) -> tuple[Tensor, ...]:
-        by_lag = window if window and group is None and is_summed_by_lag(x, window) else None
+        by_lag = window is not None and group is None and is_summed_by_lag(x, window)
         work = torch.promote_types(x.dtype, torch.float32)
-        if by_lag:
-            source, total, (mean, covariance) = x.view_as(x), None, measure_patches(x.to(work), by_lag)
+        total = None
+        if by_lag and window is not None:
+            source = x.view_as(x)
+            mean, covariance = measure_patches(x.to(work), window)
         else:
             source, mean, covariance, total = _measure_tokens(x, dtype, window, centring, group)
         covariance.diagonal(dim1=1, dim2=2).mul_(1 + RIDGE_ULPS * torch.finfo(work).eps)
-        ctx.window, ctx.by_lag, ctx.centring, ctx.group, ctx.dtype = window, by_lag, centring, group, x.dtype
-        ctx.count, numbers = count_tokens(x, window), () if total is None else (total,)
-        ctx.save_for_backward(source, mean, *numbers)
-        ctx.mark_non_differentiable(*numbers)
-        return source, mean, covariance, *numbers
+        totals = () if total is None else (total,)
+        ctx.window = window
+        ctx.by_lag = by_lag
+        ctx.centring = centring
+        ctx.group = group
+        ctx.dtype = x.dtype
+        ctx.count = count_tokens(x, window)
+        ctx.save_for_backward(source, mean, *totals)
+        ctx.mark_non_differentiable(*totals)
+        return source, mean, covariance, *totals
 
     @staticmethod
     @without_autocast
     def backward(
         ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        source, mean, *numbers = ctx.saved_tensors
-        number = numbers[0] if numbers else max(ctx.count, 1)
-        if can_write_into(d_source) and ctx.window is None and not numbers:
-            # in place: the gradient comes from the one linear layer that reads the source, and nothing else holds it
-            rows = d_source.view(-1, source.shape[-1]), source.view(-1, source.shape[-1])
-            rows[0].addmm_(rows[1], d_covariance[0].to(source.dtype), alpha=2 / number)
-            return d_source.add_(d_mean[0], alpha=1 / number).to(ctx.dtype), None, None, None, None
-        slope, shift = d_covariance * (2 / number), d_mean / number
-        if numbers:
+        source, mean, *totals = ctx.saved_tensors
+        total = totals[0] if totals else max(ctx.count, 1)
+        if can_write_into(d_source) and ctx.window is None and not totals:
+            # in place: the gradient comes from the one linear layer that reads the source, and
+            # nothing else holds it
+            tokens = source.view(-1, source.shape[-1])
+            d_tokens = d_source.view(-1, source.shape[-1])
+            d_tokens.addmm_(tokens, d_covariance[0].to(source.dtype), alpha=2 / total)
+            d_x = d_source.add_(d_mean[0], alpha=1 / total)
+            return d_x.to(ctx.dtype), None, None, None, None
+
+        slope = d_covariance * (2 / total)
+        shift = d_mean / total
+        if totals:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "statistics shared by several processes have no second derivatives; do not use create_graph=True"
                 )
             dist.all_reduce(slope, group=ctx.group)
             dist.all_reduce(shift, group=ctx.group)
-        # the source is centred by a constant: that the mean follows from x counts in second derivatives
+        # the source is centred by a constant: that the mean follows from x counts in second
+        # derivatives
         level = mean - mean.detach() if ctx.centring else mean
         if not ctx.centring or torch.is_grad_enabled():
             shift = shift - (level.unsqueeze(1) @ slope).squeeze(1)
         if ctx.by_lag:
-            d_x = apply_to_patches(source.to(slope.dtype), slope, ctx.by_lag)
+            d_x = apply_to_patches(source.to(slope.dtype), slope, ctx.window)
             everywhere = shift.unsqueeze(1).expand(-1, ctx.count // len(source), -1)
-            d_x = d_source + (d_x + scatter_tokens(everywhere, source[:1].shape, ctx.window)).to(d_source.dtype)
+            d_x = d_x + scatter_tokens(everywhere, source[:1].shape, ctx.window)
+            d_x = d_source + d_x.to(d_source.dtype)
         else:
             tokens = read_tokens(source, ctx.window).to(slope.dtype)
             d_tokens = torch.baddbmm(shift.unsqueeze(1), tokens, slope).to(d_source.dtype)
             d_x = d_source + scatter_tokens(d_tokens, d_source.shape, ctx.window)
         return d_x.to(ctx.dtype), None, None, None, None
+
+
+def check_count(count: int, shape: Sequence[int]) -> None:
+    """Raise a ValueError for a single token, as BatchNorm does: it has no variance."""
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
@@ -175,8 +212,8 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) 
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
     count = count_tokens(x, window)
-    if count == 1 and group is None:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    if group is None:
+        check_count(count, x.shape)
     centring = window is None or (window.is_pointwise and window.groups == 1)
     dtype = autocast_dtype(x)
     with disable_autocast(x.device):
@@ -195,4 +232,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def cast_clamped(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a weight, clamped to the range of the new dtype: an overflow to infinity would turn 0 inputs into NaN."""
     limit = torch.finfo(dtype).max
-    return (weight if limit >= torch.finfo(weight.dtype).max else weight.clamp(-limit, limit)).to(dtype)
+    if limit < torch.finfo(weight.dtype).max:
+        weight = weight.clamp(-limit, limit)
+    return weight.to(dtype)

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    plain_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, fill_grid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
@@ -33,9 +39,12 @@ def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tenso
     if attn_mask is None:
         return None
     B, N = x.shape[:2]
-    if attn_mask.dtype != torch.bool or attn_mask.shape not in ((B, N), (B, 1, 1, N)):
-        given = f"attn_mask is {attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
-        raise ValueError(f"{given}; give a boolean padding mask of shape ({B}, {N}), True for real tokens")
+    shape = tuple(attn_mask.shape)
+    if attn_mask.dtype != torch.bool or shape not in ((B, N), (B, 1, 1, N)):
+        raise ValueError(
+            f"attn_mask is {attn_mask.dtype} of shape {shape}; give a boolean padding mask of shape ({B}, {N}), True "
+            "for real tokens"
+        )
     return attn_mask.view(B, 1, N)
 
 
@@ -70,13 +79,21 @@ class RefinedAttention(AttentionBase):
     forms_maps: ClassVar[bool] = True
 
     def __init__(
-        self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        refine: nn.Module | None = None,
+        recompute: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.refine = self.default_refiner(num_heads, **factory_kwargs(kwargs)) if refine is None else refine
+        if refine is None:
+            refine = self.default_refiner(num_heads, **factory_kwargs(kwargs))
+        self.refine = refine
         self.recompute = recompute
         self.is_revertible = True
-        if (given := getattr(self.refine, "num_heads", num_heads)) != num_heads:
+        given = getattr(self.refine, "num_heads", num_heads)
+        if given != num_heads:
             raise ValueError(f"refine is for {given} heads, num_heads is {num_heads}; give both the same number")
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -84,16 +101,22 @@ class RefinedAttention(AttentionBase):
         logits = (q * self.scale) @ k.mT  # (B, H, N, N)
         if token_mask is None:
             return self.refine(self.attn_drop(logits.softmax(-1)))
-        pair = token_mask[..., :, None] & token_mask[..., None, :]  # (B, 1, N, N)
-        maps = logits.masked_fill(~token_mask[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
-        return self.refine(self.attn_drop(maps)).masked_fill(~pair, 0)
+        keys = token_mask[..., None, :]
+        padding = ~(token_mask[..., :, None] & keys)  # (B, 1, N, N)
+        maps = logits.masked_fill(~keys, -torch.inf).softmax(-1).masked_fill(padding, 0)
+        return self.refine(self.attn_drop(maps)).masked_fill(padding, 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         return self.refined_maps(q, k, token_mask, **more) @ v
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Any:
         """Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)"""
         token_mask = _padding_mask(x, attn_mask, is_causal)
@@ -101,13 +124,21 @@ class RefinedAttention(AttentionBase):
         if return_maps:
             maps = self._run(self.refined_maps, q, k, token_mask, **kw)
             return self.project_output(maps @ v, x), maps
-        return self.project_output(self._run(self.attend, q, k, v, token_mask, **kw), x)
+        mixed = self._run(self.attend, q, k, v, token_mask, **kw)
+        return self.project_output(mixed, x)
 
     def _run(self, function: Callable[..., Tensor], *arguments: Any, **kw: Any) -> Tensor:
-        return recomputed(function, *arguments, **kw) if self.recompute else function(*arguments, **kw)
+        if self.recompute:
+            return recomputed(function, *arguments, **kw)
+        return function(*arguments, **kw)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
@@ -127,6 +158,7 @@ class RefinedAttention(AttentionBase):
         return plain_attention(self, self.num_probe_tokens(), atol, "keep it")
 
     def num_probe_tokens(self) -> int:
+        """Return how many tokens `to_attention` compares both layers on."""
         return 64
 
 
@@ -160,8 +192,9 @@ class ExpandedAttention(RefinedAttention):
         if kwargs.get("gated") or kwargs.get("scale_norm"):
             raise ValueError("ExpandedAttention takes no gated or scale_norm, which need an output of C channels")
         super().__init__(dim, num_heads, refine=refine, **kwargs)
-        width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
-        self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
+        width = self.refine.ratio * self.attn_dim
+        dim_out = kwargs.get("dim_out") or dim
+        self.proj = nn.Linear(width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
         """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
@@ -170,16 +203,20 @@ class ExpandedAttention(RefinedAttention):
 
     def reduce_projection(self, plain: Attention) -> None:
         """Set plain attention's projection to the sum of this one's parts of each head."""
-        weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
-        plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
+        by_map = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1))
+        plain.proj.weight = nn.Parameter(by_map.sum(2).flatten(1))
+        plain.proj.in_features = plain.proj.weight.shape[1]
 
     def expand_projection(self) -> None:
         """Expand a plain projection to the maps of each head, plus noise that cancels: equal ones would stay equal."""
-        plain, ratio = self.proj.weight, self.refine.ratio
-        weight = plain.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, ratio, -1)
+        plain = self.proj.weight
+        ratio = self.refine.ratio
+        by_head = plain.unflatten(1, (self.num_heads, 1, -1))
+        weight = by_head.expand(-1, -1, ratio, -1)  # (C, H, ratio, hd)
         noise = torch.randn_like(weight) * plain.std()
         expanded = (weight / ratio + noise - noise.mean(2, keepdim=True)).flatten(1)
-        self.proj.weight, self.proj.in_features = nn.Parameter(expanded, plain.requires_grad), expanded.shape[1]
+        self.proj.weight = nn.Parameter(expanded, plain.requires_grad)
+        self.proj.in_features = expanded.shape[1]
 
 
 class SpatialAttention(RefinedAttention):
@@ -206,10 +243,16 @@ class SpatialAttention(RefinedAttention):
     default_refiner = SpatialRefiner
 
     def __init__(
-        self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), prefix_tokens: int = 0, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        prefix_tokens: int = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
+        self.grid_size = grid_size
+        self.prefix_tokens = prefix_tokens
 
     def refined_maps(
         self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: GridSize | None = None
@@ -255,12 +298,17 @@ class LocalAttention(RefinedAttention):
     forms_maps = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
-        mask = None if token_mask is None else token_mask[..., None, :]  # (B, 1, 1, N)
+        """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
-        real = v if token_mask is None else v * token_mask[..., None]
-        values = _convolve_values(real, self.refine.local())  # (B, H, N, k hd)
-        mixed = _attend_wide_values(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
-        return _sum_shifted(mixed if token_mask is None else mixed * token_mask[..., None], v.shape[-1])
+        if token_mask is None:
+            values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)
+            mixed = _attend_wide_values(q, k, values, None, drop, self.scale)  # (B, H, N, k hd)
+            return _sum_shifted(mixed, v.shape[-1])
+        keys = token_mask[..., None, :]  # (B, 1, 1, N)
+        real = token_mask[..., None]  # (B, 1, N, 1)
+        values = _convolve_values(v * real, self.refine.local())
+        mixed = _attend_wide_values(q, k, values, keys, drop, self.scale)
+        return _sum_shifted(mixed * real, v.shape[-1])
 
 
 def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:
@@ -276,7 +324,10 @@ def _sum_shifted(wide: Tensor, width: int) -> Tensor:
     parts = wide.unflatten(-1, (-1, width))  # (B, H, N, k, hd)
     N, k = parts.shape[2:4]
     padded = F.pad(parts, (0, 0, 0, 0, k // 2, k // 2))
-    return sum((padded[:, :, a : a + N, a] for a in range(1, k)), padded[:, :, :N, 0])
+    total = padded[:, :, :N, 0]
+    for a in range(1, k):
+        total = total + padded[:, :, a : a + N, a]
+    return total
 
 
 def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
@@ -286,9 +337,14 @@ def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | Non
     """
     width = values.shape[-1]
     if on_cpu(q):
-        q, k = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k))
+        missing = width - q.shape[-1]
+        q = F.pad(q, (0, missing))
+        k = F.pad(k, (0, missing))
     elif q.shape[-1] % 8 or width % 8:
-        q, k, values = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, values))
+        missing = -q.shape[-1] % 8
+        q = F.pad(q, (0, missing))
+        k = F.pad(k, (0, missing))
+        values = F.pad(values, (0, -width % 8))
     mixed = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, dropout_p=drop, scale=scale)
     return mixed[..., :width]
 
@@ -316,8 +372,8 @@ class ReusedAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, maps: Tensor) -> Tensor:
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
-        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
+        v = split_heads(self.v(x), self.num_heads)  # (B, H, N, hd)
+        return self.proj_drop(self.proj(join_heads(maps @ v)))
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:
         """Return the given map."""

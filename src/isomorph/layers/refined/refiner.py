@@ -23,11 +23,11 @@ Init = Literal["same-function", "paper"]
 @torch.no_grad()
 def _init_taps(weight: Tensor, init: Init, middle: float = 1.0) -> None:
     """Initialise the taps of kernels: 0 except for the middle one, or random. Shape: weight (M, k) or (M, k, k)"""
+    taps = weight[0].numel()
     if init == "paper":
-        bound = weight[0].numel() ** -0.5
-        nn.init.uniform_(weight, -bound, bound)
+        nn.init.uniform_(weight, -(taps**-0.5), taps**-0.5)
     else:
-        weight.zero_().flatten(1)[:, weight[0].numel() // 2] = middle
+        weight.zero_().flatten(1)[:, taps // 2] = middle
 
 
 class SquareKernel(nn.Module):
@@ -47,9 +47,11 @@ class SquareKernel(nn.Module):
         self.reset_parameters()
 
     def make_taps(self, maps: int, **kind: Any) -> None:
+        """Create the parameters of the kernels of `maps` maps."""
         self.taps = nn.Parameter(torch.empty(maps, self.kernel_size, self.kernel_size, **kind))
 
     def reset_parameters(self) -> None:
+        """Set the kernels to the identity, or draw them, as `init` says."""
         _init_taps(self.taps, self.init)
 
     def forward(self) -> Tensor:
@@ -81,7 +83,9 @@ class CrossKernel(SquareKernel):
 
     def forward(self) -> Tensor:
         side = self.kernel_size // 2
-        return F.pad(self.along_queries[:, :, None], (side, side)) + F.pad(self.along_keys[:, None], (0, 0, side, side))
+        column = F.pad(self.along_queries[:, :, None], (side, side))
+        row = F.pad(self.along_keys[:, None], (0, 0, side, side))
+        return column + row
 
 
 class MapConvolution(nn.Module):
@@ -141,15 +145,19 @@ class Expansion(KeepsInEval):
         super().__init__()
         if not isinstance(ratio, int) or ratio < 1:
             raise ValueError(f"ratio {ratio} must be a whole number, at least 1 (1: talking heads)")
-        self.num_heads, self.ratio, self.init = num_heads, ratio, init
+        self.num_heads = num_heads
+        self.ratio = ratio
+        self.init = init
         self.expand = nn.Parameter(torch.empty(ratio * num_heads, num_heads, **kind))  # (M, H)
         self.local = local(ratio * num_heads, kernel_size, init, **kind)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the mixture of heads to copies of each, or draw it, as `init` says."""
         if self.init == "paper":
-            nn.init.uniform_(self.expand, -(self.num_heads**-0.5), self.num_heads**-0.5)
+            bound = self.num_heads**-0.5
+            nn.init.uniform_(self.expand, -bound, bound)
         else:
             self.expand.copy_(torch.eye(self.num_heads).repeat_interleave(self.ratio, 0))
 
@@ -200,9 +208,11 @@ class Refiner(Expansion):
         if not hasattr(self, "reduce"):
             return
         if self.init == "paper":
-            nn.init.uniform_(self.reduce, -(self.reduce.shape[1] ** -0.5), self.reduce.shape[1] ** -0.5)
+            bound = self.reduce.shape[1] ** -0.5
+            nn.init.uniform_(self.reduce, -bound, bound)
         else:
-            # in float64, which not every device has, so that R E is 1 within the rounding of the model's own dtype
+            # in float64, which not every device has, so that R E is 1 within the rounding of the
+            # model's own dtype
             directions = torch.empty(self.expand.shape, dtype=torch.float64, device="cpu")
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)
@@ -232,10 +242,12 @@ class SpatialRefiner(Refiner):
     """
 
     def forward(self, maps: Tensor, grid_size: tuple[int, int] = (1, 1), prefix_tokens: int = 0) -> Tensor:
-        kernel, k = self.kernel(), self.local.kernel_size
-        images = maps[..., prefix_tokens:].transpose(1, 2).flatten(0, 1).unflatten(-1, grid_size)  # (B N, H, h, w)
-        convolved = F.conv2d(images, kernel, padding=k // 2).flatten(2)
-        convolved = convolved.unflatten(0, (maps.shape[0], maps.shape[2]))  # (B, N, H, h w)
-        middle = kernel[..., k // 2, k // 2]  # (H, H)
+        kernel = self.kernel()
+        side = self.local.kernel_size // 2
+        by_query = maps[..., prefix_tokens:].transpose(1, 2)  # (B, N, H, h w)
+        images = by_query.flatten(0, 1).unflatten(-1, grid_size)  # (B N, H, h, w)
+        convolved = F.conv2d(images, kernel, padding=side).flatten(2)
+        convolved = convolved.unflatten(0, by_query.shape[:2])  # (B, N, H, h w)
+        middle = kernel[..., side, side]  # (H, H)
         prefix = torch.einsum("oi,biqk->boqk", middle, maps[..., :prefix_tokens])  # (B, H, N, prefix)
         return torch.cat([prefix.to(convolved.dtype), convolved.transpose(1, 2)], dim=-1)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import join_heads, split_heads, split_joint
+
 
 class ReleasedDLA(nn.Module):
     """A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N). Source: Refiner code"""
@@ -19,10 +21,11 @@ class ReleasedDLA(nn.Module):
     def __init__(self, num_heads: int, ratio: int = 3, kernel_size: int = 3, **kind: Any) -> None:
         super().__init__()
         maps = ratio * num_heads
-        local: dict[str, Any] = dict(padding=kernel_size // 2, groups=maps)
         self.conv_exp = nn.Conv2d(num_heads, maps, 1, bias=False, **kind)
         self.bn1 = nn.BatchNorm2d(maps, **kind)
-        self.depth_sep_conv = nn.Conv2d(maps, maps, kernel_size, bias=False, **local, **kind)
+        self.depth_sep_conv = nn.Conv2d(
+            maps, maps, kernel_size, padding=kernel_size // 2, groups=maps, bias=False, **kind
+        )
         self.bn2 = nn.BatchNorm2d(maps, **kind)
         self.conv_pro = nn.Conv2d(maps, num_heads, 1, bias=False, **kind)
         self.bn3 = nn.BatchNorm2d(num_heads, **kind)
@@ -45,13 +48,15 @@ class ReleasedAttention(Attention):
 
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        content = torch.softmax((q * self.scale) @ k.mT, dim=-1)
-        return self.attn_drop(content if maps is None else content + maps * self.scale), v
+        q, k, v = split_joint(self.qkv(x), self.num_heads)
+        applied = torch.softmax((q * self.scale) @ k.mT, dim=-1)
+        if maps is not None:
+            applied = applied + maps * self.scale
+        return self.attn_drop(applied), v
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         maps, v = self.maps_and_values(x, maps)
-        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2))), maps
+        return self.proj_drop(self.proj(join_heads(maps @ v))), maps
 
 
 class ReleasedReuse(nn.Module):
@@ -71,7 +76,8 @@ class ReleasedReuse(nn.Module):
         **kind: Any,
     ) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.DLA = ReleasedDLA(num_heads, ratio, **kind)
         self.adapt_bn = nn.BatchNorm2d(num_heads, **kind)
         self.qkv = nn.Linear(dim, dim, bias=qkv_bias, **kind)
@@ -83,6 +89,6 @@ class ReleasedReuse(nn.Module):
         return self.adapt_bn(self.DLA(maps)) * self.scale
 
     def forward(self, x: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:
-        v = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
+        v = split_heads(self.qkv(x), self.num_heads)  # (B, H, N, hd)
         y = self.attention(x, maps) @ v  # (B, H, N, hd)
-        return self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))), maps
+        return self.proj_drop(self.proj(join_heads(y))), maps

@@ -24,13 +24,16 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
     Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
     """
+    _, height, width = table.shape
     size = [2 * n - 1 for n in grid_size]
     # sizes that an export leaves open are not known to be equal, and are interpolated
-    if all(known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
+    if known_true(height == size[0]) and known_true(width == size[1]):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
-    exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
-    return F.interpolate(exact, size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+    # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
+    exact = exact.unsqueeze(0)
+    resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
+    return resized[0].to(table.dtype)
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
@@ -39,11 +42,14 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     In front are three: from a prefix token to a position, from a position to a prefix token, between prefix tokens.
     """
     H, W = grid_size
-    rows, columns = (n - 1 - axis_offsets(n, n, device=device, dtype=torch.long) for n in grid_size)
-    entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
+    rows = H - 1 - axis_offsets(H, H, device=device, dtype=torch.long)
+    columns = W - 1 - axis_offsets(W, W, device=device, dtype=torch.long)
+    rows = rows * (2 * W - 1)
+    entries = rows[:, None, :, None] + columns[:, None]  # (H, W, H, W)
     entries = entries.view(H * W, H * W)
     if prefix:
-        entries = F.pad(F.pad(entries + 3, (0, 0, prefix, 0), value=0), (prefix, 0), value=1)
+        entries = F.pad(entries + 3, (0, 0, prefix, 0), value=0)
+        entries = F.pad(entries, (prefix, 0), value=1)
         entries[:prefix, :prefix] = 2
     return entries
 
@@ -55,8 +61,10 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
     Source of the scalars: BEiT (Bao et al., 2022), as published
     """
     flat = table.flatten(1)
-    if prefix:
-        flat = F.pad(flat, (3, 0)) if scalars is None else torch.cat([scalars.mT.to(flat.dtype), flat], 1)
+    if prefix and scalars is None:
+        flat = F.pad(flat, (3, 0))
+    elif prefix and scalars is not None:
+        flat = torch.cat([scalars.mT.to(flat.dtype), flat], 1)
     entries = constant(_entries, table, grid_size, prefix)
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
@@ -70,14 +78,19 @@ def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tens
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
-        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
-        exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
-        return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
+        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with
+        # another memory layout
+        if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
+            return out.clone(memory_format=torch.contiguous_format)
+        return out
 
     logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
-    maps = (logits + bias if is_functorch_tensor(bias) else logits.add_(bias)).softmax(-1)
-    return (F.dropout(maps, drop) if drop else maps) @ v
+    scores = logits + bias if is_functorch_tensor(bias) else logits.add_(bias)
+    maps = scores.softmax(-1)
+    if drop:
+        maps = F.dropout(maps, drop)
+    return maps @ v
 
 
 def trains_bias(bias: Tensor) -> bool:
@@ -116,11 +129,14 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         if len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
-        self.grid_size, (H, W) = grid_size, grid_size
-        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs)))
+        H, W = grid_size
+        self.grid_size = grid_size
+        table = torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs))
+        self.relative_bias = nn.Parameter(table)
         self.reset_bias()
 
     def reset_bias(self) -> None:
+        """Draw the table from N(0, 0.02) again."""
         trunc_normal_(self.relative_bias, std=0.02)
 
     def no_weight_decay(self) -> set[str]:
@@ -139,9 +155,11 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return self.cached(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions of a grid, in a dtype. Shape: -> (nh, N, N)"""
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return softmax(q k^T / sqrt(hd) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         bias = self.position_bias(grid_size, q.dtype)
         return attend_with_bias(bias, drop, self.scale, q, k, v)
@@ -151,16 +169,20 @@ class RelativeAttention(AttentionBase, KeepsInEval):
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
-        mixed = self.attend(*self.queries_keys_values(tokens, trains_bias(self.relative_bias)), grid_size)
+        q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
+        mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
+
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
+        """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x.flatten(1, 2))
+        bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+        return q * self.scale, k, bias
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
-        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
-        return self.map(q, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype))
-
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT + bias).softmax(-1)
+        q, k, bias = self.content_scores(x)
+        return (q @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -184,19 +206,28 @@ class PostRelativeAttention(RelativeAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return (softmax(q k^T / sqrt(hd)) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT).softmax(-1) + bias
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the scaled queries and the keys; P is added after the softmax. Shape: as RelativeAttention"""
+        q, k, _bias = super().content_scores(x)
+        return q, k, None
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
+        q, k, bias = super().content_scores(x)
+        return (q @ k.mT).softmax(-1) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
     """Return sum_j w_(i - j) v_j. Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)"""
     B, nh, N, hd = v.shape
     side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
-    return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
+    convolved = torch.bmm(bias, side_by_side)
+    return convolved.view(nh, N, B, hd).permute(2, 0, 1, 3)
 
 
 @register_notrace_module
@@ -236,31 +267,51 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> None:
         super().__init__(dim, num_heads, grid_size, **kwargs)
         self.prefix_tokens = prefix_tokens
-        like = self.relative_bias
-        self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
+        self.prefix_bias = None
+        if prefix_bias and prefix_tokens:
+            self.prefix_bias = nn.Parameter(self.relative_bias.new_zeros(3, num_heads))
 
     def reset_bias(self) -> None:
+        """Set all scalars to zero, where the layer is plain attention."""
         for parameter in self.parameters(recurse=False):
             nn.init.zeros_(parameter)
 
     def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return P for all tokens, those of the prefix first. Shape: -> (nh, N, N)"""
         table = resize_table(self.relative_bias, grid_size)
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        mixed = self.attend(*self.queries_keys_values(x, trains_bias(self.relative_bias)), grid_size)
+        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
+        mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, x)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, _ = self.queries_keys_values(x)
-        return self.map(q, k, self.position_bias(grid_size, q.dtype))
+        q, k, bias = self.content_scores(x, grid_size=grid_size)
+        return (q @ k.mT + bias).softmax(-1)
+
+    def content_scores(
+        self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x)
+        bias = self.position_bias(grid_size or self.grid_size, q.dtype)
+        return q * self.scale, k, bias
 
     def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""

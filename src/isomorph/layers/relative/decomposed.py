@@ -17,7 +17,13 @@ from timm.layers import Attention, register_notrace_module
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, like_attention
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    like_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, no_mask
 from isomorph.layers.modes import constant
 
@@ -29,21 +35,25 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
     """
     if table.shape[0] != 2 * size - 1:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
-        table = F.interpolate(exact.T.unsqueeze(0), 2 * size - 1, mode="linear")[0].T.to(table.dtype)
+        by_channel = exact.T.unsqueeze(0)  # (1, hd, 2 s - 1)
+        resized = F.interpolate(by_channel, 2 * size - 1, mode="linear")
+        table = resized[0].T.to(table.dtype)
     entries = constant(_offset_entries, table, size)
     return table.index_select(0, entries.flatten()).unflatten(0, entries.shape)
 
 
 def _offset_entries(size: int, device: torch.device) -> Tensor:
     positions = torch.arange(size, device=device)
-    return positions[:, None] - positions + size - 1
+    offsets = positions[:, None] - positions
+    return offsets + size - 1
 
 
 def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     H, W = grid_size
-    rows = torch.eye(H, dtype=dtype, device=device)[:, None].expand(H, W, H)
-    columns = torch.eye(W, dtype=dtype, device=device).expand(H, W, W)
-    return torch.cat([rows, columns], -1).flatten(0, 1)  # (N, H + W)
+    rows = torch.eye(H, dtype=dtype, device=device)
+    columns = torch.eye(W, dtype=dtype, device=device)
+    both = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
+    return both.flatten(0, 1)  # (N, H + W)
 
 
 @register_notrace_module
@@ -84,9 +94,10 @@ class DecomposedAttention(AttentionBase):
         H, W = grid_size or window or (14, 14)
         if min(H, W) < 1 or (window and min(window) < 1):
             raise ValueError(f"window {window} and grid_size {grid_size} must be (height, width), both at least 1")
+        factory = factory_kwargs(kwargs)
         self.window = window
-        self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory_kwargs(kwargs)))
-        self.rel_pos_w = nn.Parameter(torch.zeros(2 * W - 1, self.head_dim, **factory_kwargs(kwargs)))
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * W - 1, self.head_dim, **factory))
 
     @classmethod
     def from_attention(
@@ -100,8 +111,9 @@ class DecomposedAttention(AttentionBase):
         if x.ndim != 4:
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
         queries, keys, v = self.longer_queries_keys(x)
-        # torch's fast kernels need queries, keys and values of one width
-        values, drop = F.pad(v, (0, sum(self.window_of(x)))), self.attn_drop.p if self.training else 0.0
+        # torch's fast kernels need q, k and v of one width
+        values = F.pad(v, (0, sum(self.window_of(x))))
+        drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=drop, scale=1.0)
         return self.project_windows(mixed[..., : self.head_dim], x)
 
@@ -110,42 +122,62 @@ class DecomposedAttention(AttentionBase):
         queries, keys, _ = self.longer_queries_keys(x)
         return (queries @ keys.mT).softmax(-1)
 
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the longer queries and keys, whose products are the scores, position included."""
+        queries, keys, _v = self.longer_queries_keys(x)
+        return queries, keys, None
+
     def longer_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, H, W, C) -> two of (B n, nh, h w, hd + h + w), values (B n, nh, h w, hd)"""
         q, k, v = self.queries_keys_values_in_windows(x)
-        h, w = window = self.window_of(x)
-        rows, columns = offset_vectors(self.rel_pos_h, h).to(q.dtype), offset_vectors(self.rel_pos_w, w).to(q.dtype)
+        window = self.window_of(x)
+        rows = offset_vectors(self.rel_pos_h, window[0]).to(q.dtype)  # (h, h, hd)
+        columns = offset_vectors(self.rel_pos_w, window[1]).to(q.dtype)  # (w, w, hd)
         placed = q.unflatten(2, window)  # (B n, nh, h, w, hd)
         by_row = torch.einsum("bnhwc,hkc->bnhwk", placed, rows)  # (B n, nh, h, w, h)
         by_column = torch.einsum("bnhwc,wkc->bnhwk", placed, columns)  # (B n, nh, h, w, w)
         queries = torch.cat([placed * self.scale, by_row, by_column], -1).flatten(2, 3)
         positions = constant(_one_hot_positions, k, window, k.dtype)  # (h w, h + w)
-        return queries, torch.cat([k, positions.expand(*k.shape[:2], -1, -1)], -1), v
+        positions = positions.expand(*k.shape[:2], -1, -1)
+        return queries, torch.cat([k, positions], -1), v
 
     def window_of(self, x: Tensor) -> GridSize:
+        """Return the height and width of the windows of this call, by default of the whole map."""
         return self.window or (x.shape[1], x.shape[2])
 
     def queries_keys_values_in_windows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, H, W, C) -> three of (B n, nh, h w, hd)"""
-        (B, H, W, _), (h, w) = x.shape, self.window_of(x)
-        right, below = -W % w, -H % h
-        if right or below:
-            tokens = x.flatten(0, 2)
-            projected = self.qkv(torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]))  # (B H W + 1, 3 nh hd)
-            padding = projected[-1]
-            projected = projected[:-1].unflatten(0, (B, H, W))
-            projected = torch.cat([projected, padding.expand(B, H, right, -1)], 2)
-            projected = torch.cat([projected, padding.expand(B, below, W + right, -1)], 1)
-        else:
-            projected = self.qkv(x)
-        return self.split_projection(window_partition(projected, (h, w)).flatten(1, 2))
+        window = self.window_of(x)
+        windows = window_partition(self.padded_projection(x), window)  # (B n, h, w, 3 nh hd)
+        return self.split_projection(windows.flatten(1, 2))
+
+    def padded_projection(self, x: Tensor) -> Tensor:
+        """Return the joint projection, padded with that of a zero token. Shape: (B, H, W, C) -> (B, H', W', 3 nh hd)"""
+        B, H, W, C = x.shape
+        h, w = self.window_of(x)
+        below = -H % h
+        right = -W % w
+        if not (below or right):
+            return self.qkv(x)
+        tokens = torch.cat([x.flatten(0, 2), x.new_zeros(1, C)])
+        projected = self.qkv(tokens)  # (B H W + 1, 3 nh hd)
+        padding = projected[-1]
+        projected = projected[:-1].unflatten(0, (B, H, W))
+        at_right = padding.expand(B, H, right, -1)
+        projected = torch.cat([projected, at_right], 2)
+        at_bottom = padding.expand(B, below, W + right, -1)
+        return torch.cat([projected, at_bottom], 1)
 
     def project_windows(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join heads and windows. Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)"""
-        (H, W), (h, w) = x.shape[1:3], self.window_of(x)
-        tokens = mixed.transpose(1, 2).flatten(2).unflatten(1, (h, w))  # (B n, h, w, nh hd)
-        joined = window_reverse(tokens, (h, w), H + -H % h, W + -W % w)[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)
-        heads = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, nh, N, hd)
+        _, H, W, _ = x.shape
+        h, w = self.window_of(x)
+        tokens = join_heads(mixed).unflatten(1, (h, w))  # (B n, h, w, nh hd)
+        height = H + -H % h
+        width = W + -W % w
+        padded = window_reverse(tokens, (h, w), height, width)  # (B, H', W', nh hd)
+        joined = padded[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)
+        heads = split_heads(joined, self.num_heads)
         return self.project_output(heads, x.flatten(1, 2)).unflatten(1, (H, W))
 
     def extra_repr(self) -> str:

@@ -22,12 +22,14 @@ class MaxPool(nn.Module):
 
 
 def make_pool(stride: int) -> nn.Module:
+    """Return pooling to half the size for stride 2, the identity for stride 1."""
     return MaxPool() if stride == 2 else nn.Identity()
 
 
 def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
     """Return Proj(Pool(x)), without the parts that the shapes do not require: CoAtNet eq. 4 and 5."""
-    return make_pool(stride) if dim == dim_out else nn.Sequential(make_pool(stride), nn.Conv2d(dim, dim_out, 1))
+    pool = make_pool(stride)
+    return pool if dim == dim_out else nn.Sequential(pool, nn.Conv2d(dim, dim_out, 1))
 
 
 class InvertedBottleneck(nn.Module):
@@ -112,7 +114,9 @@ class MBConv(InvertedBottleneck):
         if isinstance(block.expand, nn.Conv2d) and isinstance(block.depthwise, nn.Conv2d):
             block.expand = _fold_after(_fold_before(block.norm, block.expand), block.norm1)
             block.depthwise = _fold_after(block.depthwise, block.norm2)
-            block.norm, block.norm1, block.norm2 = nn.Identity(), nn.GELU(), nn.GELU()
+            block.norm = nn.Identity()
+            block.norm1 = nn.GELU()
+            block.norm2 = nn.GELU()
             block.__class__ = InvertedBottleneck
         return block.to(self.norm.weight.dtype)
 
@@ -153,7 +157,9 @@ def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
     folded = copy.deepcopy(conv)
-    bias = (conv.weight.flatten(1) @ shift) + (0 if conv.bias is None else conv.bias)
+    bias = conv.weight.flatten(1) @ shift
+    if conv.bias is not None:
+        bias = bias + conv.bias
     trainable = conv.weight.requires_grad
     folded.weight = nn.Parameter(conv.weight * scale[:, None, None], trainable)
     folded.bias = nn.Parameter(bias, trainable)
@@ -188,7 +194,8 @@ class BatchNormStem(Stem):
         """Return the stem in eval mode with its norm folded in float64."""
         stem: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(stem.conv1, nn.Conv2d):
-            stem.conv1, stem.norm = _fold_after(stem.conv1, stem.norm), nn.GELU()
+            stem.conv1 = _fold_after(stem.conv1, stem.norm)
+            stem.norm = nn.GELU()
             stem.__class__ = Stem
         return stem.to(self.norm.weight.dtype)
 

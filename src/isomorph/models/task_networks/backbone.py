@@ -12,7 +12,12 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
+from isomorph.models.base import (
+    build_variant,
+    own_filter,
+    parameters_without_decay,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import record_config, spec_of
 
@@ -27,6 +32,7 @@ class FeatureBackbone(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
+        """True if all maps have one resolution, as those of a plain ViT."""
         return len(set(self.reductions)) == 1
 
     def distinct(self) -> "FeatureBackbone":
@@ -34,7 +40,10 @@ class FeatureBackbone(NamedTuple):
         last = {reduction: position for position, reduction in enumerate(self.reductions)}
         coarse = [position for reduction, position in last.items() if reduction >= 4]
         kept = sorted(coarse if len(coarse) > 1 else last.values())
-        return FeatureBackbone(self.module, *(tuple(each[position] for position in kept) for each in self[1:]))
+        indices = tuple(self.indices[position] for position in kept)
+        channels = tuple(self.channels[position] for position in kept)
+        reductions = tuple(self.reductions[position] for position in kept)
+        return FeatureBackbone(self.module, indices, channels, reductions)
 
 
 def build_backbone(
@@ -51,8 +60,8 @@ def build_backbone(
 
     Raises: UserError for a model without feature maps; what timm raises for others.
     """
-    defaults = {**_default_arguments(name, img_size), **(arguments or {})}
-    model = timm.create_model(name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **defaults)
+    given = _default_arguments(name, img_size) | dict(arguments or {})
+    model = timm.create_model(name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **given)
     info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
     if not info or not hasattr(model, "forward_intermediates"):
         others = "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
@@ -60,16 +69,22 @@ def build_backbone(
     indices = _choose_indices(info)
     if hasattr(model, "prune_intermediate_layers"):
         model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
-    columns = ([info[index][key] for index in indices] for key in ("num_chs", "reduction"))
-    return FeatureBackbone(model, indices, *map(tuple, columns))
+    channels = tuple(info[index]["num_chs"] for index in indices)
+    reductions = tuple(info[index]["reduction"] for index in indices)
+    return FeatureBackbone(model, indices, channels, reductions)
 
 
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
     kind = _model_class(name.partition(".")[0])
-    free = {} if issubclass(kind, BlockwiseViT) else {"dynamic_img_size": True, "strict_img_size": False}
-    given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
-    taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-    return {key: value for key, value in {**free, **given}.items() if key in taken}
+    arguments: dict[str, Any] = {}
+    if not issubclass(kind, BlockwiseViT):
+        arguments |= {"dynamic_img_size": True, "strict_img_size": False}
+    if img_size is not None:
+        arguments["img_size"] = to_2tuple(img_size)
+    taken: set[str] = set()
+    for base in kind.__mro__:
+        taken |= inspect.signature(base.__init__).parameters.keys()  # type: ignore[misc]
+    return {key: value for key, value in arguments.items() if key in taken}
 
 
 @cache
@@ -106,24 +121,35 @@ class BackboneNetwork(nn.Module):
         return [maps[taken.index(index)] for index in self.indices]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of the `pretrained_cfg` that follow from the backbone's, which is `inner`."""
         raise NotImplementedError
 
     @property
     def fused_arguments(self) -> dict[str, Any]:
         """Arguments that create the network with its backbone fused; empty if the backbone has none."""
         fused = getattr(self.backbone, "fused_arguments", None)
-        return {"backbone_kwargs": {**self.backbone_kwargs, **fused}} if fused else {}
+        if not fused:
+            return {}
+        return {"backbone_kwargs": {**self.backbone_kwargs, **fused}}
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that layers exempt from weight decay."""
         return parameters_without_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
         layers = group_parameters(self.backbone, self.backbone.group_matcher(coarse=coarse), reverse=True)
         last = max(layers.values()) + 1
-        return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
+
+        def layer_of(name: str) -> int:
+            if not name.startswith("backbone."):
+                return last
+            return layers.get(name.removeprefix("backbone."), last)
+
+        return layer_of
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
         self.backbone.set_grad_checkpointing(enable)
 
 
@@ -153,10 +179,14 @@ def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Colle
     own: dict[str, Tensor] = backbone.state_dict()
     if not own.keys() & given.keys():
         raise UserError(f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own")
-    kept = {name for name in own if name not in given and name.rpartition(".")[2] in (*fresh, "num_batches_tracked")}
+    last_names = (*fresh, "num_batches_tracked")
+    missing = own.keys() - given.keys()
+    kept = {name for name in missing if name.rpartition(".")[2] in last_names}
     if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
         given = {name: tensor for name, tensor in given.items() if name in own}
-    whole = network.state_dict()
-    around = {name: tensor for name, tensor in whole.items() if not name.startswith("backbone.")}
-    around |= {f"backbone.{name}": whole[f"backbone.{name}"] for name in kept}
-    return {**around, **{f"backbone.{name}": tensor for name, tensor in given.items()}}
+    converted = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("backbone.")}
+    for name in kept:
+        converted[f"backbone.{name}"] = own[name]
+    for name, tensor in given.items():
+        converted[f"backbone.{name}"] = tensor
+    return converted

@@ -5,7 +5,6 @@ convolutions are linear layers here, `to_q`, `to_k`, `to_v` and `to_out.0`, whic
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,13 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, renamed_in_order
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    renamed_in_order,
+)
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -53,21 +58,22 @@ class DDPMUNet(nn.Module):
         super().__init__()
         if num_classes:
             raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
-        self.channels, self.time_steps = tuple(channels), time_steps
-        self.in_chans, self.num_classes, self.drop_rate = in_chans, num_classes, drop_rate
+        self.channels = tuple(channels)
+        self.time_steps = time_steps
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.drop_rate = drop_rate
         self.num_features = channels[0]
         unets = optional_module("diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion")
-        down, up = (
-            tuple(f"Attn{way}Block2D" if level in attention else f"{way}Block2D" for level in range(len(channels)))
-            for way in ("Down", "Up")
-        )
+        kinds = ["Attn" if level in attention else "" for level in range(len(channels))]
         self.unet: UNet2DModel = unets.UNet2DModel(
             in_channels=in_chans,
             out_channels=in_chans,
-            time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes
+            # a table, which reset_parameters fills with sinusoids and freezes
+            time_embedding_type="learned",
             num_train_timesteps=time_steps,
-            down_block_types=down,
-            up_block_types=up[::-1],
+            down_block_types=tuple(f"{kind}DownBlock2D" for kind in kinds),
+            up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(kinds)),
             block_out_channels=tuple(channels),
             layers_per_block=blocks,
             attention_head_dim=None,  # one head as wide as the level
@@ -79,17 +85,18 @@ class DDPMUNet(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all weights anew: Xavier, nearly zero at the end of residual branches; and set the table of times."""
-        last = [layer for name, layer in self.unet.named_modules() if re.search(r"(\.conv2|to_out\.0|conv_out)$", name)]
-        for layer in self.unet.modules():
+        for name, layer in self.unet.named_modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
-                nn.init.xavier_uniform_(layer.weight, 1e-5 if layer in last else 1.0)
+                ends_branch = name.endswith((".conv2", "to_out.0", "conv_out"))
+                nn.init.xavier_uniform_(layer.weight, 1e-5 if ends_branch else 1.0)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
         table = self.unet.time_proj.weight
         table.copy_(sinusoids(*table.shape)).requires_grad_(False)
 
     def forward(self, x: Tensor, t: Tensor | int) -> Tensor:
         """Predict the noise in images x at time steps t. Shape: (B, C, H, W), (B,) -> (B, C, H, W)"""
-        (H, W), step = x.shape[-2:], 2 ** (len(self.channels) - 1)
+        H, W = x.shape[-2:]
+        step = 2 ** (len(self.channels) - 1)
         if H % step or W % step:
             raise UserError(f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}")
         return self.unet(x, t, return_dict=False)[0]
@@ -98,11 +105,17 @@ class DDPMUNet(nn.Module):
         """Return random images with time steps spread over the diffusion. Shape: -> x (batch, C, H, W), t (batch,)"""
         height, width = size or self.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
         generator = torch.Generator().manual_seed(0)
-        steps = torch.linspace(0, self.time_steps - 1, batch + 2).round().long()[1:-1]
-        return {"x": torch.randn(batch, self.in_chans, height, width, generator=generator), "t": steps}
+        images = torch.randn(batch, self.in_chans, height, width, generator=generator)
+        spread = torch.linspace(0, self.time_steps - 1, batch + 2)
+        steps = spread[1:-1].round().long()
+        return {"x": images, "t": steps}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        (self.unet.enable_gradient_checkpointing if enable else self.unet.disable_gradient_checkpointing)()
+        """Recompute blocks in the backward pass instead of storing their activations."""
+        if enable:
+            self.unet.enable_gradient_checkpointing()
+        else:
+            self.unet.disable_gradient_checkpointing()
 
     def get_classifier(self) -> None:
         """Return None: the network does not classify."""
@@ -111,7 +124,8 @@ class DDPMUNet(nn.Module):
 def sinusoids(steps: int, width: int) -> Tensor:
     """Return sin and cos, alternating, at `width` / 2 frequencies from 1 to 1 / 10,000. Shape: -> (steps, width)"""
     times = torch.arange(steps, dtype=torch.float64)[:, None]
-    angles = times * torch.exp(-math.log(10_000) * torch.arange(0, width, 2, dtype=torch.float64) / width)
+    channels = torch.arange(0, width, 2, dtype=torch.float64)
+    angles = times * torch.exp(-math.log(10_000) * channels / width)  # (steps, width / 2)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # (steps, width)
 
 
@@ -123,26 +137,35 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     if "head.weight" not in state:
         return state
     own = model.state_dict()
-    names = [name for part in _released_order(model.unet) for name in own if name.startswith(f"unet.{part}.")]
+    names: list[str] = []
+    for part in _released_order(model.unet):
+        names += [name for name in own if name.startswith(f"unet.{part}.")]
     parts = ("time_embedding", "head", "downblocks", "middleblocks", "upblocks", "tail")
     order = sorted(state, key=lambda name: parts.index(name.partition(".")[0]))
     renamed = renamed_in_order({name: state[name] for name in order}, names) or state
-    linear = [name for name, x in renamed.items() if x.shape[2:] == (1, 1) and name in own and own[name].ndim == 2]
-    return renamed | {name: renamed[name].flatten(1) for name in linear}
+    converted = {}
+    for name, tensor in renamed.items():
+        if name in own and own[name].ndim == 2 and tensor.shape[2:] == (1, 1):
+            tensor = tensor.flatten(1)
+        converted[name] = tensor
+    return converted
 
 
 def _released_order(unet: Any) -> Iterator[str]:
     """Yield the parts of a network in the order of the released code: times, first convolution, blocks, last one."""
     yield from ("time_proj", "time_embedding", "conv_in")
-    down, up = (
-        [(f"{way}_blocks.{i}", block) for i, block in enumerate(unet.get_submodule(f"{way}_blocks"))]
-        for way in ("down", "up")
-    )
-    for name, block in [*down, ("mid_block", unet.mid_block), *up]:
-        for i in range(len(block.resnets)):
-            yield from (f"{name}.resnets.{i}", f"{name}.attentions.{i}")
-        yield from (f"{name}.downsamplers", f"{name}.upsamplers")
+    for i, block in enumerate(unet.down_blocks):
+        yield from _parts_of(f"down_blocks.{i}", block)
+    yield from _parts_of("mid_block", unet.mid_block)
+    for i, block in enumerate(unet.up_blocks):
+        yield from _parts_of(f"up_blocks.{i}", block)
     yield from ("conv_norm_out", "conv_out")
+
+
+def _parts_of(name: str, block: Any) -> Iterator[str]:
+    for i in range(len(block.resnets)):
+        yield from (f"{name}.resnets.{i}", f"{name}.attentions.{i}")
+    yield from (f"{name}.downsamplers", f"{name}.upsamplers")
 
 
 _PIXELS = dict(input_size=(3, 32, 32), crop_pct=1.0, interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)

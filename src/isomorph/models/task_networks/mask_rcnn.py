@@ -6,6 +6,7 @@ Proposals, matching, losses and the selection of detections are torchvision's; h
 and outputs in float32 at least.
 """
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -32,20 +33,37 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
 from isomorph.layers.modes import require_finite
-from isomorph.models.base import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.base import (
+    Mixin,
+    Variant,
+    image_cfg,
+    own_filter,
+    register_variants,
+    require_images,
+)
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
-# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W).
+# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
+# (n, H, W).
 Target = dict[str, Tensor]
 
 _RATIOS = (0.5, 1.0, 2.0)
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Float32Outputs(Mixin):
     """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
 
     def forward(self, x: Any) -> Any:
-        return tree_map(lambda y: y.to(torch.promote_types(y.dtype, torch.float32)), super().forward(x))
+        return tree_map(_in_float32, super().forward(x))
 
 
 class ProposalHead(Float32Outputs, RPNHead):
@@ -67,14 +85,16 @@ class StrideAnchors(AnchorGenerator):
     """
 
     def __init__(self, strides: Sequence[float], scale: float) -> None:
-        super().__init__(tuple((stride * scale,) for stride in strides), (_RATIOS,) * len(strides))
+        sizes = tuple((stride * scale,) for stride in strides)
+        super().__init__(sizes, (_RATIOS,) * len(strides))
         self.strides = tuple(strides)
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         first = feature_maps[0]
         self.set_cell_anchors(first.dtype, first.device)
         strides = [[first.new_tensor(stride)] * 2 for stride in self.strides]
-        anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], strides))
+        sizes = [list(level.shape[-2:]) for level in feature_maps]
+        anchors = torch.cat(self.grid_anchors(sizes, strides))
         return [anchors] * len(image_list.image_sizes)
 
 
@@ -90,23 +110,29 @@ class PyramidRoIAlign(nn.Module):
 
     def __init__(self, size: int, strides: Sequence[float]) -> None:
         super().__init__()
-        self.output_size, self.strides = (size, size), tuple(strides)
+        self.output_size = (size, size)
+        self.strides = tuple(strides)
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
         levels = list(maps.values())[: len(self.strides)]
-        regions = torch.cat([F.pad(each, (1, 0), value=i) for i, each in enumerate(boxes)])  # (n, 5): image, box
+        first = levels[0]
+        numbered = [F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)]
+        regions = torch.cat(numbered)  # (n, 5): image, box
         chosen = self.levels_of(regions[:, 1:])
-        out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
+        out = first.new_zeros(len(regions), first.shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
-            found = roi_align(features, regions[rows].to(features.dtype), self.output_size, 1 / stride, -1, True)
-            out = out.index_put((rows,), found.to(out.dtype))
+            own = regions[rows].to(features.dtype)
+            read = roi_align(features, own, self.output_size, spatial_scale=1 / stride, aligned=True)
+            out = out.index_put((rows,), read.to(out.dtype))
         return out
 
     def levels_of(self, boxes: Tensor) -> Tensor:
         """Return the number of the map for every box: 224 x 224 pixels are read at stride 16. Shape: (n, 4) -> (n,)"""
-        sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).clamp(min=0).sqrt()
-        wanted = torch.floor(torch.log2(sizes / 224 + 1e-6)) + math.log2(16 / self.strides[0])
+        left, top, right, bottom = boxes.unbind(1)
+        sizes = ((right - left) * (bottom - top)).clamp(min=0).sqrt()
+        octaves = torch.floor(torch.log2(sizes / 224 + 1e-6))
+        wanted = octaves + math.log2(16 / self.strides[0])
         return wanted.clamp(0, len(self.strides) - 1).long()
 
 
@@ -133,17 +159,23 @@ def fixed_boxes(x: Tensor) -> Tensor:
     H, W = x.shape[-2:]
     boxes: list[Any] = []
     for parts in (1, 2, 4):
-        steps = [n / parts for n in range(parts)]
-        boxes += [(j * W, i * H, (j + 1 / parts) * W, (i + 1 / parts) * H) for i in steps for j in steps]
+        height = H / parts
+        width = W / parts
+        for row, column in itertools.product(range(parts), repeat=2):
+            top = row * height
+            left = column * width
+            boxes.append((left, top, left + width, top + height))
     return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drop a ViT's prefix tokens and their positions; those of patches are the largest square."""
-    state = {name: tensor for name, tensor in state.items() if name not in ("cls_token", "reg_token", "dist_token")}
+    tokens = ("cls_token", "reg_token", "dist_token")
+    state = {name: tensor for name, tensor in state.items() if name not in tokens}
     positions = state.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 3:
-        state["pos_embed"] = positions[:, positions.shape[1] - math.isqrt(positions.shape[1]) ** 2 :]
+        count = positions.shape[1]
+        state["pos_embed"] = positions[:, count - math.isqrt(count) ** 2 :]
     return state
 
 
@@ -169,34 +201,49 @@ class WindowedViT(nn.Module):
         global_blocks: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        depth, self.source_filter = len(vit.blocks), own_filter(type(vit))
-        self.pretrained_cfg, self.grad_checkpointing = getattr(vit, "pretrained_cfg", None), False
-        quarters = sorted({-(-quarter * depth // 4) - 1 for quarter in range(1, 5)})  # 2, 5, 8, 11 of 12
+        depth = len(vit.blocks)
+        # 2, 5, 8, 11 of 12
+        quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]
         chosen = tuple(quarters if global_blocks is None else global_blocks)
-        if window < 1 or not all(0 <= block < depth for block in chosen):
+        if window < 1 or any(not 0 <= block < depth for block in chosen):
             raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
-        self.patch_embed, self.pos_drop = vit.patch_embed, vit.pos_drop
-        self.norm_pre, self.blocks = vit.norm_pre, vit.blocks
+        self.source_filter = own_filter(type(vit))
+        self.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
+        self.grad_checkpointing = False
+        self.patch_embed = vit.patch_embed
+        self.pos_drop = vit.pos_drop
+        self.norm_pre = vit.norm_pre
+        self.blocks = vit.blocks
         self.grid_size = tuple(vit.patch_embed.grid_size)
-        prefix = 0 if vit.no_embed_class or vit.pos_embed is None else vit.num_prefix_tokens
-        self.pos_embed = None if vit.pos_embed is None else nn.Parameter(vit.pos_embed.detach()[:, prefix:].clone())
-        self.num_prefix_tokens, self.no_embed_class, self.embed_dim = 0, True, vit.embed_dim
-        patch = self.patch_embed.patch_size
-        grid = (-(-img_size[0] // patch[0]), -(-img_size[1] // patch[1]))
+        self.pos_embed = None
+        if vit.pos_embed is not None:
+            prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
+            self.pos_embed = nn.Parameter(vit.pos_embed.detach()[:, prefix:].clone())
+        self.num_prefix_tokens = 0
+        self.no_embed_class = True
+        self.embed_dim = vit.embed_dim
+        ph, pw = self.patch_embed.patch_size
+        grid = (math.ceil(img_size[0] / ph), math.ceil(img_size[1] / pw))
         for number, block in enumerate(self.blocks):
-            inside = None if number in chosen else (window, window)
-            block.attn = DecomposedAttention.from_attention(block.attn, inside, inside or grid)
+            if number in chosen:
+                block.attn = DecomposedAttention.from_attention(block.attn, None, grid)
+            else:
+                block.attn = DecomposedAttention.from_attention(block.attn, (window, window))
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a plain ViT's weights without prefix tokens, under the backbone's names."""
         return self.source_filter(_without_prefix_tokens(state), self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass of training instead of storing their activations."""
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by block, for layer decay."""
         return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the absolute positions."""
         return {"pos_embed"}
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -206,7 +253,8 @@ class WindowedViT(nn.Module):
             positions = resample_abs_pos_embed(self.pos_embed, grid, self.grid_size, num_prefix_tokens=0)
             x = x + positions.unflatten(1, grid)
         x = self.norm_pre(self.pos_drop(x))
-        x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing and self.training else self.blocks(x)
+        recompute = self.grad_checkpointing and self.training
+        x = checkpoint_seq(self.blocks, x) if recompute else self.blocks(x)
         return [x.permute(0, 3, 1, 2)]
 
 
@@ -220,29 +268,56 @@ class SimpleFeaturePyramid(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int = 256) -> None:
         super().__init__()
-        half, quarter = in_channels // 2, in_channels // 4
-        twice, more = nn.ConvTranspose2d(in_channels, half, 2, 2), nn.ConvTranspose2d(half, quarter, 2, 2)
-        enlarged = nn.Sequential(twice, LayerNorm2d(half), nn.GELU(), more)
-        resize = [enlarged, nn.ConvTranspose2d(in_channels, half, 2, 2), nn.Identity(), nn.MaxPool2d(2)]
-        widths = [quarter, half, in_channels, in_channels]
-        conv = partial(Conv2dNormActivation, norm_layer=LayerNorm2d, activation_layer=None, bias=False)
-        self.levels = nn.ModuleList(
-            nn.Sequential(step, conv(width, out_channels, 1), conv(out_channels, out_channels, 3))
-            for step, width in zip(resize, widths, strict=True)
+        half = in_channels // 2
+        quarter = in_channels // 4
+        enlarged = nn.Sequential(
+            nn.ConvTranspose2d(in_channels, half, 2, 2),
+            LayerNorm2d(half),
+            nn.GELU(),
+            nn.ConvTranspose2d(half, quarter, 2, 2),
         )
+        resized: list[tuple[nn.Module, int]] = [
+            (enlarged, quarter),
+            (nn.ConvTranspose2d(in_channels, half, 2, 2), half),
+            (nn.Identity(), in_channels),
+            (nn.MaxPool2d(2), in_channels),
+        ]
+        conv = partial(Conv2dNormActivation, norm_layer=LayerNorm2d, activation_layer=None, bias=False)
+        self.levels = nn.ModuleList()
+        for resize, width in resized:
+            project = conv(width, out_channels, 1)
+            smooth = conv(out_channels, out_channels, 3)
+            self.levels.append(nn.Sequential(resize, project, smooth))
 
     def forward(self, maps: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
         (x,) = maps.values()
         levels = [level(x) for level in self.levels]
         levels.append(F.max_pool2d(levels[-1], 1, 2))
-        return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
+        return _named_levels(levels)
 
 
-# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).
+def _named_levels(levels: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
+    """Return the maps of a pyramid, finest first, by their names: p2, p3, ..."""
+    return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
+
+
+# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks
+# (n, 1, 28, 28).
 Detections = dict[str, Tensor]
 
-_LAST_LAYERS = ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+_LAST_LAYERS = (
+    "box_predictor.cls_score",
+    "box_predictor.bbox_pred",
+    "mask_predictor.mask_fcn_logits",
+)
 _CLASS_HEADS = tuple(f"roi_heads.{layer}" for layer in _LAST_LAYERS)
+
+
+def _has_plain_attention(model: nn.Module) -> bool:
+    """True for a plain ViT whose attention is timm's."""
+    if not isinstance(model, VisionTransformer):
+        return False
+    return all(type(block.attn) is Attention for block in model.blocks)
 
 
 class MaskRCNN(BackboneNetwork):
@@ -292,28 +367,33 @@ class MaskRCNN(BackboneNetwork):
         backbone_pretrained: bool = False,
     ) -> None:
         super().__init__()
-        self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
-        self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
-        arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
-        found = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments).distinct()
-        self.backbone, self.indices = found.module, found.indices
-        if found.is_plain:
-            plain = isinstance(found.module, VisionTransformer)
-            blocks: Any = found.module.blocks if plain else ()
-            if window and plain and all(type(block.attn) is Attention for block in blocks):
-                self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.has_masks = masks
+        self.backbone_kwargs = dict(backbone_kwargs or {})
+        self.img_size = to_2tuple(img_size)
+        arguments = dict(self.backbone_kwargs)
+        if drop_path_rate is not None:
+            arguments["drop_path_rate"] = drop_path_rate
+        built = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments).distinct()
+        self.backbone = built.module
+        self.indices = built.indices
+        if built.is_plain:
+            if window and _has_plain_attention(built.module):
+                self.backbone = WindowedViT(built.module, self.img_size, window, global_blocks)
                 self.indices = None
-            self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)
-            stride = found.reductions[-1]
+            self.pyramid: nn.Module = SimpleFeaturePyramid(built.channels[-1], channels)
+            stride = built.reductions[-1]
             self.strides = tuple(stride * factor / 4 for factor in (1, 2, 4, 8, 16))
         else:
-            self.pyramid = FeaturePyramidNetwork(list(found.channels), channels, LastLevelMaxPool(), LayerNorm2d)
-            self.strides = (*found.reductions, 2 * found.reductions[-1])
+            self.pyramid = FeaturePyramidNetwork(list(built.channels), channels, LastLevelMaxPool(), LayerNorm2d)
+            self.strides = (*built.reductions, 2 * built.reductions[-1])
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
 
     def _new_regions(self, channels: int, features: int, samples: int, threshold: float, detections: int) -> RoIHeads:
-        strides, classes = self.strides[:-1], self.num_classes + 1  # class 0 is the background
+        strides = self.strides[:-1]
+        classes = self.num_classes + 1  # class 0 is the background
         masks: dict[str, Any] = {}
         if self.has_masks:
             masks["mask_roi_pool"] = PyramidRoIAlign(14, strides)
@@ -335,22 +415,28 @@ class MaskRCNN(BackboneNetwork):
         )
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **{key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and self.in_chans == 3},
+        heads = _CLASS_HEADS if self.has_masks else _CLASS_HEADS[:2]
+        cfg = {
             "input_size": (self.in_chans, *self.img_size),
             "num_classes": self.num_classes,
-            "classifier": tuple(head for head in _CLASS_HEADS if self.has_masks or "mask" not in head),
+            "classifier": heads,
         }
+        for key in ("mean", "std"):
+            if inner.get(key) is not None and self.in_chans == 3:
+                cfg[key] = inner[key]
+        return cfg
 
     def get_classifier(self) -> nn.Module:
+        """Return the layer that gives the class logits of boxes."""
         return self.roi_heads.box_predictor.cls_score
 
     def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:
         """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
         require_images(x)
         cell = int(self.strides[-2])
-        x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
-        return self.pyramid(OrderedDict((f"p{number}", level) for number, level in enumerate(self.backbone_maps(x), 2)))
+        _, _, H, W = x.shape
+        x = F.pad(x, (0, -W % cell, 0, -H % cell))
+        return self.pyramid(_named_levels(self.backbone_maps(x)))
 
     def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
         """Return the losses for targets; without targets all outputs before boxes are selected.
@@ -359,14 +445,22 @@ class MaskRCNN(BackboneNetwork):
         `keep_maps` the result has the maps of the pyramid and the objectness of anchors too.
         """
         maps = self.pyramid_maps(x)
-        kept = {"maps": list(maps.values()), "objectness": self.rpn.head(list(maps.values()))[0]} if keep_maps else {}
-        return (self._raw_outputs(x, maps) if targets is None else self._losses(x, maps, targets)) | kept
+        out: dict[str, Any] = {}
+        if targets is None:
+            out |= self._raw_outputs(x, maps)
+        else:
+            out |= self._losses(x, maps, targets)
+        if keep_maps:
+            out["maps"] = list(maps.values())
+            out["objectness"] = self.rpn.head(out["maps"])[0]
+        return out
 
     def _losses(self, x: Tensor, maps: OrderedDict[str, Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
         if not self.training:
             raise UserError("losses need train mode; call model.train(), or leave the targets out")
         sizes = [tuple(x.shape[-2:])] * len(x)
-        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]  # 0 is the background
+        # 0 is the background
+        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]
         proposals, losses = self.rpn(ImageList(x, sizes), maps, shifted)
         _, more = self.roi_heads(maps, proposals, sizes, shifted)
         return {**losses, **more}
@@ -375,10 +469,17 @@ class MaskRCNN(BackboneNetwork):
         objectness, anchor_deltas = self.rpn.head(list(maps.values()))
         boxes = [fixed_boxes(x)] * len(x)
         heads: Any = self.roi_heads
-        logits, deltas = heads.box_predictor(heads.box_head(heads.box_roi_pool(maps, boxes)))
-        out = {"objectness": objectness, "anchor_deltas": anchor_deltas, "class_logits": logits, "box_deltas": deltas}
+        read = heads.box_roi_pool(maps, boxes)
+        logits, deltas = heads.box_predictor(heads.box_head(read))
+        out = {
+            "objectness": objectness,
+            "anchor_deltas": anchor_deltas,
+            "class_logits": logits,
+            "box_deltas": deltas,
+        }
         if self.has_masks:
-            out["mask_logits"] = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(maps, boxes)))
+            read = heads.mask_roi_pool(maps, boxes)
+            out["mask_logits"] = heads.mask_predictor(heads.mask_head(read))
         return out
 
     @torch.no_grad()
@@ -392,15 +493,22 @@ class MaskRCNN(BackboneNetwork):
         """
         if self.training:
             raise UserError("detect needs eval mode; call model.eval()")
-        whole = (x.shape[2], x.shape[3])
-        inside = [whole] * len(x) if sizes is None else [(height, width) for height, width in sizes]
-        maps, heads = self.pyramid_maps(x), (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor)
+        if sizes is None:
+            sizes = [(x.shape[2], x.shape[3])] * len(x)
+        inside = [(height, width) for height, width in sizes]
+        maps = self.pyramid_maps(x)
         with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in filter(None, heads):
-                hooks.callback(head.register_forward_hook(lambda *call: require_finite(call[2])).remove)
+            for head in (
+                self.rpn.head,
+                self.roi_heads.box_predictor,
+                self.roi_heads.mask_predictor,
+            ):
+                if head is not None:
+                    handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
+                    hooks.callback(handle.remove)
             proposals, _ = self.rpn(ImageList(x, inside), maps)
-            found, _ = self.roi_heads(maps, proposals, inside)
-        return [{**each, "labels": each["labels"] - 1} for each in found]
+            detections, _ = self.roi_heads(maps, proposals, inside)
+        return [{**each, "labels": each["labels"] - 1} for each in detections]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[str, Any]:

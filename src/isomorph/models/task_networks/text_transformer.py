@@ -76,10 +76,15 @@ class TextTransformer(nn.Module):
 
     @property
     def max_length(self) -> int:
-        positions = getattr(getattr(self.body, "embeddings", None), "position_embeddings", None)
+        """The largest number of tokens in a sequence."""
+        embeddings = getattr(self.body, "embeddings", None)
+        positions = getattr(embeddings, "position_embeddings", None)
         if positions is None:
             return getattr(self.body.config, "max_position_embeddings", 2**20)
-        return positions.num_embeddings - (0 if positions.padding_idx is None else positions.padding_idx + 1)
+        if positions.padding_idx is None:
+            return positions.num_embeddings
+        # positions are counted from there
+        return positions.num_embeddings - positions.padding_idx - 1
 
     def _new_head(self) -> nn.Module:
         config = self.body.config
@@ -96,7 +101,10 @@ class TextTransformer(nn.Module):
         return head.to(self.table.device, self.table.dtype)
 
     def forward_features(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Return the vectors of the tokens. Shape: (B, N) -> (B, N, C)"""
         if input_ids.shape[1] > self.max_length:
@@ -121,15 +129,17 @@ class TextTransformer(nn.Module):
         token_type_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        return self.forward_head(self.forward_features(input_ids, attention_mask, token_type_ids), positions)
+        features = self.forward_features(input_ids, attention_mask, token_type_ids)
+        return self.forward_head(features, positions)
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
         """Return random sequences of unequal lengths up to N, for a size (1, N). Shape: -> ids and mask (batch, N)"""
         N = size[-1] if size else min(64, self.max_length)
         generator = torch.Generator().manual_seed(0)
-        vocabulary, padding = self.table.shape[0], getattr(self.body.config, "pad_token_id", None) or 0
-        ids = torch.randint(padding + 1, vocabulary, (batch, N), generator=generator)
-        mask = torch.arange(N) < torch.linspace(N, max(1, N // 2), batch).round()[:, None]
+        padding = getattr(self.body.config, "pad_token_id", None) or 0
+        ids = torch.randint(padding + 1, self.table.shape[0], (batch, N), generator=generator)
+        lengths = torch.linspace(N, max(1, N // 2), batch).round()
+        mask = torch.arange(N) < lengths[:, None]
         return {"input_ids": ids.where(mask, torch.tensor(padding)), "attention_mask": mask.long()}
 
     def get_classifier(self) -> nn.Module:
@@ -146,7 +156,11 @@ class TextTransformer(nn.Module):
         return dict(stem=r"^body\.embeddings", blocks=blocks)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        (self.body.gradient_checkpointing_enable if enable else self.body.gradient_checkpointing_disable)()
+        """Recompute layers in the backward pass instead of storing their activations."""
+        if enable:
+            self.body.gradient_checkpointing_enable()
+        else:
+            self.body.gradient_checkpointing_disable()
 
 
 def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
@@ -165,26 +179,47 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
     for name in fields.keys() - names:
         close = get_close_matches(name, names, n=1, cutoff=0)
         raise UserError(f"{name} is not a field of {family}; did you mean {close[0]}?")
-    return kind(**{"use_cache": False, **fields} if "use_cache" in names else fields)
+    if "use_cache" in names:
+        fields = {"use_cache": False, **fields}
+    return kind(**fields)
 
 
 def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> dict[str, Tensor]:
     """Convert a checkpoint of transformers or of another head; the model's own head replaces one of another kind."""
-    prefix = f"{model.body.base_model_prefix}."
     if not any(name.startswith("body.") for name in state):
-        inside = any(name.startswith(prefix) for name in state)
-        given = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix) or not inside}
-        for old, new in {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}.items():
-            given = {name.replace(old, new): x for name, x in given.items()}  # of the first BERTs
-        state = {f"body.{name}": x for name, x in given.items()}
-    unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
-    kept = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
-    head, own_head = ({n: x for n, x in each.items() if n.startswith("head.")} for each in (state, model.state_dict()))
-    return kept | (head if head.keys() == own_head.keys() else own_head)
+        state = _body_state(state, f"{model.body.base_model_prefix}.")
+    unused = (
+        "body.pooler.",
+        "body.embeddings.position_ids",
+        "body.embeddings.token_type_ids",
+        "head.",
+    )
+    converted = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
+    head = {name: tensor for name, tensor in state.items() if name.startswith("head.")}
+    own_head = model.head.state_dict(prefix="head.")
+    return converted | (head if head.keys() == own_head.keys() else own_head)
 
 
-_SMALL = dict(family="electra", embedding_size=128, hidden_size=256, intermediate_size=1024)
-_SMALL |= dict(num_hidden_layers=12, num_attention_heads=4)
+def _body_state(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of transformers' base model, which other models have under a prefix."""
+    if any(name.startswith(prefix) for name in state):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    body = {}
+    for name, tensor in state.items():
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")  # of the first BERTs
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        body[f"body.{name}"] = tensor
+    return body
+
+
+_SMALL = dict(
+    family="electra",
+    embedding_size=128,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+)
 VARIANTS = {
     "bert_small": Variant(
         _SMALL,
@@ -192,7 +227,13 @@ VARIANTS = {
     ),
     "bert_base": Variant(dict(family="bert"), "BERT-Base, uncased: 12 layers of width 768."),
     "roberta_base": Variant(
-        dict(family="roberta", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+        dict(
+            family="roberta",
+            vocab_size=50265,
+            max_position_embeddings=514,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+        ),
         "RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs.",
     ),
     "distilbert_base": Variant(dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."),
@@ -200,11 +241,19 @@ VARIANTS = {
         {}, "Any encoder of transformers that is trained with masked words, by family and fields."
     ),
 }
-_HUB_NAMES = {"bert_base": "google-bert/bert-base-uncased", "roberta_base": "FacebookAI/roberta-base"}
-_HUB_NAMES |= {"distilbert_base": "distilbert/distilbert-base-uncased"}
+_HUB_NAMES = {
+    "bert_base": "google-bert/bert-base-uncased",
+    "roberta_base": "FacebookAI/roberta-base",
+    "distilbert_base": "distilbert/distilbert-base-uncased",
+}
 
-_CFG: dict[str, Any] = dict(num_classes=0, input_size=None, classifier="head", first_conv=None)
-default_cfgs = generate_default_cfgs(
-    {name: _CFG | ({"hf_hub_id": _HUB_NAMES[name]} if name in _HUB_NAMES else {"url": ""}) for name in VARIANTS}
-)
+
+def _pretrained_cfg(name: str) -> dict[str, Any]:
+    cfg: dict[str, Any] = dict(num_classes=0, input_size=None, classifier="head", first_conv=None)
+    if name in _HUB_NAMES:
+        return {**cfg, "hf_hub_id": _HUB_NAMES[name]}
+    return {**cfg, "url": ""}
+
+
+default_cfgs = generate_default_cfgs({name: _pretrained_cfg(name) for name in VARIANTS})
 register_variants(__name__, partial(build_variant, TextTransformer), VARIANTS)

@@ -18,7 +18,12 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.models.base import Variant, image_cfg, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
 
 class PlainNeck(nn.Module):
@@ -32,9 +37,10 @@ class PlainNeck(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        enlarge = [nn.ConvTranspose2d(channels, channels, 2, 2) for _ in range(3)]
-        first = nn.Sequential(enlarge[0], nn.BatchNorm2d(channels), nn.GELU(), enlarge[1])
-        self.scales = nn.ModuleList([first, enlarge[2], nn.Identity(), nn.MaxPool2d(2, 2, ceil_mode=True)])
+        once, again, twice = (nn.ConvTranspose2d(channels, channels, 2, 2) for _ in range(3))
+        four_times = nn.Sequential(once, nn.BatchNorm2d(channels), nn.GELU(), again)
+        half = nn.MaxPool2d(2, 2, ceil_mode=True)
+        self.scales = nn.ModuleList([four_times, twice, nn.Identity(), half])
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         return [scale(x) for scale, x in zip(self.scales, maps, strict=True)]
@@ -48,15 +54,16 @@ def pooling_matrix(cells: int, size: int, like: Tensor) -> Tensor:
     """
     cell = torch.arange(cells, device=like.device)[:, None]
     position = torch.arange(size, device=like.device)[None]
-    start, stop = cell * size // cells, ((cell + 1) * size + cells - 1) // cells  # (cells, 1)
+    start = cell * size // cells  # (cells, 1)
+    stop = ((cell + 1) * size + cells - 1) // cells
     inside = (position >= start) & (position < stop)
     return inside.to(like.dtype) / (stop - start).to(like.dtype)
 
 
 def average_cells(x: Tensor, cells: int) -> Tensor:
     """Average a feature map in cells x cells rectangles. Shape: (B, C, H, W) -> (B, C, cells, cells)"""
-    rows, columns = (pooling_matrix(cells, size, x) for size in x.shape[-2:])
-    return rows @ x @ columns.mT
+    H, W = x.shape[-2:]
+    return pooling_matrix(cells, H, x) @ x @ pooling_matrix(cells, W, x).mT
 
 
 def resize_map(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -105,15 +112,20 @@ class UPerHead(nn.Module):
 
     def add_context(self, x: Tensor) -> Tensor:
         """Join a map with its averages over rectangles. Shape: (B, C, H, W) -> (B, width, H, W)"""
-        averages = [conv(average_cells(x, cells)) for conv, cells in zip(self.pooled, self.pool_sizes, strict=True)]
-        return self.context(torch.cat([x, *(resize_map(each, x.shape[-2:]) for each in averages)], dim=1))
+        maps = [x]
+        for conv, cells in zip(self.pooled, self.pool_sizes, strict=True):
+            average = conv(average_cells(x, cells))
+            maps.append(resize_map(average, x.shape[-2:]))
+        return self.context(torch.cat(maps, dim=1))
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
-        added = [self.add_context(maps[-1])]  # coarse to fine
-        for lateral, x in zip(reversed(self.lateral), reversed(maps[:-1]), strict=True):
-            added.append(lateral(x) + resize_map(added[-1], x.shape[-2:]))
-        smoothed = [conv(x) for conv, x in zip(self.smooth, reversed(added[1:]), strict=True)] + added[:1]
-        joined = self.join(torch.cat([resize_map(x, maps[0].shape[-2:]) for x in smoothed], dim=1))
+        size = maps[0].shape[-2:]
+        y = self.add_context(maps[-1])
+        smoothed = [resize_map(y, size)]  # coarse to fine
+        for lateral, smooth, x in zip(reversed(self.lateral), reversed(self.smooth), reversed(maps[:-1]), strict=True):
+            y = lateral(x) + resize_map(y, x.shape[-2:])
+            smoothed.append(resize_map(smooth(y), size))
+        joined = self.join(torch.cat([*reversed(smoothed[1:]), smoothed[0]], dim=1))
         return self.classifier(self.drop(joined))
 
 
@@ -175,26 +187,38 @@ class UPerNet(BackboneNetwork):
         backbone_pretrained: bool = False,
     ) -> None:
         super().__init__()
-        arguments = {**({"drop_path_rate": drop_path_rate} if drop_path_rate else {}), **(backbone_kwargs or {})}
-        built = build_backbone(backbone, in_chans, img_size, backbone_pretrained, arguments)
-        self.backbone, self.backbone_name, self.indices = built.module, backbone, built.indices
         self.backbone_kwargs = dict(backbone_kwargs or {})
-        self.num_classes, self.in_chans = num_classes, in_chans
-        self.neck: nn.Module = PlainNeck(built.channels[0]) if built.is_plain else nn.Identity()
-        width = channels or (built.channels[0] if built.is_plain else 512)
+        arguments = dict(self.backbone_kwargs)
+        if drop_path_rate:
+            arguments.setdefault("drop_path_rate", drop_path_rate)
+        built = build_backbone(backbone, in_chans, img_size, backbone_pretrained, arguments)
+        self.backbone = built.module
+        self.backbone_name = backbone
+        self.indices = built.indices
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.neck: nn.Module = nn.Identity()
+        width = 512
+        if built.is_plain:
+            self.neck = PlainNeck(built.channels[0])
+            width = built.channels[0]
+        width = channels or width
         self.num_features = self.head_hidden_size = width
         self.head = UPerHead(built.channels, width, num_classes, pool_sizes, drop_rate)
-        sizes = (built.channels[-2:][0], auxiliary_channels, num_classes)
-        self.auxiliary_head = FCNHead(*sizes, drop_rate) if auxiliary else None
+        self.auxiliary_head = None
+        if auxiliary:
+            self.auxiliary_head = FCNHead(built.channels[-2:][0], auxiliary_channels, num_classes, drop_rate)
 
     @property
     def patch_size(self) -> tuple[int, int]:
+        """Height and width of a ViT's patches; 1 x 1 for a backbone without patches."""
         embed = getattr(self.backbone, "patch_embed", None)
         return tuple(embed.patch_size) if isinstance(embed, PatchEmbed) else (1, 1)
 
     def pad(self, x: Tensor) -> Tensor:
         """Pad images with zeros, right and below, to whole patches; an exported network is given whole patches."""
-        (ph, pw), (height, width) = self.patch_size, x.shape[-2:]
+        ph, pw = self.patch_size
+        height, width = x.shape[-2:]
         if (ph, pw) == (1, 1) or torch.compiler.is_exporting() or not (height % ph or width % pw):
             return x
         return F.pad(x, (0, -width % pw, 0, -height % ph))
@@ -207,38 +231,47 @@ class UPerNet(BackboneNetwork):
         height, width = require_images(x).shape[-2:]
         maps = self.forward_features(x)
         logits = self.head(maps)
-        if coarse:
-            second = self.auxiliary_head(maps[-2:][0]) if self.auxiliary_head is not None else None
-            return CoarseLogits(logits, second)
-        return self.enlarge(logits, (height, width))
+        if not coarse:
+            return self.enlarge(logits, (height, width))
+        if self.auxiliary_head is None:
+            return CoarseLogits(logits, None)
+        return CoarseLogits(logits, self.auxiliary_head(maps[-2:][0]))
 
     def enlarge(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
         """Resize logits to an image of a height and width. Shape: (B, K, H_i, W_i) -> (B, K, height, width)"""
         if torch.compiler.is_exporting():
             return resize_map(logits, size)
-        (ph, pw), (height, width) = self.patch_size, size
+        ph, pw = self.patch_size
+        height, width = size
         padded = (height + -height % ph, width + -width % pw)
         return resize_map(logits, padded)[..., :height, :width]
 
     def get_classifier(self) -> nn.Module:
+        """Return the last convolution of the head."""
         return self.head.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
+        """Replace the last convolutions of both heads by untrained ones."""
         self.num_classes = num_classes
-        for head in filter(None, (self.head, self.auxiliary_head)):
-            old: Any = head.classifier
+        for head in (self.head, self.auxiliary_head):
+            if head is None:
+                continue
+            old = head.classifier
             head.classifier = nn.Conv2d(old.in_channels, num_classes, 1).to(old.weight)
             nn.init.normal_(head.classifier.weight, std=0.01)
             nn.init.zeros_(head.classifier.bias)  # type: ignore[arg-type]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
-        first, heads = inner.get("first_conv"), ("head.classifier", "auxiliary_head.classifier")
-        return {
-            **{key: inner[key] for key in ("mean", "std", "interpolation") if inner.get(key) is not None},
-            "first_conv": f"backbone.{first if isinstance(first, str) else 'patch_embed.proj'}",
-            "classifier": heads[: 1 + (self.auxiliary_head is not None)],
-            "num_classes": self.num_classes,
-        }
+        cfg = {key: inner[key] for key in ("mean", "std", "interpolation") if inner.get(key) is not None}
+        first = inner.get("first_conv")
+        if not isinstance(first, str):
+            first = "patch_embed.proj"
+        cfg["first_conv"] = f"backbone.{first}"
+        cfg["classifier"] = ("head.classifier",)
+        if self.auxiliary_head is not None:
+            cfg["classifier"] += ("auxiliary_head.classifier",)
+        cfg["num_classes"] = self.num_classes
+        return cfg
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str, Any]:

@@ -4,9 +4,8 @@ The target's steps get the values of the source's, so that each difference is fo
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from isomorph.errors import UserError
+from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs, leaves, relative
-from isomorph.surgery.port.arguments import settings_of
+from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
 from isomorph.surgery.port.pair import Pairing
 from isomorph.surgery.port.watch import Call, Watch
@@ -74,8 +75,11 @@ def _difference(value: Tensor, other: Tensor) -> float:
     return relative(difference, scale)
 
 
-def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
-    """Return a value with its axes in the order of another, and their relative difference; None if there is none."""
+def in_layout(value: Tensor, like: Tensor, tolerance: float = TOLERANCE) -> tuple[Tensor | None, float]:
+    """Return a value with its axes in the order of another, and their relative difference; None if there is none.
+
+    The first order by which they differ by at most the tolerance, else the one by which they differ least.
+    """
     best: Tensor | None = None
     smallest = math.inf
     for candidate in _layouts(value, like):
@@ -83,7 +87,7 @@ def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
         if best is None or difference < smallest:
             best = candidate
             smallest = difference
-        if smallest <= TOLERANCE:
+        if smallest <= tolerance:
             break
     return best, smallest
 
@@ -116,40 +120,103 @@ class _Forced(Watch):
         self.forced = forced  # by index of the call
         self.differences: dict[tuple[str, int], float] = {}
 
-    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        forced = self.forced.get(len(self.calls))
-        if forced is None or forced.name != name or forced.wanted is None:
-            return args, kwargs
+    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        index = len(self.calls)
+        forced = self.forced.get(index)
+        if forced is None or forced.name != name:
+            return function(*args, **kwargs)
         wanted = forced.wanted
-        key = "input", len(self.calls)
 
         def put(tensor: Tensor) -> Tensor:
-            if self.number_of(tensor) != forced.reads:
+            if wanted is None or self.number_of(tensor) != forced.reads:
                 return tensor
-            return self._compare(key, wanted, tensor)
+            return self._compare(("input", index), wanted, tensor)
 
-        return tree_map_only(Tensor, put, (args, kwargs))
-
-    def after(self, name: str, out: Any) -> Any:
-        forced = self.forced.get(len(self.calls))
-        if forced is None or forced.name != name or forced.made is None:
+        args, kwargs = tree_map_only(Tensor, put, (args, kwargs))
+        out = function(*args, **kwargs)
+        if forced.made is None or not isinstance(out, Tensor):
             return out
-        if not isinstance(out, Tensor):
-            return out
-        return self._compare(("output", len(self.calls)), forced.made, out)
+        return self._compare(("output", index), forced.made, out)
 
     def _compare(self, key: tuple[str, int], wanted: Tensor, tensor: Tensor) -> Tensor:
         fitting, difference = in_layout(wanted, tensor)
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
             return tensor
+        if wanted.shape == tensor.shape:  # of values that differ the nearest order of axes says nothing
+            fitting = wanted
         return torch.empty_like(tensor).copy_(fitting)
+
+
+@dataclass
+class SourceSettings:
+    """What a copy of the target runs with the source's settings, to see whether both are equal then.
+
+    `calls`: the source's call that is run on the tensors of one of the target, by the index of that; `constants`: the
+    source's by the number of the target's.
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _WithSettings(Watch):
+    """A run of the target in which some calls are those of the source, on the target's tensors."""
+
+    def __init__(self, model: nn.Module, source: Graph, target: Graph, settings: SourceSettings) -> None:
+        super().__init__(model)
+        self.source = source
+        self.target = target
+        self.settings = settings
+
+    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        index = len(self.calls)
+
+        def put(tensor: Tensor) -> Tensor:
+            return self.settings.constants.get(self.number_of(tensor), tensor)
+
+        args, kwargs = tree_map_only(Tensor, put, (args, kwargs))
+        theirs = self.settings.calls.get(index)
+        if theirs is None or name != self.target.seen.calls[index].name:
+            return function(*args, **kwargs)
+        own = self.target.seen.calls[index]
+        given = dict(zip(own.inputs, tensors_in(args, kwargs), strict=True))
+        numbers = _same_arguments(theirs, own)
+
+        def value_of(number: int) -> Tensor:
+            if number in numbers:
+                return given[numbers[number]]
+            return self.source.seen.values[number]
+
+        return theirs.run(value_of).reshape(self.target.seen.values[own.outputs[0]].shape)
+
+
+def _same_arguments(one: Call, other: Call) -> dict[int, int]:
+    """Return which values the arguments of one call are in another: by name, else in order."""
+    mine = bind(one)
+    theirs = bind(other)
+    if set(mine) == set(theirs):
+        return {mine[role]: theirs[role] for role in mine}
+    return dict(zip(mine.values(), theirs.values(), strict=True))
+
+
+def run_with(settings: SourceSettings, source: Graph, target: Graph, model: nn.Module, inputs: Inputs) -> Watch | None:
+    """Return a run of the target with the source's settings; None if it does not run with them."""
+    run = _WithSettings(model, source, target, settings)
+    try:
+        run.watch(inputs)
+    except (UserError, RuntimeError, TypeError, ValueError, IndexError):  # of a call on tensors of another layout
+        return None
+    return run
 
 
 def compare_steps(
     source: Graph, target: Graph, pairing: Pairing, model: nn.Module, inputs: Inputs
-) -> tuple[list[Place], Watch]:
-    """Return where the steps of both part, each on the source's values, and the target's run with these values."""
+) -> tuple[list[Place], SourceSettings, Watch]:
+    """Return where the steps of both part, each on the source's values.
+
+    And the settings of the source at these places, and the target's run with the source's values.
+    """
     forced: dict[int, _Step] = {}
     steps: dict[int, tuple[Step, Step]] = {}
     for one, other in pairing.pairs:
@@ -169,44 +236,86 @@ def compare_steps(
     run = _Forced(model, forced)
     run.watch(inputs)
     places = []
+    settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
-            places.append(_place(source, target, *steps[index], side, difference))
-    return places, run
+            one, other = steps[index]
+            compare = _compare_results if side == "output" else _compare_inputs
+            places.append(compare(source, target, one, other, difference, settings))
+    return places, settings, run
 
 
-def _place(source: Graph, target: Graph, one: Step, other: Step, side: str, difference: float) -> Place:
-    if side == "output":
-        settings = differing(one.settings, other.settings)
-        what = f"the {other.kind} gives another result on the same values"
-    else:
-        between = _between(source, one), _between(target, other)
-        maps = partial(_count_maps, source), partial(_count_maps, target)
-        settings = _differing_calls(between[0], between[1], maps)
-        rounded = tuple(map(_has_rounded_constants, (source, target), between))
-        if difference < _SINGLE and any(rounded):
-            kinds = ["float32" if each else "float64" for each in rounded]
-            settings = (("constants rounded to", kinds[0], kinds[1]),)
-        shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
-        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
-    return Place(one.module, other.module, difference, what, settings)
+def _compare_results(
+    source: Graph, target: Graph, one: Step, other: Step, difference: float, settings: SourceSettings
+) -> Place:
+    """Return the place where two steps give another result of the same values, and note the source's settings."""
+    found = differing(one.settings, other.settings)
+    what = f"the {other.kind} gives another result on the same values"
+    _note([(one.call, other.call)] if found else [], settings)
+    return Place(one.module, other.module, difference, what, found)
+
+
+def _compare_inputs(
+    source: Graph, target: Graph, one: Step, other: Step, difference: float, settings: SourceSettings
+) -> Place:
+    """Return the place where steps read other values, and note the source's settings of the operations before."""
+    mine = _between(source, one)
+    theirs = _between(target, other)
+    found = _differing_calls(source, target, mine, theirs)
+    rounded = tuple(map(_has_rounded_constants, (source, target), (mine, theirs)))
+    if difference < _SINGLE and any(rounded):
+        kinds = ["float32" if each else "float64" for each in rounded]
+        found = (("constants rounded to", kinds[0], kinds[1]),)
+        _note_constants(source, target, theirs, settings)
+    elif len(mine) == len(theirs):
+        _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
+    shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
+    what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    return Place(one.module, other.module, difference, what, found)
+
+
+def _differ(one: Call, other: Call) -> bool:
+    return one.name.strip("_") != other.name.strip("_") or bool(differing(settings_of(one), settings_of(other)))
+
+
+def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSettings) -> None:
+    """Note the source's calls for those of the target that read as many tensors."""
+    for one, other in pairs:
+        if one and other and len(bind(one)) == len(bind(other)):
+            settings.calls[other.index] = one
+
+
+def _note_constants(source: Graph, target: Graph, calls: list[Call], settings: SourceSettings) -> None:
+    """Note the source's constants for those of the target that are rounded otherwise."""
+    given = [source.seen.values[number] for number in _constants_before(source, source.seen.calls)]
+    for number in _constants_before(target, calls):
+        own = target.seen.values[number]
+        for value in given:
+            if value.numel() != own.numel() or not value.is_floating_point():
+                continue
+            fitting, difference = in_layout(value, own)
+            if fitting is not None and 0 < difference < _SINGLE:
+                settings.constants[number] = fitting
+
+
+def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
+    """Return the values that follow from neither images nor parameters, which calls are computed from."""
+    waiting = [number for call in calls for number in call.inputs]
+    found: dict[int, None] = {}
+    while waiting:
+        number = waiting.pop()
+        if number in found or number in graph.live or graph.content(number).terms:
+            continue
+        found[number] = None
+        maker = graph.seen.makers.get(number)
+        if maker is not None:
+            waiting += maker.inputs
+    return list(found)
 
 
 def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
     """True if operations read constants that the code computes in float32, such as angles of rotations."""
-    waiting = [number for call in calls for number in call.inputs]
-    visited: set[int] = set()
-    while waiting:
-        number = waiting.pop()
-        if number in visited or number in graph.live or graph.content(number).terms:
-            continue
-        visited.add(number)
-        if _is_rounded(graph.seen.values[number]):
-            return True
-        maker = graph.seen.makers.get(number)
-        if maker is not None:
-            waiting += maker.inputs
-    return False
+    return any(_is_rounded(graph.seen.values[number]) for number in _constants_before(graph, calls))
 
 
 def _is_rounded(value: Tensor) -> bool:
@@ -259,22 +368,24 @@ def _count_maps(graph: Graph, call: Call) -> int:
 
 
 def _differing_calls(
-    one: list[Call],
-    other: list[Call],
-    maps: tuple[Callable[[Call], int], Callable[[Call], int]],
+    source: Graph, target: Graph, one: list[Call], other: list[Call]
 ) -> tuple[tuple[str, Any, Any], ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
     names = [call.name.strip("_") for call in one]
     others = [call.name.strip("_") for call in other]
-    if names != others:
+    if len(names) != len(others):
         return (("operations", ", ".join(names), ", ".join(others)),)
     found: list[tuple[str, Any, Any]] = []
-    for a, b in zip(one, other, strict=True):
-        if a.name == "softmax" and maps[0](a) != maps[1](b):
-            return (("heads or windows of attention", maps[0](a), maps[1](b)),)
-        for name, mine, theirs in differing(settings_of(a), settings_of(b)):
-            if _is_plain(mine) and _is_plain(theirs):
-                found.append((f"{a.name.strip('_')} {name}", mine, theirs))
+    for a, b, mine, theirs in zip(one, other, names, others, strict=True):
+        if mine != theirs:
+            found.append(("operation", mine, theirs))
+            continue
+        maps = _count_maps(source, a), _count_maps(target, b)
+        if mine == "softmax" and maps[0] != maps[1]:
+            return (("heads or windows of attention", *maps),)
+        for name, given, wanted in differing(settings_of(a), settings_of(b)):
+            if _is_plain(given) and _is_plain(wanted):
+                found.append((f"{mine} {name}", given, wanted))
     return tuple(found)
 
 

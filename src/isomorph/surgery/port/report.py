@@ -36,9 +36,13 @@ class Setting:
     target: Any
     modules: tuple[str, ...]
 
+    @property
+    def values(self) -> str:
+        """The setting and its values, without the modules."""
+        return f"{self.name}: {self.source} in the source, {self.target} in the target"
+
     def __str__(self) -> str:
-        where = _listed(self.modules)
-        return f"{self.name}: {self.source} in the source, {self.target} in the target ({where})"
+        return f"{self.values} ({_listed(self.modules)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +76,7 @@ class PortReport:
     """Settings that are not weights, and differ: eps, a kind of activation, a scale."""
 
     explained: bool = False
-    """True if the models are not equal, and a setting differs at every place where they part on the same values."""
+    """True if the models are not equal, and a copy of the target that computes with these settings of the source is."""
 
     places: tuple[Place, ...] = ()
     """Every place where the models part, the first one first, each on the source's values."""
@@ -91,8 +95,8 @@ class PortReport:
             return f"equal in float64 (relative difference {self.difference:.2g}): {count}{own}"
         apart = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
         if self.explained:
-            names = "; ".join(map(str, self.settings))
-            return f"{apart}; a setting differs at every place where they part: {names}"
+            values = "; ".join(setting.values for setting in self.settings)
+            return f"{apart}; with the source's settings they are equal, which was tried: {values}"
         if self.places:
             return f"{apart}, first at {self.places[0]}"
         alone = [note for note in self.notes if "alone" in note]
@@ -127,6 +131,8 @@ class PortReport:
 class NotPorted(UserError):
     """Error of `port_weights` for models that are not equal; its text is the report, also its attribute `report`.
 
+    With `advice` it is the report's first line and the advice.
+
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> try:
     ...     iso.port_weights(cnn, timm.create_model("cifar_resnet32"), torch.randn(1, 3, 32, 32))
@@ -135,8 +141,9 @@ class NotPorted(UserError):
     False
     """
 
-    def __init__(self, report: PortReport) -> None:
-        super().__init__(f"{report}\npartial=True returns the target with what could be carried")
+    def __init__(self, report: PortReport, advice: str | None = None) -> None:
+        whole = f"{report}\npartial=True returns the target with what could be carried"
+        super().__init__(whole if advice is None else report.verdict + advice)
         self.report = report
 
 

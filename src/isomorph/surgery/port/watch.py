@@ -155,8 +155,7 @@ class Watch(TorchFunctionMode):
         writes = bool(read) and _writes(name, args, given)
         if writes:
             self._keep(read[0])
-        args, given = self.before(name, args, given)
-        out = self.after(name, func(*args, **given))
+        out = self.call(name, func, args, given)
         made = [args[0]] if name == "__setitem__" else tensors_in(out)
         is_new = bool(made) and name not in _FRESH
         if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
@@ -187,13 +186,9 @@ class Watch(TorchFunctionMode):
         write = _Write(tensor._version, number, tensor.size(), tensor.stride(), start)
         self._writes[_storage(tensor)].append(write)
 
-    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that a call gets."""
-        return args, kwargs
-
-    def after(self, name: str, out: Any) -> Any:
+    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a call gives."""
-        return out
+        return function(*args, **kwargs)
 
     def _is_known(self, tensor: Tensor) -> bool:
         known = self._numbers.get(id(tensor))

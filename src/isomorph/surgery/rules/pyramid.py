@@ -14,7 +14,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, AnnealedReLU, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.pyramid.base import Layout
+from isomorph.layers.pyramid.base import BranchLayout
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
@@ -151,7 +151,7 @@ class LinearToPyramid(Rule):
         return self.init == "same-function"
 
     def __post_init__(self) -> None:
-        Layout.parse(self.layout)
+        BranchLayout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
         check_choice("form", self.form, ("closed", "branches"))
         chosen = [f"{name}={value}" if name else value for name, value in _rectify_by_name(self.rectify).items()]

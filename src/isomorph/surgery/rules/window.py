@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import first_float
-from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share, limit_bias
+from isomorph.layers.window import (
+    TokenWindows,
+    attend_in_padded_windows,
+    attend_in_windows,
+    attend_with_share,
+    limit_bias,
+)
 from isomorph.operations import FollowMaps, FusedCall, Value, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
@@ -49,7 +55,7 @@ class _Attend(FollowMaps):
         self.seen = True
         if self.layer._is_global:
             return args
-        windows = Windows(grid, self.layer.window, prefix)
+        windows = TokenWindows(grid, self.layer.window, prefix)
         return scores + windows.log_share(self.layer.share, scores), *args[1:]
 
     def at_fused(self, call: FusedCall) -> Tensor:
@@ -71,7 +77,7 @@ class _Attend(FollowMaps):
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and has_open_size
         if layer.pruned and not is_open:
             grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
-        windows = Windows(grid, layer.window, prefix)
+        windows = TokenWindows(grid, layer.window, prefix)
         scale = call.scale if layer.fused_scale is None else layer.fused_scale
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
         q, k, v = call.query, call.key, call.value
@@ -176,7 +182,7 @@ class WindowAttention(AlteredAttention):
         if layer.fused_scale is not None:
             layer.fused_attn = True
         if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
-            limit_bias(layer.rel_pos, Windows(layer.rel_pos.window_size, layer.window))
+            limit_bias(layer.rel_pos, TokenWindows(layer.rel_pos.window_size, layer.window))
         return layer
 
 

@@ -18,9 +18,23 @@ from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d, map_coordinates
 from torch.nn.functional import interpolate
 
-_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))  # sigma, largest distance, rounds
+# sigma, largest distance, rounds
+_GLASS = (
+    (0.7, 1, 2),
+    (0.9, 2, 1),
+    (1, 2, 3),
+    (1.1, 3, 2),
+    (1.5, 4, 2),
+)
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))  # radius and sigma
-_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))  # end and step of the factors from 1
+# end and step of the factors from 1
+_ZOOM = (
+    (1.11, 0.01),
+    (1.16, 0.01),
+    (1.21, 0.02),
+    (1.26, 0.02),
+    (1.31, 0.03),
+)
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -52,7 +66,8 @@ def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.
     At once: each points at the pixel that it copies; pointers to pixels overwritten earlier are followed to their end.
     """
     height, width = image.shape[:2]
-    rows, columns = np.arange(height - reach, reach, -1), np.arange(width - reach, reach, -1)
+    rows = np.arange(height - reach, reach, -1)
+    columns = np.arange(width - reach, reach, -1)
     jumps = draws.randint(-reach, reach, size=(len(rows), len(columns), 2))
     here = rows[:, None] * width + columns
     there = here + jumps[..., 1] * width + jumps[..., 0]
@@ -90,7 +105,8 @@ def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) 
         down, right = (-math.ceil(i * part / math.hypot(*step) - 0.5) for part in step)
         if abs(down) >= height or abs(right) >= length:  # beyond the image: the reference stops here
             break
-        top, left = margin - down, margin - right
+        top = margin - down
+        left = margin - right
         cv2.scaleAdd(wide[top : top + height, left : left + length], float(weight), blurred, blurred)
     return blurred
 
@@ -126,8 +142,22 @@ _SNOW = (
     (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
-_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))  # weights of the image and of the texture
-FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # randint(5) draws no sixth
+# weights of the image and of the texture
+_FROST = (
+    (1, 0.4),
+    (0.8, 0.6),
+    (0.7, 0.7),
+    (0.65, 0.7),
+    (0.6, 0.75),
+)
+# randint(5) draws no sixth
+FROST_TEXTURES = (
+    "frost1.png",
+    "frost2.png",
+    "frost3.png",
+    "frost4.jpg",
+    "frost5.jpg",
+)
 _BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -148,7 +178,8 @@ def frost(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     weight, ice = _FROST[severity - 1]
     height, width = image.shape[:2]
     texture = _enlarge_to_fit(frost_texture(draws.randint(len(FROST_TEXTURES))), height, width)
-    top, left = draws.randint(0, texture.shape[0] - height), draws.randint(0, texture.shape[1] - width)
+    top = draws.randint(0, texture.shape[0] - height)
+    left = draws.randint(0, texture.shape[1] - width)
     return np.clip(weight * image + ice * texture[top : top + height, left : left + width], 0, 255).astype(np.uint8)
 
 
@@ -182,7 +213,13 @@ def _brightness_table(severity: int) -> np.ndarray:
 
 
 # Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side.
-_ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
+_ELASTIC = (
+    (2, 0.7, 0.1),
+    (2, 0.08, 0.2),
+    (0.05, 0.01, 0.02),
+    (0.07, 0.01, 0.02),
+    (0.12, 0.01, 0.02),
+)
 _REFERENCE_SCALE = 244 / 224  # the reference uses 244 for its images of 224 px
 
 
@@ -191,7 +228,8 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
     height, width = image.shape[:2]
     side = _REFERENCE_SCALE * min(height, width)
     strength, sigma, reach = (constant * side for constant in _ELASTIC[severity - 1])
-    centre, third = np.asarray([height, width], np.float32) // 2, min(height, width) // 3
+    centre = np.asarray([height, width], np.float32) // 2
+    third = min(height, width) // 3
     corners = np.stack([centre + third, centre + np.asarray([third, -third]), centre - third]).astype(np.float32)
     dragged = corners + draws.uniform(-reach, reach, size=corners.shape).astype(np.float32)
     affine = cv2.getAffineTransform(corners, dragged)

@@ -10,7 +10,12 @@ import torchvision.datasets
 from PIL import Image
 
 from isomorph.errors import UserError, first_line, optional_module
-from isomorph.lab.data.formats.naming import check_known_classes, number_classes, numbered_by_name, visible
+from isomorph.lab.data.formats.naming import (
+    check_known_classes,
+    number_classes,
+    numbered_by_name,
+    visible,
+)
 from isomorph.lab.data.formats.parquet import label_columns, stored_classes
 from isomorph.lab.data.sources import Source
 

@@ -55,7 +55,10 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
         "by_severity": _severity_means(values),
     }
     if errors:
-        found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
+        found |= {
+            "mean_top1": 100 - mean(errors.values()),
+            "mean_error_unnormalised": mean(errors.values()),
+        }
     if imagenet and all((name, severity) in cells for name in IMAGENET_C_CORRUPTIONS for severity in SEVERITIES):
         found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
         found["mce"] = mean(found["ce"].values())
@@ -117,12 +120,19 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
-    gain, ce = result.get("against", {}), result.get("ce", {})
+    gain = result.get("against", {})
+    ce = result.get("ce", {})
     groups = {name: (name,) for name in result["by_corruption"]} | CORRUPTION_CATEGORIES | {"extra": EXTRA_CORRUPTIONS}
     optional = ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)
     rows = [[f"{result['model']}: top-1 (%)", *map(str, severities), "mean", *optional]]
 
-    def add(name: str, means: Iterable[float | None], average: float | None, error: float | None, points: Any) -> None:
+    def add(
+        name: str,
+        means: Iterable[float | None],
+        average: float | None,
+        error: float | None,
+        points: Any,
+    ) -> None:
         more = [_text(error, ".1f")] * bool(ce) + [_text(points, "+.2f")] * bool(gain)
         rows.append([name, *(_text(value, ".1f") for value in means), _text(average, ".2f"), *more])
 
@@ -131,16 +141,20 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
             parts = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
             points = gain.get(view, {}).get(name, {}).get("points")
             add(name, (mean(part) if part else None for part in parts), value, ce.get(name), points)
-    if count := sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"]):
+    count = sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"])
+    if count:
         whole = len(IMAGENET_C_CORRUPTIONS)
         name = "all of the suite" if count == whole else f"{count} of the suite's {whole}"
-        average, error = result.get("mean_top1"), result.get("mce")
+        average = result.get("mean_top1")
+        error = result.get("mce")
         add(name, result["by_severity"].values(), average, error, gain.get("points"))
     return rows
 
 
 def _text(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    if value is None:
+        return ""
+    return format(value, form)
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
@@ -153,7 +167,10 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         clean = result["clean"]["top1"]
         lines.append(f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})")
     if "mce" in result:
-        relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
+        if "relative_mce" in result:
+            relative = f", relative mCE {result['relative_mce']:.1f} %"
+        else:
+            relative = ""
         lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")
     elif "mean_error_unnormalised" in result:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")

@@ -27,7 +27,12 @@ from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
 Objects = dict[str, Tensor]
 
 ANNOTATION_FILES = {
-    "train": ("annotations/instances_train2017.json", "annotations/train.json", "train.json", "trainval.json"),
+    "train": (
+        "annotations/instances_train2017.json",
+        "annotations/train.json",
+        "train.json",
+        "trainval.json",
+    ),
     "test": (
         *("annotations/instances_val2017.json", "annotations/val.json", "val.json"),
         *("annotations/test.json", "test.json"),
@@ -40,7 +45,8 @@ IMAGE_FOLDERS = {
 }
 # Pixels by which a box may leave its image: some annotators count pixels from 1.
 _TOLERANCE = 1.0
-_LARGEST_SIDE, _LARGEST_ID = 10**6, 2**63
+_LARGEST_SIDE = 10**6
+_LARGEST_ID = 2**63
 # Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out.
 _MIN_SIDE = 1.0
 
@@ -75,7 +81,9 @@ def encode_outline(outline: Any, height: int, width: int) -> dict[str, Any]:
     codec = pycocotools("mask")
     if isinstance(outline, list):
         return codec.merge(codec.frPyObjects(outline, height, width))
-    return outline if isinstance(outline["counts"], str) else codec.frPyObjects(outline, height, width)
+    if isinstance(outline["counts"], str):
+        return outline
+    return codec.frPyObjects(outline, height, width)
 
 
 def draw_masks(outlines: Sequence[Any], height: int, width: int) -> Tensor:
@@ -97,7 +105,9 @@ def run_lengths(text: str) -> list[int]:
 
     Raises: ValueError for text that is not RLE.
     """
-    runs, number, shift = list[int](), 0, 0
+    runs = list[int]()
+    number = 0
+    shift = 0
     for code in text.encode("ascii"):
         if not 48 <= code < 112 or shift > 30:
             raise ValueError(f"{text[:20]!r} is not RLE")
@@ -127,27 +137,39 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
     skipped = 0
     for position, annotation in enumerate(content["annotations"]):
         name = f"{path}: annotation {str(annotation.get('id', f'number {position}'))[:40]}"
-        number, category = annotation.get("image_id"), annotation.get("category_id")
+        number = annotation.get("image_id")
+        category = annotation.get("category_id")
         if type(number) is not int or number not in records:
             raise UserError(f"{name} is of image {str(number)[:40]}, which the file does not have")
         if type(category) is not int or category not in categories:
             listed = ", ".join(map(str, list(categories)[:8])) + ", ..." * (len(categories) > 8)
             given = str(category)[:40]
             raise UserError(f"{name} has the unknown category_id {given}; the file's categories are {listed}")
-        record, box, outline = records[number], annotation.get("bbox"), annotation.get("segmentation") or None
+        record = records[number]
+        box = annotation.get("bbox")
+        outline = annotation.get("segmentation") or None
         unusable = _outline_problem(outline, record)
         if isinstance(outline, dict) and not unusable:
-            outline = {"size": [record.height, record.width], "counts": outline["counts"]}  # sizes may be 48.0
+            # sizes may be 48.0
+            outline = {
+                "size": [record.height, record.width],
+                "counts": outline["counts"],
+            }
         if box is None and not unusable:
             box = pycocotools("mask").toBbox(encode_outline(outline, record.height, record.width)).tolist()
         instead = ", or train boxes only with task.masks false" if masks and unusable else ""
-        if problem := _field_problem(annotation) or (instead and unusable) or _box_problem(box, record):
+        problem = _field_problem(annotation) or (instead and unusable) or _box_problem(box, record)
+        if problem:
             skipped += 1
             if skipped > skip:
                 ways = f"correct it, or leave {skipped} out with task.skip_annotations{instead}"
                 raise UserError(f"{name} {problem}; {ways}")
             continue
-        fields = {"category_id": category, "bbox": box, "iscrowd": int(annotation.get("iscrowd") or 0)}
+        fields = {
+            "category_id": category,
+            "bbox": box,
+            "iscrowd": int(annotation.get("iscrowd") or 0),
+        }
         outlines = {"segmentation": None if unusable else outline, "area": annotation.get("area")}
         objects[number].append(fields | outlines)
     if not objects:
@@ -202,7 +224,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _field_problem(annotation: Mapping[str, Any]) -> str | None:
-    crowd, area = annotation.get("iscrowd"), annotation.get("area")
+    crowd = annotation.get("iscrowd")
+    area = annotation.get("area")
     if crowd not in (None, 0, 1):
         return f"has iscrowd {crowd!r:.40}, which is not 0 or 1"
     if area is not None and not (_is_number(area) and area >= 0):
@@ -224,7 +247,8 @@ def _box_problem(box: Any, record: ImageRecord) -> str | None:
 
 def _outline_problem(outline: Any, record: ImageRecord) -> str | None:
     """Return what is wrong with polygons, which may leave the image by its size, or RLE."""
-    W, H = record.width, record.height
+    W = record.width
+    H = record.height
     if outline is None:
         return "has no segmentation"
     if isinstance(outline, list):
@@ -232,7 +256,9 @@ def _outline_problem(outline: Any, record: ImageRecord) -> str | None:
             return "has a polygon with fewer than three points, or that is not pairs of numbers"
         sides = ((points[i::2], (W, H)[i]) for points in outline for i in (0, 1))
         far = any(min(places) < -side or max(places) > 2 * side for places, side in sides)
-        return f"has a polygon far outside {record.file} of {W} x {H} pixels" if far else None
+        if far:
+            return f"has a polygon far outside {record.file} of {W} x {H} pixels"
+        return None
     if not isinstance(outline, dict) or "counts" not in outline:
         return "has a segmentation that is neither polygons nor RLE"
     if outline.get("size") != [H, W]:
@@ -260,7 +286,9 @@ class DetectionSource(ImageSet[ImageRecord]):
 
     def __init__(self, path: Path, annotations: Annotations, folder: Path, masks: bool) -> None:
         super().__init__(annotations.images, tuple(annotations.categories.values()))
-        self.annotations, self.folder, self.masks = path, folder, masks
+        self.annotations = path
+        self.folder = folder
+        self.masks = masks
         self.category_ids = tuple(annotations.categories)
         self.label_of = {number: label for label, number in enumerate(self.category_ids)}
 
@@ -278,7 +306,8 @@ class DetectionSource(ImageSet[ImageRecord]):
         return self.folder / self.samples[index].file
 
     def image(self, index: int) -> Image.Image:
-        image, record = super().image(index), self.samples[index]
+        image = super().image(index)
+        record = self.samples[index]
         if image.size != (record.width, record.height):
             raise UserError(
                 f"{self.path(index)} has {image.width} x {image.height} pixels, and its annotations in "
@@ -305,7 +334,12 @@ class DetectionSource(ImageSet[ImageRecord]):
 
 
 def open_split(
-    root: Path, split: str, masks: bool, annotations: str | None = None, images: str | None = None, skip: int = 0
+    root: Path,
+    split: str,
+    masks: bool,
+    annotations: str | None = None,
+    images: str | None = None,
+    skip: int = 0,
 ) -> DetectionSource:
     """Open the images of a split, train or test, of a folder with annotations in COCO's format.
 
@@ -328,7 +362,10 @@ def open_split(
     found = found._replace(images=[each._replace(file=str(f)) for each, f in zip(found.images, files, strict=True)])
     missing = [name for name in files if name not in present and not (folder / name).is_file()]
     if missing:
-        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+        if missing[1:]:
+            others = f" and {len(missing) - 1} more"
+        else:
+            others = ""
         raise UserError(f"{folder} has no file {missing[0]}{others}, of the images in {path}; correct data.root")
     return DetectionSource(path, found, folder, masks)
 
@@ -362,7 +399,8 @@ class FitTransform:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.size = tuple(config["input_size"][-2:])
-        self.mean, self.std = list(config["mean"]), list(config["std"])
+        self.mean = list(config["mean"])
+        self.std = list(config["std"])
 
     def fit(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
         """Return an image as the network reads it, and its height and width inside."""
@@ -385,7 +423,8 @@ class TrainTransform(FitTransform):
 
     def __init__(self, config: Mapping[str, Any], scales: tuple[float, float], flip: float) -> None:
         super().__init__(config)
-        self.scales, self.flip = scales, flip
+        self.scales = scales
+        self.flip = flip
 
     def __call__(self, example: tuple[Image.Image, Objects]) -> tuple[Tensor, Objects]:
         image, objects = example
@@ -406,7 +445,8 @@ class TrainTransform(FitTransform):
         return pad_to(self.normalise(sample["image"].as_subclass(Tensor)), self.size), self._objects(sample, objects)
 
     def _objects(self, sample: dict[str, Any], objects: Objects) -> Objects:
-        boxes, labels = sample["boxes"].as_subclass(Tensor), objects["labels"]
+        boxes = sample["boxes"].as_subclass(Tensor)
+        labels = objects["labels"]
         if "masks" not in sample:
             left = ((boxes[:, 2:] - boxes[:, :2]) >= _MIN_SIDE).all(1)
             return {"boxes": boxes[left], "labels": labels[left]}
@@ -425,7 +465,9 @@ def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
 
 def _resize(value: Any, size: list[int]) -> Any:
     if isinstance(value, tv_tensors.Mask):
-        return resize_masks(value, size) if len(value) else value.new_zeros(0, *size)
+        if len(value):
+            return resize_masks(value, size)
+        return value.new_zeros(0, *size)
     return V.resize(value, size, antialias=True)
 
 

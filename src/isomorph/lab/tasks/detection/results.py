@@ -43,7 +43,8 @@ class FittedImages(Dataset[tuple[Tensor, int]]):
     """Images as the network reads them, with their indices in the source. Shape: -> (3, H, W), index"""
 
     def __init__(self, source: DetectionSource, config: Mapping[str, Any]) -> None:
-        self.source, self.transform = source, FitTransform(config)
+        self.source = source
+        self.transform = FitTransform(config)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -67,7 +68,8 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
     """
     images: Any = loader.dataset
     source: DetectionSource = images.source
-    own, device = Results([], []), next(model.parameters()).device
+    own = Results([], [])
+    device = next(model.parameters()).device
     with eval_mode(model):
         for batch, indices in runtime.pad_batches(loader):
             records = [source.samples[max(int(i), 0)] for i in indices]
@@ -137,7 +139,8 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
 
 def ground_truth(source: DetectionSource) -> Any:
     """Return the objects of a source as pycocotools' COCO, with ids from 1 (it takes 0 for no match)."""
-    codec, objects = pycocotools("mask"), list[dict[str, Any]]()
+    codec = pycocotools("mask")
+    objects = list[dict[str, Any]]()
     for record in source.samples:
         for each in record.objects:
             area = each["area"]
@@ -197,9 +200,16 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     ]
     for entry, mask in zip(entries, found.get("masks", ()), strict=False):
         coded = encode_mask(mask)
-        entry["segmentation"] = {"size": list(coded["size"]), "counts": coded["counts"].decode("ascii")}
+        entry["segmentation"] = {
+            "size": list(coded["size"]),
+            "counts": coded["counts"].decode("ascii"),
+        }
     rows = [
-        {"class": each["name"], "probability": 100 * each["score"], "box": " ".join(f"{n:g}" for n in each["box"])}
+        {
+            "class": each["name"],
+            "probability": 100 * each["score"],
+            "box": " ".join(f"{n:g}" for n in each["box"]),
+        }
         for each in entries
         if each["score"] >= SHOWN_SCORE
     ]

@@ -28,7 +28,11 @@ def window_starts(side: int, window: int, stride: int) -> list[int]:
 
 
 def slide(
-    model: nn.Module, images: Tensor, window: Sequence[int], stride: Sequence[int], batch_size: int = WINDOWS
+    model: nn.Module,
+    images: Tensor,
+    window: Sequence[int],
+    stride: Sequence[int],
+    batch_size: int = WINDOWS,
 ) -> Tensor:
     """Return the logits of every pixel, the mean over all windows that contain it; a side below the window's is whole.
 
@@ -36,7 +40,8 @@ def slide(
     Source: sliding-window testing as in G2SD's code (mmsegmentation's)
     """
     B, _, H, W = images.shape
-    height, width = min(window[0], H), min(window[1], W)
+    height = min(window[0], H)
+    width = min(window[1], W)
     starts = [
         (image, top, left)
         for image in range(B)
@@ -45,7 +50,8 @@ def slide(
     ]
     if len(starts) == B:
         return torch.cat([model(part) for part in images.split(batch_size)])
-    total, count = torch.empty(0), images.new_zeros(B, 1, H, W)
+    total = torch.empty(0)
+    count = images.new_zeros(B, 1, H, W)
     for first in range(0, len(starts), batch_size):
         boxes = starts[first : first + batch_size]
         logits = model(torch.stack([images[i, :, t : t + height, x : x + width] for i, t, x in boxes]))
@@ -65,7 +71,8 @@ class Confusion:
 
     def add(self, truth: Tensor, predicted: Tensor) -> None:
         """Count the pixels of a mask; those of class IGNORE do not count. Shape: (*), the same"""
-        K, valid = len(self.counts), truth != IGNORE
+        K = len(self.counts)
+        valid = truth != IGNORE
         pairs = truth[valid] * K + predicted[valid]
         self.counts += torch.bincount(pairs.cpu(), minlength=K * K).view(K, K)
 
@@ -102,7 +109,10 @@ def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: 
     with eval_mode(model):
         logits = slide(model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride)
     require_finite(logits)  # the largest of NaNs would be class 0
-    logits = logits if tuple(logits.shape[-2:]) == size else resize_map(logits, size)
+    if tuple(logits.shape[-2:]) == size:
+        logits = logits
+    else:
+        logits = resize_map(logits, size)
     return logits[0].argmax(0)
 
 

@@ -154,7 +154,9 @@ class DryRun:
 
 def _number(value: float) -> str:
     """Return a number with two digits, written out if it is large."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    if value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.2g}"
 
 
 class SyntheticTask:

@@ -23,7 +23,9 @@ def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
 
 def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """Return labels as smoothed probabilities; mixed labels already are. Shape: (B,) or (B, K) -> (B, K classes)"""
-    return target if target.ndim == 2 else _smooth(F.one_hot(target, num_classes), smoothing)
+    if target.ndim == 2:
+        return target
+    return _smooth(F.one_hot(target, num_classes), smoothing)
 
 
 def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
@@ -76,7 +78,8 @@ class LabelMapMixup(Mixup):
 
     def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:
         # with one class per image, the mixed label of an image holds its own share
-        self.num_classes, self.label_smoothing = len(x), 0.0
+        self.num_classes = len(x)
+        self.label_smoothing = 0.0
         mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
         return mixed, MixedLabelMaps(target, shares.diagonal())
 
@@ -108,7 +111,8 @@ class TokenLabelLoss(PenalisedLoss):
             raise UserError(
                 "token_labels needs a model that classifies its patches; train a refined_vit_* with dense_head=True"
             )
-        self.part, self.smoothing = part, smoothing
+        self.part = part
+        self.smoothing = smoothing
         self.num_classes: int = model.num_classes  # type: ignore[assignment]
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
 
@@ -133,11 +137,21 @@ class TokenLabelLoss(PenalisedLoss):
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         grid_size = self.grid_of(tuple(input.shape[-2:]))
         labels, dense = self.mixed_labels(target, grid_size)
-        box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
+        if self.part.mix:
+            box = draw_box(grid_size, self.part.beta)
+        else:
+            box = Box(0, 0, 0, 0)
         (logits, tokens), penalty = self.predict(input, tokens=True, box=box)
         inside = box.mask(grid_size, input.device).flatten()  # (H W,)
         mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())
         dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
-        image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
+        image = self.criterion(logits, mixed)
+        patches = self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
         loss = image + self.part.weight * patches + penalty
-        return {"loss": loss, "output": logits, "target": mixed, "task_loss": image, "token_loss": patches}
+        return {
+            "loss": loss,
+            "output": logits,
+            "target": mixed,
+            "task_loss": image,
+            "token_loss": patches,
+        }

@@ -10,7 +10,14 @@ from isomorph.lab.training.recipe.recipe import Recipe
 # Fields that do not change what is trained, or say only where it is read, kept and reported.
 _WITHOUT_EFFECT = (
     *("name", "out", "device", "seed", "amp", "dataset", "source", "expected", "log_every"),
-    *("checkpoint_minutes", "tensorboard", "evaluate_every", "keep_every", "monitor_every", "scale"),
+    *(
+        "checkpoint_minutes",
+        "tensorboard",
+        "evaluate_every",
+        "keep_every",
+        "monitor_every",
+        "scale",
+    ),
     *("data.root", "data.workers", "data.unreadable", "data.images", "data.draw"),
     *("model.weights", "model.start", "distill.weights", "mask.teacher", "token_labels.maps"),
 )
@@ -77,7 +84,9 @@ def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int
     if others:
         named = ", ".join(others[:_NAMED_FIELDS])
         more = len(others) - _NAMED_FIELDS
-        parts.append(named + (f" and {more} more fields" if more > 0 else ""))
+        if more > 0:
+            named += f" and {more} more field{'s' if more > 1 else ''}"
+        parts.append(named)
     length = own.get("epochs")
     if not own.get("iterations") and trained is not None and isinstance(length, int) and trained < length:
         parts.append(f"at epoch {trained} of {length}")

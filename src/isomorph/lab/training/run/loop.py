@@ -13,14 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
+from isomorph.analysis import (
+    attention_spans,
+    branch_similarity,
+    centres,
+    gammas,
+    gates,
+    logit_stats,
+)
 from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
+from isomorph.lab.training.run.guards import (
+    Diverged,
+    Stopped,
+    StopRequest,
+    lock_folder,
+    stop_requests,
+)
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
@@ -98,7 +111,8 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
         journal.say(f"before training  {printed(run, metrics)}")
     while progress.closed < run.epochs:
         recast_when_due(run, journal)
-        name, done = f"epoch {progress.closed + 1}/{run.epochs}", progress.step % run.order.steps
+        name = f"epoch {progress.closed + 1}/{run.epochs}"
+        done = progress.step % run.order.steps
         with journal.progress(name, done, run.epoch_steps) as advance:
             loss = train_epoch(run, advance, journal, request)
         finish_epoch(run, loss, journal)
@@ -112,7 +126,8 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
 def _say_if_worse(run: Run, journal: Journal) -> None:
     """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
     old: dict[str, Any] = next((row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0), {})
-    share, images = old.get("top1", 0.0), old.get("images") or 1
+    share = old.get("top1", 0.0)
+    images = old.get("images") or 1
     noise = chance_difference(share, images)
     if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
         advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
@@ -120,18 +135,33 @@ def _say_if_worse(run: Run, journal: Journal) -> None:
 
 
 def _print_start(run: Run, journal: Journal) -> None:
-    recipe, runtime, progress, order = run.recipe, run.runtime, run.progress, run.order
+    recipe = run.recipe
+    runtime = run.runtime
+    progress = run.progress
+    order = run.order
     for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
         journal.say(f"{message}; using the one before it")
-    begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
-    cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
+    if progress.step:
+        begin = f"resuming after step {progress.step:,} of {run.iterations:,}; "
+    else:
+        begin = ""
+    if run.iterations % order.steps:
+        cut = f", {run.iterations:,} in all"
+    else:
+        cut = ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
-    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.task.classifies else ""
+    if run.task.classifies:
+        pixels = " of {} x {}".format(*run.config["input_size"][-2:])
+    else:
+        pixels = ""
     journal.say(
         f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
         f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
     )
-    padding = recipe.augment.padding_at(*run.config["input_size"][-2:]) if recipe.augment.crop_padding == "auto" else 0
+    if recipe.augment.crop_padding == "auto":
+        padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
+    else:
+        padding = 0
     crops = f"small images: random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
     for message in filter(None, ("" if progress.step else run.start, recipe.shortened, crops * bool(padding))):
         journal.say(message)
@@ -156,7 +186,8 @@ def train_epoch(
     request: StopRequest | None = None,
 ) -> float:
     """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
-    steps, progress = run.epoch_steps, run.progress
+    steps = run.epoch_steps
+    progress = run.progress
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
     run.loss_module.train()
@@ -175,10 +206,14 @@ def train_epoch(
 def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
     """Context of a step: after the first step of the recast network, say which recast layers it did not call."""
     begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
-    names = edited_names(run.trained) if begins and run.progress.recast and not is_compiled(run.trained) else []
+    if begins and run.progress.recast and not is_compiled(run.trained):
+        names = edited_names(run.trained)
+    else:
+        names = []
     with count_calls(run.trained, names) as calls:
         yield
-    if idle := [name for name in names if not calls[name]]:
+    idle = [name for name in names if not calls[name]]
+    if idle:
         journal.say(f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?")
 
 
@@ -187,9 +222,14 @@ def train_step(run: Run) -> tuple[float, Any]:
 
     Random draws are seeded by seed, step and part, so they do not depend on the number of processes.
     """
-    recipe, step, parts = run.recipe, run.progress.step, run.share.own
+    recipe = run.recipe
+    step = run.progress.step
+    parts = run.share.own
     since = step - recipe.model.recast_epoch * run.order.steps
-    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    if recipe.anneal and run.progress.recast:
+        anneal = recipe.anneal.schedule(run.order.steps)
+    else:
+        anneal = None
     if anneal and not since:  # later steps begin where the one before has set it
         anneal.apply(run.trained, since)
     run.scheduler.step_update(step)
@@ -240,16 +280,23 @@ def _at_its_size(run: Run, inputs: Any) -> Any:
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
-    recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
+    recipe = run.recipe
+    progress = run.progress
+    folder = run.recipe.folder
     check_weights(run)
-    epoch, start = progress.closed + 1, time.perf_counter()
+    epoch = progress.closed + 1
+    start = time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
-    trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps} if run.objective.accuracy else {}
+    if run.objective.accuracy:
+        trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps}
+    else:
+        trained = {}
     try:
         metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
     except NotFinite:
         raise divergence_error(run, "the network's outputs are not finite", "the evaluation after it") from None
-    if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
+    wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if wrong:
         raise divergence_error(run, f"the {wrong[0]} is not finite", "the evaluation after it")
     if due:
         progress.metrics = metrics
@@ -264,7 +311,8 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
         journal.say(f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}")
     row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
-    progress.closed, progress.seconds = epoch, 0.0
+    progress.closed = epoch
+    progress.seconds = 0.0
     run.total.zero_()
     progress.logged_total = 0.0
     save_snapshot(run)
@@ -282,18 +330,24 @@ class StepMonitor:
     """Checks, logs and snapshots after each step of an epoch."""
 
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
-        self.run, self.journal, self.request = run, journal, request
+        self.run = run
+        self.journal = journal
+        self.request = request
         self.saved = self.agreed_at = time.perf_counter()
         self.agreed_step = run.progress.step
         self.slow = True  # a step takes more than a second, which is assumed until it is measured
         self._begin_row()
 
     def _begin_row(self) -> None:
-        self.began, self.first, self.waited = time.perf_counter(), self.run.progress.step, 0.0
+        self.began = time.perf_counter()
+        self.first = self.run.progress.step
+        self.waited = 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
-        run, recipe, step = self.run, self.run.recipe, self.run.progress.step
+        run = self.run
+        recipe = self.run.recipe
+        step = self.run.progress.step
         self.waited += waited
         last = step % run.order.steps == 0 or step == run.iterations
         logs = step % recipe.log_every == 0 or last
@@ -307,10 +361,12 @@ class StepMonitor:
             return  # processes agree on the steps above whether to save or stop
         _check_unreadable(run)
         due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
-        since, self.agreed_at = self.agreed_at, time.perf_counter()
+        since = self.agreed_at
+        self.agreed_at = time.perf_counter()
         taken = (self.agreed_at - since) / (step - self.agreed_step)
         number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
-        self.agreed_step, self.slow = step, slowest > 1
+        self.agreed_step = step
+        self.slow = slowest > 1
         if number or anywhere_due:
             _finite_total(run)
             check_weights(run)
@@ -320,14 +376,17 @@ class StepMonitor:
 
     def _write_row(self, total: float) -> None:
         """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""
-        run, seconds = self.run, time.perf_counter() - self.began
-        progress, step = run.progress, run.progress.step
+        run = self.run
+        seconds = time.perf_counter() - self.began
+        progress = run.progress
+        step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
         speed = (step - self.first) * run.order.batch / seconds  # since the run resumed, if that was later
         row = {"epoch": progress.closed + 1, "step": step, "loss": loss}
         row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": speed}
         self.journal.write("steps.jsonl", row | {"waiting": self.waited / seconds})
-        progress.logged, progress.logged_total = step, total
+        progress.logged = step
+        progress.logged_total = total
         self._begin_row()
 
 
@@ -367,7 +426,8 @@ def _check_unreadable(run: Run) -> None:
     if not run.runtime.maximum(len(run.progress.unreadable))[0]:
         return
     run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
-    found, allowed = run.progress.unreadable, run.recipe.data.unreadable
+    found = run.progress.unreadable
+    allowed = run.recipe.data.unreadable
     if len(found) > allowed:
         raise UserError(f"{len(found)} unreadable images, but data.unreadable allows {allowed}; latest: {found[-1]}")
 
@@ -408,7 +468,8 @@ def gating_row(run: Run) -> dict[str, Any]:
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
     measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
-    model, found = run.eval_model, dict[str, Any]()
+    model = run.eval_model
+    found = dict[str, Any]()
     with unsharded(model):
         with suppress(UserError):
             for kind, (measure, decimals) in measures.items():
@@ -430,7 +491,8 @@ def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
 
     Largest logit and attention are means over images, of the largest head. Raises: UserError for a model with neither.
     """
-    model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
+    model = run.objective.result(run.trained)
+    images = images[:MONITORED_IMAGES].to(run.runtime.device)
     row = _branches(model, images)
     try:
         stats = logit_stats(model, images)

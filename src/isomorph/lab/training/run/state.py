@@ -74,7 +74,8 @@ class Run:
 
     def __init__(self, recipe: Recipe, runtime: Runtime | None = None, task: Task | None = None) -> None:
         runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
-        self.recipe, self.runtime = recipe, runtime
+        self.recipe = recipe
+        self.runtime = runtime
         self.task = task or recipe_task(recipe)
         check_model_given(recipe)
         if not self.task.rehearses:
@@ -86,7 +87,10 @@ class Run:
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
                 "(--model.start random starts from random weights)"
             )
-        values = self.found.values["progress"] if self.found else {"recast": recipe.model.recast_epoch == 0}
+        if self.found:
+            values = self.found.values["progress"]
+        else:
+            values = {"recast": recipe.model.recast_epoch == 0}
         self.progress = RunProgress(**values)
         self.train, test = self.task.open_data(recipe)
         self.order, self.share = plan_batches(recipe, self.train, runtime)
@@ -104,7 +108,9 @@ class Run:
             self._restore(self.found)
 
     def _initialise_model(self) -> nn.Module:
-        recipe, task, classes = self.recipe, self.task, list(self.train.classes)
+        recipe = self.recipe
+        task = self.task
+        classes = list(self.train.classes)
         seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
         model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
@@ -138,7 +144,8 @@ class Run:
                 logit_stats(watched, inputs.to(self.runtime.device))
 
     def _assemble(self, model: nn.Module) -> None:
-        recipe, runtime = self.recipe, self.runtime
+        recipe = self.recipe
+        runtime = self.runtime
         self.header = describe_model(model)
         self.objective = self.task.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
         if recipe.ema:
@@ -173,7 +180,9 @@ class Run:
 
     @property
     def averaged(self) -> nn.Module | None:
-        return self.loss_module.get_trainable_module(ema=True).module if self.loss_module.has_ema() else None
+        if self.loss_module.has_ema():
+            return self.loss_module.get_trainable_module(ema=True).module
+        return None
 
     @property
     def eval_model(self) -> nn.Module:
@@ -194,7 +203,11 @@ class Run:
     @property
     def counts(self) -> dict[str, int]:
         """Numbers of images, steps and classes per epoch; with others, a run cannot be resumed."""
-        return {"images": self.order.images, "steps": self.order.steps, "classes": len(self.train.classes)}
+        return {
+            "images": self.order.images,
+            "steps": self.order.steps,
+            "classes": len(self.train.classes),
+        }
 
     def mean_total(self, index: int) -> float:
         """Return a sum of `total`, the mean over all processes: 0 is the loss, 1 the training accuracy."""
@@ -226,7 +239,8 @@ class Run:
         """
         before: dict[str, Tensor] = dict(self.trained.named_parameters())
         tensors, values = split_optimizer(self.trained, self.optimizer)
-        model, averaged = self._recast_copy(self.trained), self.averaged and self._recast_copy(self.averaged)
+        model = self._recast_copy(self.trained)
+        averaged = self.averaged and self._recast_copy(self.averaged)
         parameters = dict(model.named_parameters())
         kept = {n for n, p in parameters.items() if n in before and torch.equal(before[n], p)}
         self._assemble(model)
@@ -268,7 +282,8 @@ class Run:
     def _restore(self, found: IntactSnapshot) -> None:
         classes = [json.loads(header["data"]).get("label_names", []) for header in (found.values["model"], self.header)]
         moved = [f"class {i} was {a}, is now {b}" for i, (a, b) in enumerate(zip(*classes, strict=False)) if a != b]
-        if differing := changed_fields(found.values["data"], self.counts) + moved[:1]:
+        differing = changed_fields(found.values["data"], self.counts) + moved[:1]
+        if differing:
             raise UserError(
                 f"{found.path} is of a run on other data ({'; '.join(differing)}); use the images it started with, or "
                 "give `out` another folder"
@@ -279,7 +294,8 @@ class Run:
                 f"has {self.lanes}, and would skip images; use the same processes, scale.accumulate and data.workers, "
                 "and the version of isomorph that wrote it"
             )
-        tensors, layout = self.tensors()[0], read_layout(found.path)
+        tensors = self.tensors()[0]
+        layout = read_layout(found.path)
         parameters = {name: parameter.detach() for name, parameter in self.trained.named_parameters()}
         for name, (shape, dtype) in layout.items():
             if name.startswith(OPTIMIZER_PREFIX):
@@ -302,7 +318,8 @@ class Run:
 
     def has_written(self, path: Path) -> bool:
         """Return True if this checkpoint exists with the current weights. Every process must call it."""
-        tensors, same = gathered_state_dict(self.eval_model), False
+        tensors = gathered_state_dict(self.eval_model)
+        same = False
         if self.runtime.is_main:
             with suppress(UserError):  # no such file, or a truncated one
                 written = read_contents(path)
@@ -341,7 +358,10 @@ def check_files(recipe: Recipe) -> None:
         if path and path.is_dir():
             raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}")
         if path and not path.is_file():
-            run = path.parts[1] if path.parts[0] == "runs" and path.parts[1:] else ""
+            if path.parts[0] == "runs" and path.parts[1:]:
+                run = path.parts[1]
+            else:
+                run = ""
             raise UserError(f"{field}: {path} does not exist" + f"; `isomorph train {run}` creates it" * bool(run))
 
 
@@ -359,10 +379,12 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
         if (folder / "model.safetensors").is_file():
             raise UserError(f"{folder} has a run without a snapshot to resume from; give `out` another folder")
         return None
-    old, new = dict(found.values["recipe"]), json.loads(identity_json(recipe))
+    old = dict(found.values["recipe"])
+    new = json.loads(identity_json(recipe))
     if recipe.optim.schedule == "constant" and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
         old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
-    if changed := changed_fields(old, new):
+    changed = changed_fields(old, new)
+    if changed:
         start = f"model.weights={folder / 'model.safetensors'} starts from this run's weights"
         raise UserError(f"{folder} has another run ({'; '.join(changed)}); give `out` another folder ({start})")
     return found

@@ -1,0 +1,93 @@
+"""What every node of an ONNX file computes, with the modules of PyTorch that the file names."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isomorph.surgery.first_difference import Operations
+from isomorph.surgery.port.watch import Call
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+# The modules around a node and its own name, as torch's exporter writes them.
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+# Relative differences that float32 explains.
+_ROUNDING = 2e-6
+
+
+def module_of(node: "NodeProto") -> str:
+    """Return the name of the module that a node is from: by torch's notes on it, else by its own name."""
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    scopes = re.findall(r"'([^']*)'", notes.get(_SCOPES_KEY, ""))
+    if len(scopes) > 1:
+        return scopes[-2]
+    path = node.name.rpartition("/")[0].strip("/")
+    parts: list[str] = []
+    # /layer1/layer1.0/conv1 of torch's older exporter is layer1.0.conv1
+    for part in path.split("/"):
+        if parts and part.startswith(f"{parts[-1]}."):
+            parts.pop()
+        parts.append(part)
+    return ".".join(parts)
+
+
+def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations:
+    """Run an ONNX file with every value as an output, and return its nodes and their values."""
+    import onnx
+    import onnxruntime
+
+    proto = onnx.load_from_string(contents)
+    given = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+    known = {output.name for output in proto.graph.output}
+    asked = [output.name for output in proto.graph.output]
+    for node in proto.graph.node:
+        for name in node.output:
+            if name and name not in known:
+                proto.graph.output.append(onnx.ValueInfoProto(name=name))
+                asked.append(name)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found = session.run(asked, {name: x.numpy() for name, x in given.items()})
+
+    values: list[Tensor] = []
+    numbers: dict[str, int] = {}
+
+    def add(name: str, value: Any) -> None:
+        numbers[name] = len(values)
+        tensor = torch.from_numpy(np.array(value))
+        values.append(tensor.double() if tensor.is_floating_point() else tensor)
+
+    for name, tensor in given.items():
+        add(name, tensor.numpy())
+    for initializer in proto.graph.initializer:
+        add(initializer.name, onnx.numpy_helper.to_array(initializer))
+    for name, value in zip(asked, found, strict=True):
+        add(name, value)
+    calls = [_call(index, node, numbers) for index, node in enumerate(proto.graph.node)]
+    return Operations(
+        calls=calls,
+        values=values,
+        inputs=[numbers[name] for name in given],
+        outputs=[numbers[name] for name in known],
+        rounding=_ROUNDING,
+    )
+
+
+def _call(index: int, node: "NodeProto", numbers: Mapping[str, int]) -> Call:
+    return Call(
+        index=index,
+        name=node.op_type,
+        function=None,
+        module=module_of(node),
+        args=(),
+        kwargs={},
+        inputs=tuple(numbers[name] for name in node.input if name in numbers),
+        outputs=tuple(numbers[name] for name in node.output if name in numbers),
+    )

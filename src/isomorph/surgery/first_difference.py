@@ -1,0 +1,247 @@
+"""The first operation after which two models differ, found by the values that both compute.
+
+Names and classes play no part. A value of one model is known to the other if that computes the same numbers, in any
+order of axes. What lies between known values is computed in another way, and does not matter.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.operations import tensors_in
+from isomorph.surgery.calls import Inputs
+from isomorph.surgery.port.arguments import bind, settings_of
+from isomorph.surgery.port.compare import differing, in_layout
+from isomorph.surgery.port.watch import Call, watch
+
+# Values are equal if they differ by less than this share of how much the outputs differ.
+_SHARE = 1e-3
+
+
+class Operations(NamedTuple):
+    """The operations of a call of a model, and the values that they read and make by number."""
+
+    calls: list[Call]
+    values: list[Tensor]
+    inputs: list[int]
+    outputs: list[int]
+    # Relative differences that rounding explains.
+    rounding: float
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs) -> "Operations":
+        """Return the operations of a module, in the precision of the inputs."""
+        seen = watch(model, inputs)
+        outputs = [seen.number_of(x) for x in tensors_in(seen.result)]
+        return cls(seen.calls, seen.values, seen.inputs, outputs, rounding=1e-10)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first operation after which two models differ, and by how much before and after it.
+
+    `module` and `operation` are those of the second model, `original_module` and `original_operation` what the first
+    has there, empty if nothing. `before` and `after` are differences relative to the largest value, the others are
+    absolute. `reasons` are settings and weights of both that differ.
+    """
+
+    module: str
+    operation: str
+    original_module: str
+    original_operation: str
+    before: float
+    after: float
+    absolute_before: float
+    absolute_after: float
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = f"first at {self.operation} in {self.module or 'the model'}"
+        if self.original_operation:
+            place += f" (original: {self.original_operation} in {self.original_module or 'the model'})"
+        sizes = (
+            f"relative difference {self.before:.2g} before it, {self.after:.2g} after it"
+            f" (max |diff| {self.absolute_before:.2g}, {self.absolute_after:.2g})"
+        )
+        if math.isinf(self.after):
+            sizes = f"relative difference {self.before:.2g} before it; after it no value has its size or is finite"
+        return "; ".join([f"{place}: {sizes}", *self.reasons])
+
+
+class _Match(NamedTuple):
+    """A value of the other model that equals one: its number, and by how much they differ."""
+
+    number: int
+    difference: float
+    scale: float
+
+
+class _Side:
+    """The values of one model that depend on its inputs, and which of them the other model computes too."""
+
+    def __init__(self, run: Operations) -> None:
+        self.run = run
+        self.live = set(run.inputs)
+        self.makers: dict[int, Call] = {}
+        for call in run.calls:
+            for number in call.outputs:
+                self.makers[number] = call
+            if not self.live.isdisjoint(call.inputs):
+                self.live.update(call.outputs)
+        self.by_size: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(self.live):
+            value = run.values[number]
+            if value.is_floating_point() and value.numel():
+                self.by_size[value.numel()].append(number)
+        self.marks = {number: _marks(run.values[number]) for each in self.by_size.values() for number in each}
+        self.matches: dict[int, _Match] = {}
+        self.joined: set[int] = set()
+        self.relevant: set[int] = set()
+
+    def compare(self, other: "_Side", tolerance: float) -> None:
+        """Find the values that the other model computes too, and those that lead to an output that it does not."""
+        for size, numbers in self.by_size.items():
+            candidates = other.by_size.get(size, [])
+            if not candidates:
+                continue
+            marks = torch.stack([other.marks[each] for each in candidates])
+            for number in numbers:
+                apart = (marks - self.marks[number]).abs().amax(1)
+                scale = float(self.marks[number][-1])
+                near = (apart <= 2 * tolerance * scale).nonzero().flatten().tolist()
+                match = self._best(number, other, [candidates[i] for i in near], tolerance, scale)
+                if match is not None:
+                    self.matches[number] = match
+        self.joined = self._before(self.matches)
+        outputs = [number for number in self.run.outputs if number in self.marks]
+        self.relevant = self._before(number for number in outputs if number not in self.matches)
+
+    def _best(
+        self, number: int, other: "_Side", candidates: list[int], tolerance: float, scale: float
+    ) -> _Match | None:
+        """Return the first of the candidates that equals a value."""
+        value = self.run.values[number]
+        for candidate in candidates:
+            _, difference = in_layout(other.run.values[candidate].to(value), value, tolerance)
+            if difference <= tolerance:
+                return _Match(candidate, difference, scale)
+        return None
+
+    def _before(self, numbers: Iterable[int]) -> set[int]:
+        """Return values, and those that they are computed from."""
+        waiting = list(numbers)
+        found: set[int] = set()
+        while waiting:
+            number = waiting.pop()
+            if number in found or number not in self.live:
+                continue
+            found.add(number)
+            if number in self.makers:
+                waiting += self.makers[number].inputs
+        return found
+
+    def border(self) -> list[tuple[Call, int]]:
+        """Return the calls that make an unknown value of known ones, with its number."""
+        found = []
+        for call in self.run.calls:
+            if any(number in self.live and number not in self.joined for number in call.inputs):
+                continue
+            for number in call.outputs:
+                if number in self.relevant and number not in self.joined and number in self.marks:
+                    found.append((call, number))
+        return found
+
+    def difference_before(self, call: Call) -> _Match:
+        """Return the largest difference of the known values that a call follows from."""
+        waiting = [number for number in call.inputs if number in self.live]
+        visited: set[int] = set()
+        worst = _Match(-1, 0.0, 0.0)
+        while waiting:
+            number = waiting.pop()
+            if number in visited or number not in self.live:
+                continue
+            visited.add(number)
+            if number in self.matches:
+                worst = max(worst, self.matches[number], key=lambda match: match.difference)
+            elif number in self.makers:
+                waiting += self.makers[number].inputs
+        return worst
+
+
+def _marks(value: Tensor) -> Tensor:
+    """Return numbers of a value that the order of its entries does not change, the largest magnitude last."""
+    x = value.detach().double().flatten().cpu()
+    return torch.stack([x.mean(), x.min(), x.max(), x.abs().mean(), x.square().mean().sqrt(), x.abs().max()])
+
+
+@torch.no_grad()
+def first_difference(original: Operations, other: Operations, difference: float, atol: float) -> FirstDifference | None:
+    """Return the first operation of the second model after which the models differ; None if all outputs are known.
+
+    `difference`: how much the outputs differ, relative to the largest value. Values are equal if they differ by a
+    thousandth of that, at most by `atol`.
+    """
+    rounding = max(original.rounding, other.rounding)
+    tolerance = max(rounding, min(atol, _SHARE * difference))
+    a = _Side(original)
+    b = _Side(other)
+    a.compare(b, tolerance)
+    b.compare(a, tolerance)
+    border = b.border()
+    if not border:
+        return None
+    call, number = border[0]
+    before = b.difference_before(call)
+    value = other.values[number]
+    theirs: Call | None = None
+    nearest = math.inf
+    for candidate, made in a.border():
+        _, apart = in_layout(original.values[made].to(value), value, tolerance)
+        is_same_kind = _name(candidate) == _name(call)
+        had_same_kind = theirs is not None and _name(theirs) == _name(call)
+        better = (not is_same_kind, apart) < (not had_same_kind, nearest)
+        if theirs is None or better:
+            theirs = candidate
+            nearest = apart
+    scale = float(b.marks[number][-1])
+    return FirstDifference(
+        module=call.module,
+        operation=_name(call),
+        original_module=theirs.module if theirs else "",
+        original_operation=_name(theirs) if theirs else "",
+        before=before.difference,
+        after=nearest,
+        absolute_before=before.difference * before.scale,
+        absolute_after=nearest * scale,
+        reasons=_reasons(theirs, call, a, b) if theirs else (),
+    )
+
+
+def _name(call: Call) -> str:
+    return call.name.strip("_")
+
+
+def _reasons(one: Call, other: Call, a: _Side, b: _Side) -> tuple[str, ...]:
+    """Return the settings and weights by which two calls of one function differ."""
+    if _name(one) != _name(other):
+        return ()
+    settings = differing(settings_of(one), settings_of(other))
+    found = [f"{name}: {mine} in the original, {theirs}" for name, mine, theirs in settings]
+    weights = bind(one)
+    for role, number in bind(other).items():
+        if number in b.live or role not in weights or weights[role] in a.live:
+            continue
+        own = b.run.values[number]
+        given = a.run.values[weights[role]]
+        if own.numel() != given.numel():
+            found.append(f"its {role} has another size")
+            continue
+        _, difference = in_layout(given.to(own), own)
+        if difference > max(a.run.rounding, b.run.rounding):
+            found.append(f"its {role} differs by {difference:.2g}")
+    return tuple(found)
