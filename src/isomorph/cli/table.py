@@ -48,8 +48,8 @@ def table(
             shown.append([each.name, each.title])
         show(json_, listed, shown)
         return
-    files = []
-    folders = []
+    files: list[Path] = []
+    folders: list[Path] = []
     for path in runs or []:
         (files if path.suffix == ".json" else folders).append(path)
     found = table_with_runs(find_table(name), read_run_logs(folders))

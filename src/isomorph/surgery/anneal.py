@@ -47,13 +47,15 @@ class Anneal:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise UserError(f"steps {self.steps!r} of the anneal must be a whole number of at least 1")
-        for pair in filter(None, (self.start, self.stop)):
-            check_gating(*pair)
+        if self.start is not None:
+            check_gating(*self.start)
+        check_gating(*self.stop)
 
     def at(self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]) -> tuple[float, float]:
         """Return (locality, gate) at a step, `stop` from the last step on; without a `start` it begins at `exact`."""
         t = min(max(step / self.steps, 0.0), 1.0)
-        (locality_0, gate_0), (locality_1, gate_1) = self.start or exact, self.stop
+        locality_0, gate_0 = self.start or exact
+        locality_1, gate_1 = self.stop
         return locality_0 * (locality_1 / locality_0) ** t, gate_0 + t * (gate_1 - gate_0)
 
     def apply(self, model: nn.Module, step: int) -> None:
@@ -64,9 +66,12 @@ class Anneal:
         if step > self.steps:
             return
         gated, others = annealed_layers(model)
+        t = max(step / self.steps, 0.0)
         for other in others:
-            t = max(step / self.steps, 0.0)
-            other.set_share(1 - t) if isinstance(other, WindowAttention) else other.set_slope(t)
+            if isinstance(other, WindowAttention):
+                other.set_share(1 - t)
+            else:
+                other.set_slope(t)
         for layer in gated:
             if self.start is None and type(layer) is GPSA:
                 raise UserError("the model was not recast, so it has no exact initialisation; give the anneal a start")
@@ -76,9 +81,13 @@ class Anneal:
 
 def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
     """Return the gated layers, and annealed ReLUs and windows, of a model. Raises: UserError if there is neither."""
-    gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
-    movable = (module for module in model.modules() if not getattr(module, "pruned", False))
-    others: list[Any] = [module for module in movable if isinstance(module, AnnealedReLU | WindowAttention)]
+    gated: list[Any] = []
+    others: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, GatedAttention):
+            gated.append(module)
+        elif isinstance(module, AnnealedReLU | WindowAttention) and not getattr(module, "pruned", False):
+            others.append(module)
     if not (gated or others):
         raise UserError("the model has no gated attention or windows to anneal; recast it first")
     return gated, others

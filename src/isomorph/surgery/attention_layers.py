@@ -7,7 +7,6 @@ leaves both to transformers' attention interface. Where a map is among its opera
 import dis
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from isomorph.layers.grid import GridSize, fit_grid, grid_places
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 from isomorph.operations import MapLayout
+from isomorph.surgery.altered import cached_by_class
 from isomorph.surgery.modules import functions_of
 
 # Attributes of layers, and of the configurations of transformers, for the number of heads.
@@ -203,7 +203,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-@cache
+@cached_by_class
 def _names_used(kind: type) -> set[str]:
     names: set[str] = set()
     for function in functions_of(kind):
@@ -212,7 +212,7 @@ def _names_used(kind: type) -> set[str]:
     return names
 
 
-@cache
+@cached_by_class
 def attention_facts(kind: type) -> AttentionFacts | None:
     """Return what is known about a class of attention, or None for another class and for isomorph's own layers."""
     if kind.__module__.startswith("isomorph.") and _full_name(kind) not in FACTS:
@@ -233,7 +233,7 @@ def attention_facts(kind: type) -> AttentionFacts | None:
     return AttentionFacts() if attends else None
 
 
-@cache
+@cached_by_class
 def calls_fused_attention(kind: type) -> bool:
     """Return whether layers of a class of attention call `scaled_dot_product_attention`, in a form of theirs."""
     facts = attention_facts(kind)

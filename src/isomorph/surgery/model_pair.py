@@ -208,8 +208,8 @@ class ModelPair:
     def uncalled(self, names: Sequence[str], batch: Inputs) -> tuple[tuple[str, ...], list[str]]:
         """Return which of the modules that were not called the model reads, and a note on the others."""
         x = cast_floats(batch, torch.float32)
-        read = []
-        unused = []
+        read: list[str] = []
+        unused: list[str] = []
         for name in names:
             model = copy.deepcopy(self.models[torch.float32][1])
             before = run_model(model, x)

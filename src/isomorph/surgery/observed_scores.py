@@ -133,10 +133,8 @@ def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str,
     """Return the arguments without a default after the first one, or None if one of them cannot be guessed."""
     found: dict[str, Any] = {}
     for parameter in list(inspect.signature(layer.forward).parameters.values())[1:]:
-        if parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        ):
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_open or parameter.default is not parameter.empty:
             continue
         if parameter.name in SIZE_NAMES:
             found[parameter.name] = list(grid)
@@ -149,9 +147,10 @@ def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str,
 
 def _trials(layer: nn.Module, grids: Sequence[tuple[GridSize, int]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield inputs that a layer may take: tokens, and feature maps with the channels last and first."""
-    width, like = _width(layer), first_float(layer)
+    width = _width(layer)
     if width is None:
         return
+    like = first_float(layer)
     generator = torch.Generator().manual_seed(0)
     for (H, W), prefix in grids:
         for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
@@ -238,10 +237,9 @@ def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
     channels = own_size[0]
     said = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
     said.append(own_size[1:])
-    owners = [getattr(module, "config", None) for module in model.modules()]
-    for owner in owners[:1]:
-        said.append(getattr(owner, "image_size", None))
-        channels = getattr(owner, "num_channels", channels)
+    owner = getattr(model, "config", None)
+    said.append(getattr(owner, "image_size", None))
+    channels = getattr(owner, "num_channels", channels)
     for size in (*said, 224, 64, 32):
         if isinstance(size, int):
             yield channels, size, size

@@ -79,9 +79,9 @@ class Prune(Rule):
 
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     found = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
-    layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
         raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
+    layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not layers:
         raise UserError(f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}")
     return layers

@@ -36,7 +36,8 @@ SMALL = 64
 
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
-    if own := own_inputs(model, 1):
+    own = own_inputs(model, 1)
+    if own:
         return to_model(own, model)
     if spec_of(model).input_size is None:
         return None
@@ -70,7 +71,9 @@ class ReferenceCalls:
     """
 
     def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False) -> None:
-        given = [example] if isinstance(example, Tensor | Mapping) else list(example)
+        given: list[Any] = [example]
+        if not isinstance(example, Tensor | Mapping):
+            given = list(example)
         first, *others = [cast_floats(x, torch.float64) for x in given]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
@@ -82,8 +85,7 @@ class ReferenceCalls:
         self._unchanged: tuple[nn.Module, list[Any]] | None = None
         self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
-        others = others or [*_other_sizes(first)]
-        for inputs in others:
+        for inputs in others or _other_sizes(first):
             self._try(model, FORWARD, inputs)
         if not self.calls and not given[1:]:  # it runs at one size only
             for what, inputs in other_inputs(first):
@@ -93,9 +95,10 @@ class ReferenceCalls:
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
         self.entries = [str(FORWARD)]
         self.only_forward = only_forward
-        for entry in [] if only_forward else entry_points(model, smallest):
-            if self._try(model, entry, smallest):
-                self.entries.append(str(entry))
+        if not only_forward:
+            for entry in entry_points(model, smallest):
+                if self._try(model, entry, smallest):
+                    self.entries.append(str(entry))
         self._unchanged = None
         self.untried = untried_arguments(model, first)
         self._check(first)
@@ -230,8 +233,12 @@ def _run_plainly(_: nn.Module, call: Callable[[], Any]) -> ChosenCall:
 
 def _numbers_of(*values: Any) -> list[Tensor]:
     """Return the floating-point tensors in values, in float64."""
-    tensors = [x if x.layout == torch.strided else x.to_dense() for x in tensors_in(*values)]
-    return [x.double() for x in tensors if x.is_floating_point() and x.numel()]
+    numbers = []
+    for tensor in tensors_in(*values):
+        if tensor.is_floating_point() and tensor.numel():
+            dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+            numbers.append(dense.double())
+    return numbers
 
 
 def _copy(inputs: Inputs) -> Inputs:
@@ -251,21 +258,26 @@ def _other_sizes(inputs: Inputs) -> list[Tensor]:
     more = torch.cat([inputs[-1:], one])
     sides = inputs.shape[2:]
     if len(sides) == 2:
-        odd = [_shorter(side, share) | 1 for side, share in zip(sides, (3, 2), strict=True)]
-        even = [max(_shorter(side, share), 1) for side, share in zip(sides, (2, 3), strict=True)]
-        long = [side + max(side // 4, min(side // 2, SMALL // 2)) for side in sides]
-        return [more[..., : odd[0], : odd[1]], one[..., : even[0], : even[1]], _resized(one, long)]
+        height, width = sides
+        odd = more[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
+        even = one[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
+        return [odd, even, _resized(one, [_longer(height), _longer(width)])]
     others = [more, one]
     if sides:
-        odd_side, even_side = (sides[0] * 3 // 4) | 1, max(sides[0] // 2, 1)
+        odd_side = (sides[0] * 3 // 4) | 1
+        even_side = max(sides[0] // 2, 1)
         others += [more[:, :, :odd_side], one[:, :, :even_side]]
-    fewer = inputs.shape[1] // 2 + 1
-    return [*others, more[:, :fewer], torch.cat([one, one[:, : inputs.shape[1] // 2]], 1)]
+    half = inputs.shape[1] // 2
+    return [*others, more[:, : half + 1], torch.cat([one, one[:, :half]], 1)]
 
 
 def _shorter(side: int, quarters: int) -> int:
     """Return a number of quarters of a side; of a long side, quarters of twice `SMALL`."""
     return min(side, 2 * SMALL) * quarters // 4
+
+
+def _longer(side: int) -> int:
+    return side + max(side // 4, min(side // 2, SMALL // 2))
 
 
 def _resized(images: Tensor, size: list[int]) -> Tensor:

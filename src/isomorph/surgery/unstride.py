@@ -39,9 +39,10 @@ class Unstride(Rule):
         module = site.module
         if not any(map(_is_strided, module.modules())):
             return "it has no stride to remove"
-        kinds = nn.MaxPool2d | BlurPool2d
-        pools = ((name, part) for name, part in module.named_modules() if _is_strided(part, kinds))
-        return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
+        for name, part in module.named_modules():
+            if _is_strided(part, nn.MaxPool2d | BlurPool2d):
+                return f"it cannot remove the stride of {name} ({type(part).__name__})"
+        return None
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)
@@ -80,7 +81,8 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     if hasattr(new, "detect"):
         raise UserError("a detector needs its backbone's strides; create it with another backbone, like t_resnet50d")
     new = apply_rule(new, Unstride(), where)
-    if (example := own_example(new)) is not None:
+    example = own_example(new)
+    if example is not None:
         _check_resolution(copy_model(model), copy_model(new), example)  # a call may leave traces
     return new
 

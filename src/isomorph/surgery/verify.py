@@ -25,12 +25,7 @@ from isomorph.surgery.calls import (
     run_model,
     tensors_at,
 )
-from isomorph.surgery.comparison import (
-    TensorDifference,
-    compare_tensors,
-    measure_fidelity,
-    tensors_by_path,
-)
+from isomorph.surgery.comparison import TensorDifference, compare_tensors, measure_fidelity, tensors_by_path
 from isomorph.surgery.first_difference import FirstDifference, Operations, first_difference
 from isomorph.surgery.model_pair import ModelPair, NotCompared, normal_like
 from isomorph.surgery.modules import list_names

@@ -217,14 +217,14 @@ class LinearToPyramid(Rule):
     def _build_part(self, site: Site) -> JointPyramid:
         """Return a joint projection with one of its parts as a pyramid."""
         joint = site.module
-        parts: list[Any]
+        parts: list[Any] = []
         if isinstance(joint, JointPyramid):
-            parts = list(joint.pyramids)
+            parts += joint.pyramids
         else:
-            parts = _split_projection(joint, len(site.part_names))
+            parts += _split_projection(joint, len(site.part_names))
         index = site.part_names.index(site.part)
-        pyramid = self._pyramid(parts[index], site.part, site.last_name)
-        parts[index] = match_original(pyramid, parts[index])
+        layer: Any = parts[index]
+        parts[index] = match_original(self._pyramid(layer, site.part, site.last_name), layer)
         return JointPyramid(parts).train(joint.training)
 
     def connect(self, site: Site) -> None:
@@ -243,16 +243,14 @@ class LinearToPyramid(Rule):
         if isinstance(layer, nn.Linear):
             pyramid = PyramidLinear(layer.in_features, layer.out_features, **options)
         else:
-            pyramid = PyramidConv2d(
-                layer.in_channels,
-                layer.out_channels,
-                layer.kernel_size,
-                layer.stride,
-                conv_padding(layer) or 0,
-                layer.dilation,
-                layer.groups,
-                **options,
-            )
+            window: Any = {
+                "kernel_size": layer.kernel_size,
+                "stride": layer.stride,
+                "padding": conv_padding(layer),
+                "dilation": layer.dilation,
+                "groups": layer.groups,
+            }
+            pyramid = PyramidConv2d(layer.in_channels, layer.out_channels, **window, **options)
         pyramid.to(layer.weight)
         if self.init == "paper":
             init_random(pyramid)
