@@ -1,7 +1,8 @@
 """Carry random weights between two implementations of a network, for every pair of tests/same_networks.py.
 
-In float64, both ways. `equal`: the outputs are equal. `named`: they are not, and at every place where they part on
-the same values a setting differs that the report names, such as eps. `different`: the report says where they part.
+In float64, both ways. `equal`: the outputs are equal. `named`: they are not, and a copy of the target that computes
+with the source's settings, such as eps, is; the report names these. `different`: the report says where they part.
+Narrow networks on small images spend their time in Python; networks of usual size say what a port takes.
 
     python benchmarks/port_pairs.py                     # all pairs
     python benchmarks/port_pairs.py ViT Swin            # those with one of these words in the name
@@ -15,7 +16,9 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import timm
 import torch
+import torchvision
 
 import isomorph as iso
 from interleave import RESULTS
@@ -24,6 +27,20 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from same_networks import PAIRS, give_random_weights
 
 OUT = RESULTS / "port_pairs.json"
+# Two networks of usual size, of which the time counts.
+FULL_SIZE = {
+    "ResNet-50 at 224, timm and torchvision": (
+        lambda: timm.create_model("resnet50"),
+        torchvision.models.resnet50,
+        224,
+    ),
+    "ViT-S/16 at 224, timm and torchvision": (
+        lambda: timm.create_model("vit_small_patch16_224"),
+        lambda: torchvision.models.VisionTransformer(224, 16, 12, 6, 384, 1536),
+        224,
+    ),
+}
+PAIRS = PAIRS | FULL_SIZE
 
 
 def images(side):
@@ -70,7 +87,8 @@ def write(rows):
     """Write the table; pairs that are not run again keep their rows."""
     names = [f"{name}, {way}" for name in PAIRS for way in ("there", "back")]
     rows = {name: rows[name] for name in names if name in rows}
-    counts = Counter(row["verdict"] for row in rows.values())
+    counted = {name: row for name, row in rows.items() if name.rpartition(", ")[0] not in FULL_SIZE}
+    counts = Counter(row["verdict"] for row in counted.values())
     table = {"command": "python benchmarks/port_pairs.py", "counts": counts, "rows": rows}
     OUT.write_text(json.dumps(table, indent=1) + "\n")
 

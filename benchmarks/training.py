@@ -32,7 +32,7 @@ from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import StopRequest
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.loop import StepMonitor, train_step
-from isomorph.lab.training.run.state import open_run
+from isomorph.lab.training.run.state import Run
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
 NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))
@@ -63,7 +63,7 @@ def recipe_of(model, size, batch, workers, **more):
 
 def loop(recipe):
     """One step of a run, with all that follows it, as often as it is called."""
-    run = open_run(recipe)
+    run = Run(recipe)
     monitor = StepMonitor(run, Journal(recipe, run.runtime, show=False), StopRequest())
     run.loss_module.train()
 

@@ -363,7 +363,8 @@ def tv_inception():
 
 def timm_coatnet():
     sizes = dict(embed_dim=(8, 16, 32, 64), depths=(1, 1, 1, 1), stem_width=(8, 8))
-    return of_timm("coatnet_0_224", img_size=64, **sizes)
+    pools = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_stride_mode="1x1")
+    return of_timm("coatnet_0_224", img_size=64, head_hidden_size=64, conv_attn_act_layer="gelu", **sizes, **pools)
 
 
 def own_coatnet():
@@ -373,7 +374,9 @@ def own_coatnet():
 
 def timm_maxvit():
     sizes = dict(embed_dim=(32, 64), depths=(1, 1), stem_width=16, block_type=("M", "M"))
-    return of_timm("maxvit_tiny_tf_224", img_size=64, **sizes)
+    acts = dict(conv_act_layer="gelu", transformer_act_layer="gelu", conv_padding="")
+    given = dict(conv_pool_type="avg", transformer_rel_pos_type="bias", head_hidden_size=64)
+    return of_timm("maxvit_tiny_tf_224", img_size=64, **sizes, **acts, **given)
 
 
 def tv_maxvit():

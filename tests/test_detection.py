@@ -66,7 +66,7 @@ def changed(**fields):
 
 class TestData:
     def test_objects_of_an_image(self, tmp_path):
-        source = detection_data.open_split(write(tmp_path), "train", masks=True)
+        source = detection_data.open_annotated(write(tmp_path), "train", masks=True)
         image, objects = source[0]
         assert image.size == (64, 48)
         assert source.classes == ("square", "cell")  # by number: 3, 7
@@ -82,7 +82,7 @@ class TestData:
         text = {"size": [48, 64], "counts": compact["counts"].decode()}
         counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
         for outline in ([SQUARE], text, counts, {**text, "size": [48.0, 64.0]}):
-            source = detection_data.open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
+            source = detection_data.open_annotated(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
             assert torch.equal(source.objects(0)["masks"][0], torch.from_numpy(mask))
         assert detection_data.draw_masks([], 4, 5).shape == (0, 4, 5)
 
@@ -98,16 +98,16 @@ class TestData:
     def test_missing_fields_are_those_of_coco(self, tmp_path):
         """iscrowd 0, the box around the outline, and the area of the outline, which is not its box's."""
         triangle = [10, 10, 30, 10, 10, 30]
-        source = detection_data.open_split(
+        source = detection_data.open_annotated(
             write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True
         )
         (first, crowd) = ground_truth(source).dataset["annotations"]
         assert (first["iscrowd"], crowd["iscrowd"]) == (0, 1)
         assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
         assert first["area"] == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0])) < 250 < 20 * 20
-        given = detection_data.open_split(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
+        given = detection_data.open_annotated(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
         assert ground_truth(given).dataset["annotations"][0]["area"] == 7.5
-        no_outline = detection_data.open_split(write(tmp_path, changed(segmentation=None)), "train", masks=False)
+        no_outline = detection_data.open_annotated(write(tmp_path, changed(segmentation=None)), "train", masks=False)
         assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
 
     @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class TestData:
         content["images"][0]["file_name"] = file
         (tmp_path / "train.json").write_text(json.dumps(content))
         Image.new("RGB", (64, 48)).save(tmp_path / "0.png")
-        refused(message, detection_data.open_split, tmp_path, "train", masks=False)
+        refused(message, detection_data.open_annotated, tmp_path, "train", masks=False)
 
     def test_test_images_need_something_to_find(self, tmp_path):
         content = coco(3)
@@ -237,7 +237,7 @@ def scattered(images=30, seed=0):
 
 @pytest.mark.parametrize(("seed", "masks"), [(0, True), (1, False)])
 def test_ap_equals_pycocotools_on_the_same_predictions(tmp_path, seed, masks):
-    source = detection_data.open_split(write(tmp_path, scattered(seed=seed)), "train", masks)
+    source = detection_data.open_annotated(write(tmp_path, scattered(seed=seed)), "train", masks)
     results = random_results(source)
     metrics, *classes = metric_rows(source, results)
     with contextlib.redirect_stdout(io.StringIO()):

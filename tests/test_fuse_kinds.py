@@ -309,7 +309,7 @@ def test_numbers_that_reach_python_are_seen_whatever_the_operation(name):
 
     model = made(Net(chosen, probe=nn.Conv2d(4, 6, 3), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)))
     model.on = True
-    assert see(model, lambda: model(X)).deciding == ({""} if name in NUMBERS else set())
+    assert see(model, lambda: model(X)).branches_on_data == ({""} if name in NUMBERS else set())
     new, report = fuse_with_report(model, X)
     if name not in NUMBERS:
         assert list(report.merged) == ["norm"]
@@ -331,7 +331,7 @@ def test_a_tensor_that_views_have_written_to_never_left_torch():
         return m.norm(m.conv(whole))
 
     model = made(Net(compute, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)))
-    assert see(model, lambda: model(X)).deciding == set()
+    assert see(model, lambda: model(X)).branches_on_data == set()
     new, report = fuse_with_report(model, X)
     assert list(report.merged) == ["norm"]
     assert equal(new(X), model(X))

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 
 import isomorph as iso
@@ -31,10 +32,10 @@ SETTINGS = {
     "EfficientNetV2, timm and torchvision": "eps",
     "MobileNetV3 large, timm and torchvision": "eps",
     "MobileNetV3 small, timm and torchvision": "eps",
+    "SwiftFormer, timm and transformers": "operation",
 }
-# Pairs of functions that differ, in at least one direction: where a norm stands, softmax or not, strides, padding, a
-# bias that one side has not, positions in another form.
-DIFFERENT = ("PoolFormer", "SwiftFormer", "nanoGPT", "MaxViT", "CoAtNet", "ConViT")
+# Pairs of functions that differ, in at least one direction: where a norm stands, padding, a bias that one side has not.
+DIFFERENT = ("PoolFormer", "nanoGPT", "MaxViT")
 ROWS = [
     pytest.param(name, way, marks=[pytest.mark.slow] if name.startswith(FULL_WIDTH) else [])
     for name in PAIRS
@@ -167,7 +168,7 @@ def with_more(model):
 
 
 NAMED = {  # a target, its setting and value, and whether that alone makes it another function
-    "gelu": (lambda: OwnViT(act=F.silu), "operations", "silu", True),
+    "gelu": (lambda: OwnViT(act=F.silu), "operation", "silu", True),
     "eps": (lambda: OwnViT(eps=1e-3), "eps", 1e-3, True),
     "heads": (lambda: timm_vit(num_heads=4), "heads or windows of attention", 4, False),
     "eps and a constant": (lambda: with_more(OwnViT(eps=1e-3)), "eps", 1e-3, False),
@@ -206,6 +207,62 @@ def test_a_bias_that_the_target_lacks_is_never_lost_silently():
     assert iso.port_weights(source, target, images()).equal
     with pytest.raises(NotPorted, match=r"blocks\.0\.attn\.qkv: the target has no bias there"):
         iso.port_weights(give_random_weights(source), target, images())
+
+
+SIZES = {  # a source, a target of another size, and the size of the images that one of them takes
+    "a larger target": (timm_vit, lambda: timm_vit(img_size=48), 32),
+    "a larger target, from transformers": (hf_vit, lambda: timm_vit(img_size=48), 32),
+    "a target of other patches": (hf_vit, lambda: timm_vit(img_size=48, patch_size=12), 32),
+    "a larger source": (lambda: timm_vit(img_size=48), hf_vit, 32),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_models_for_other_images_are_resized_and_that_is_said(case):
+    make_source, make_target, side = SIZES[case]
+    source = give_random_weights(make_source())
+    target = make_target().eval()
+    report = iso.port_weights(source, target, images(side))
+    assert report.equal
+    assert "not exact; outputs on these images move by" in report.notes[-1]
+    own = {name: x.shape for name, x in target.state_dict().items()}
+    assert {name: x.shape for name, x in report.model.state_dict().items()} == own
+
+
+def test_models_for_other_images_that_cannot_be_resized_are_an_error():
+    small = torchvision.models.VisionTransformer(48, 8, 2, 3, 24, 48, num_classes=5)
+    refused("set_input_size", iso.port_weights, hf_vit(), small, images())
+
+
+class ReadsPositions(nn.Module):
+    """A table of positions that is read by a layer or by a product with its exponential, with a gate."""
+
+    def __init__(self, by_layer):
+        super().__init__()
+        self.gates = nn.Parameter(torch.randn(4))
+        self.layer = nn.Linear(8, 4)
+        self.by_layer = by_layer
+        if by_layer:
+            self.table = nn.Linear(3, 4)
+        else:
+            self.table = nn.Parameter(torch.randn(4, 3))
+        self.register_buffer("places", torch.randn(6, 3, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        scores = self.table(self.places).T if self.by_layer else (self.table[:, None] * self.places).sum(-1)
+        weights = scores.softmax(-1) * self.gates.sigmoid()[:, None]
+        return self.layer(x).mT @ weights.T
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_parameters_that_both_read_in_another_way_are_tried(by_layer):
+    torch.manual_seed(0)
+    source = ReadsPositions(by_layer)
+    report = iso.port_weights(source, ReadsPositions(not by_layer), torch.randn(2, 6, 8))
+    ways = {way.target: way.sources for way in report.tensors}
+    table = {True: "table.weight", False: "table"}
+    assert ways[table[not by_layer]] == (table[by_layer],)
+    assert any("another way" in each for each in report.ambiguous)
 
 
 def test_images_are_required():

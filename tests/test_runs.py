@@ -112,7 +112,7 @@ class TestDamage:
         damage(run)
         step = 6 if (run / "step-00000099").exists() else 4
         resumed = Run(tiny(run))
-        assert re.search(expected, resumed.found.damaged[0][1])
+        assert re.search(expected, resumed.resumed_from.damaged[0][1])
         assert resumed.progress.step == step
         tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()

@@ -19,6 +19,7 @@ from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_
 from isomorph.lab.training import Diverged, Stopped
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run import loop
+from isomorph.lab.training.run.checkpoints import save_snapshot
 from isomorph.lab.training.run.guards import stop_requests
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train_epoch
@@ -188,13 +189,13 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
         raise OSError("no space left")
 
     run = Run(tiny(tmp_path))
-    path = run.snapshot()
+    path = save_snapshot(run)
     monkeypatch.setattr(dcp, "save", fail)
-    refused("no space left; snapshots before it, if any, are intact", run.snapshot)
+    refused("no space left; snapshots before it, if any, are intact", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     monkeypatch.undo()
     monkeypatch.setattr("os.replace", fail)  # killed when the new one is complete and has no name yet
-    refused("no space left", run.snapshot)
+    refused("no space left", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     path.rename(tmp_path / f".{path.name}.old")  # and killed before the old one has its name again
     restore_replaced(tmp_path)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         prune,
         recalibrate,
         recast,
+        resize_patches,
         revert,
         targets,
         unstride,
@@ -65,7 +66,7 @@ _NAMES = {
     "process": "keep_freed_memory",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
     "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule absorb edits fuse insert port_weights prune "
-    "recalibrate recast revert targets unstride verify",
+    "recalibrate recast resize_patches revert targets unstride verify",
     "lab.recipes": "load_recipe",
     "lab.tasks.evaluate": "evaluate",
     "lab.tasks.robustness": "robustness",
@@ -113,6 +114,7 @@ __all__ = [
     "recalibrate",
     "recast",
     "report",
+    "resize_patches",
     "revert",
     "robustness",
     "save",

@@ -53,6 +53,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def short_reason(error: Exception) -> str:
+    """Return the first sentence of an error, with its type if it is a single word."""
+    line = next(iter(str(error).splitlines()), "").partition(". ")[0]
+    return line if " " in line else f"{type(error).__name__} {line}".strip()
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """True for the errors of Python and torch when memory is used up."""
     kinds = {kind.__name__ for kind in type(error).__mro__}

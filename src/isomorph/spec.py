@@ -56,17 +56,19 @@ class ModelSpec:
     @property
     def first_layers(self) -> tuple[str, ...]:
         """Names of the layers that read the images."""
-        return _names(self.config.get("first_conv"))
+        return layer_names(self.config.get("first_conv"))
 
     @property
     def classifiers(self) -> tuple[str, ...]:
         """Names of the layers that give the classes."""
-        return _names(self.config.get("classifier"))
+        return layer_names(self.config.get("classifier"))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    """Return one name or several, as timm's configs give them."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def layer_names(entry: Any) -> tuple[str, ...]:
+    """Return the names of layers in an entry of timm's configs: one name, several or None."""
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry or ())
 
 
 def spec_of(model: Any) -> ModelSpec:

@@ -53,7 +53,8 @@ def _measure_on_grid(
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
             if windows and call.name in windows and attention.shape:
-                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
+                # `windows` has the positions
+                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))
                 return measure(call.name, attention, positions)
             if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
                 unplaced.append(call.name)
@@ -90,7 +91,9 @@ def attention_from(
     (4, 3, 2, 2)
     """
     if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
-        raise UserError(f"position {position} must be two fractions of height and width, from 0 to 1")
+        raise UserError(
+            f"position {position} must be two fractions of height and width, from 0 to 1",
+        )
     windows = attention_windows(model, batch)
 
     def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:

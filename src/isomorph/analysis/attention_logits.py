@@ -71,7 +71,8 @@ def summarise_scores(scores: AppliedAttention) -> Tensor:
     for start in range(0, queries, _QUERIES_PER_CHUNK):
         logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)
-        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 * -inf where a mask excludes a key
+        # 0 * -inf where a mask excludes a key
+        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()
         entropies.append((total - weighted.sum(-1)).sum(2))
         highest = logits.amax(-1)
         tops.append(highest.amax(-1))

@@ -25,7 +25,9 @@ def batches(data: Data) -> Iterator[Inputs]:
         inputs = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(inputs, Tensor | Mapping):
             kind = type(inputs).__name__
-            raise UserError(f"a batch is a {kind}; give a tensor of images, a dict of inputs, or a loader of them")
+            raise UserError(
+                f"a batch is a {kind}; give a tensor of images, a dict of inputs, or a loader of them",
+            )
         yield inputs
     if empty:
         raise UserError("no batch was given; give a batch of images, or a loader with at least one")
@@ -68,7 +70,11 @@ def single_images(data: Data) -> Iterator[Inputs]:
             yield some_images(batch, index, index + 1)
 
 
-def mean_over(model: nn.Module, data: Data, measure: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
+def mean_over(
+    model: nn.Module,
+    data: Data,
+    measure: Callable[[Inputs], dict[str, Tensor]],
+) -> dict[str, Tensor]:
     """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
     sums: dict[str, Tensor] = {}
     images: Counter[str] = Counter()  # a layer may run for some batches only

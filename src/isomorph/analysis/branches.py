@@ -33,7 +33,9 @@ def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     """
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid))
     if not layers:
-        raise UserError("the model has no pyramids, or is already fused; recast it with LinearToPyramid first")
+        raise UserError(
+            "the model has no pyramids, or is already fused; recast it with LinearToPyramid first",
+        )
     return capture_inputs(model, batch, _token_cka, layers)
 
 

@@ -121,12 +121,14 @@ def cka_of_pairs(
         own_a = own_a + _hsic_own(x)
         own_b = own_b + _hsic_own(y)
     if largest < MIN_IMAGES:
-        raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
+        raise UserError(
+            f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}",
+        )
     matrix = cross / (own_a[:, None] * own_b).sqrt()
     unknown = [name for name, own in zip(rows, own_a, strict=True) if not own > 0]
-    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0 and name not in unknown]
+    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0]
     if unknown:
-        _report_unknown(matrix, list_names(unknown), largest)
+        _report_unknown(matrix, list_names(list(dict.fromkeys(unknown))), largest)
     return CKA(matrix, list(rows), list(columns))
 
 
@@ -139,7 +141,12 @@ def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
     warnings.warn(f"{said}; {advice}", DataWarning, stacklevel=4)
 
 
-def gram_matrices(model: nn.Module, batch: Inputs, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
+def gram_matrices(
+    model: nn.Module,
+    batch: Inputs,
+    layers: dict[str, nn.Module],
+    read: _ReadFeatures,
+) -> Tensor:
     """Return the Gram matrix of every layer's features with zero diagonal, in float64; features are not stored.
 
     Shape: -> (layers, B, B)
@@ -167,7 +174,8 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
     row_k = k.sum(-1)  # (p, n)
     row_m = m.sum(-1)  # (q, n)
     totals = row_k.sum(-1)[:, None] * row_m.sum(-1)
-    total = traces + totals / ((n - 1) * (n - 2)) - 2 * (row_k @ row_m.T) / (n - 2)
+    rows = row_k @ row_m.T
+    total = traces + totals / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
     return total / (n * (n - 3))
 
 
@@ -190,15 +198,19 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     1.0
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
-        raise UserError(f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}")
+        raise UserError(
+            f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}",
+        )
     if len(x) < 2:
         raise UserError(f"CKA needs at least 2 samples, not {len(x)}")
     x = x.double() - x.double().mean(0)
     y = y.double() - y.double().mean(0)
     if not (x.any() and y.any()):
         warnings.warn("CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2)
-    if len(x) < max(x.shape[1], y.shape[1]):  # the same value from the Gram matrices, which are smaller
+    # the same value from the Gram matrices, which are smaller
+    if len(x) < max(x.shape[1], y.shape[1]):
         k = x @ x.T
         m = y @ y.T
         return (k * m).sum() / (k.norm() * m.norm())
-    return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
+    cross = (y.T @ x).square().sum()
+    return cross / ((x.T @ x).norm() * (y.T @ y).norm())

@@ -17,14 +17,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.analysis.speed import Step, measure_speeds, propagate_back, restored_afterwards, stepped_module
+from isomorph.analysis.speed import (
+    Step,
+    measure_speeds,
+    propagate_back,
+    restored_afterwards,
+    stepped_module,
+)
 from isomorph.errors import UserError
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
 from isomorph.surgery.calls import Inputs, call_model
 
-_COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
+# size of the smaller of the two counted batches: enough for BatchNorm in training mode
+_COUNTED_BATCH = 2
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training
 TableRow = dict[str, Any]
 TableProgress = Callable[[float, int, str], None]  # steps done, all steps, the current one
@@ -182,7 +189,8 @@ def _cuda_peak(run: Callable[[], None], device: torch.device) -> int:
 
 def _cpu_peak(run: Callable[[], None]) -> int:
     """Return the largest sum of allocations and releases, which torch's profiler records in order."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library reports on stderr that it starts
+    # the profiler's library reports on stderr that it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     held = peak = 0
@@ -288,7 +296,11 @@ def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]
     macs = count_pass(model, input_size)
     # BatchNorm can fail to train on a batch of one image
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    cost = {"parameters": count_parameters(model), "macs": macs.per_image, "step_macs": macs.per_pass}
+    cost = {
+        "parameters": count_parameters(model),
+        "macs": macs.per_image,
+        "step_macs": macs.per_pass,
+    }
     if has_pyramids(model):
         cost |= pyramid_cost(model, input_size)
     cost["saved_bytes"] = saved_bytes(model, input_size, 2 if has_batch_norm else 1)

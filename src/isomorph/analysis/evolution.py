@@ -51,7 +51,9 @@ def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) 
     sums: dict[str, float] = {}
     for batch in batches(data):
         if count_images(batch) < 2:
-            raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
+            raise UserError(
+                "CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does",
+            )
         batch = to_model(batch, model)
         outputs = features(model, batch, layers, lambda output: output.flatten(1).float().clone())
         values = list(outputs.values())

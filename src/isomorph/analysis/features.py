@@ -21,11 +21,13 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
     modules = dict(model.named_modules())
     if where is None:
         names = [info["module"] for info in getattr(model, "feature_info", ())] or _blocks(model)
-        layers = {name: modules[name] for name in names if name in modules}
     else:
-        layers = {name: module for name, module in modules.items() if name and matches_where(where, name, module)}
+        names = [name for name, module in modules.items() if name and matches_where(where, name, module)]
+    layers = {name: modules[name] for name in names if name in modules}
     if len(layers) < least:
-        hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
+        hint = "; give where, like 'blocks.?' or 'layer?'"
+        if where:
+            hint = nearest_names(where, list(modules))
         raise UserError(f"{len(layers)} layers are selected for features, and at least {least} are needed{hint}")
     return layers
 

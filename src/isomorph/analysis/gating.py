@@ -20,7 +20,9 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
     layers = outermost_modules(unwrap(model, to_copy=False), lambda module: isinstance(module, _GATED))
     if not layers:
-        raise UserError("the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)")
+        raise UserError(
+            "the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)",
+        )
     return {attention_name(name, layer): layer for name, layer in layers.items()}
 
 

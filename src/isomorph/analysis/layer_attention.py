@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
-from isomorph.layers.attention_base import score_scale
+from isomorph.layers.attention_base import score_scale, split_joint
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
@@ -103,9 +103,14 @@ def _scores(layer: Any, *args: Any, **kwargs: Any) -> AppliedAttention | None:
 
 
 def _timm_scores(
-    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+    layer: Attention,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> AppliedAttention:
-    q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, _v = split_joint(layer.qkv(x), layer.num_heads)
     q = layer.q_norm(q) * score_scale(layer)
     k = layer.k_norm(k)
     return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
@@ -130,7 +135,12 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[int, ...] = ()
+        cls,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: tuple[int, ...] = (),
     ) -> "LayerCall":
         """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
         named = dict(kwargs)
@@ -197,21 +207,31 @@ class _Capture:
         self.measure = measure
         self.where = where
         self.mode = ReadMaps()
-        self.calls: list[LayerCall | None] = []  # None: what runs inside is not a layer's own attention
+        # None: what runs inside is not a layer's own attention
+        self.calls: list[LayerCall | None] = []
         self.results: dict[str, Any] = {}
         self.measured: list[str] = []
         self.others: list[str] = []
         self.reasons: list[str] = []
 
-    def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inside = self.calls and (self.calls[-1] is None or has_attention_method(self.calls[-1].layer))
+    def enter(
+        self,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        inside = False
+        if self.calls:
+            outer = self.calls[-1]
+            inside = outer is None or has_attention_method(outer.layer)
         facts = facts_of(layer)
         reason = (facts and facts.no_map) or getattr(layer, "no_map", None)
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
         call = None
         if not (reason or inside):
-            around = next((outer.map_shape for outer in reversed(self.calls) if outer), ())
+            around = next((known.map_shape for known in reversed(self.calls) if known), ())
             call = LayerCall.of(name, layer, args, kwargs, around)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
@@ -253,7 +273,12 @@ class _Capture:
 
 
 @torch.no_grad()
-def capture_attention(model: nn.Module, batch: Inputs, measure: _Measure, where: Where = "*") -> dict[str, Any]:
+def capture_attention(
+    model: nn.Module,
+    batch: Inputs,
+    measure: _Measure,
+    where: Where = "*",
+) -> dict[str, Any]:
     """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
 
     It is called as soon as the layer has run. Of a layer that runs several times the last call counts. Layers for which

@@ -12,7 +12,12 @@ from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
 
-def _mean_of_maps(model: nn.Module, data: Data, where: Where, measure: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _mean_of_maps(
+    model: nn.Module,
+    data: Data,
+    where: Where,
+    measure: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
     """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
 
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
@@ -64,7 +69,8 @@ def head_similarity(model: nn.Module, data: Data, where: Where = "*") -> dict[st
 
     def cosines(maps: Tensor) -> Tensor:
         maps = centred_rows(maps)  # (b, nh, Nq, Nk)
-        products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)  # summed over keys; then over queries in float64
+        # summed over keys; then over queries in float64
+        products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)
         return products.mean(1, dtype=torch.float64).to(maps.dtype)
 
     return _mean_of_maps(model, data, where, cosines)

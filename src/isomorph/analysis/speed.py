@@ -18,8 +18,9 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs, call_model
 
-# What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked pre-training, with the
-# student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches hidden, and MAE's loss, without a teacher.
+# What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked
+# pre-training, with the student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches
+# hidden, and MAE's loss, without a teacher.
 Step = Literal["inference", "train", "pretrain"]
 
 
@@ -122,7 +123,9 @@ def measure_speeds(
     if not 0 <= seconds < math.inf:
         raise UserError(f"{seconds:g} seconds cannot be timed; give 0 or more")
     if batch_size < 1 or not models:
-        raise UserError(f"cannot time {len(models)} models with batches of {batch_size}; give at least 1 of each")
+        raise UserError(
+            f"cannot time {len(models)} models with batches of {batch_size}; give at least 1 of each",
+        )
     sizes = input_sizes if isinstance(input_sizes, Mapping) else dict.fromkeys(models, input_sizes)
     times: dict[str, list[float]] = {name: [] for name in models}
     with ExitStack() as stack:
@@ -152,7 +155,12 @@ def measure_speeds(
     return speeds
 
 
-def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:
+def throughput(
+    model: nn.Module,
+    input_size: tuple[int, ...],
+    batch_size: int = 32,
+    seconds: float = 2.0,
+) -> float:
     """Return the images per second in eval mode: the median over the passes begun within `seconds`, after a warm-up.
 
     Shape: input_size is (channels, height, width)

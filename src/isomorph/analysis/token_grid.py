@@ -84,7 +84,11 @@ def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | 
     return None
 
 
-def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[int, int] | None) -> TokenGrid:
+def find_token_grid(
+    call: LayerCall,
+    shape: tuple[int, int] | None,
+    grid: tuple[int, int] | None,
+) -> TokenGrid:
     """Return the grid of the queries and keys of a call; tokens without another are read row by row from its map.
 
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
@@ -144,7 +148,13 @@ def _sides_around(call: LayerCall, queries: int) -> list[tuple[int, ...]]:
     return [size for size in sides if math.prod(size) == queries]
 
 
-def _pooled_grid(layer: Any, given: dict[str, Any], queries: int, keys: int, grid: tuple[int, int] | None) -> TokenGrid:
+def _pooled_grid(
+    layer: Any,
+    given: dict[str, Any],
+    queries: int,
+    keys: int,
+    grid: tuple[int, int] | None,
+) -> TokenGrid:
     shapes = own_shapes(layer, given)
     if grid:
         shapes = [*shapes, grid]

@@ -18,7 +18,8 @@ from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
 from isomorph.surgery.calls import Inputs
 
-# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them.
+# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and
+# join them.
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 
 
@@ -47,7 +48,8 @@ class WindowMembers(NamedTuple):
         """
         members = self.members[torch.tensor(list(numbers)) % len(self.members)]
         inside = members >= 0
-        positions = torch.stack([members // self.grid[1], members % self.grid[1]], -1).double()  # (n, N, 2)
+        W = self.grid[1]
+        positions = torch.stack([members // W, members % W], -1).double()  # (n, N, 2)
         pairs = inside[:, :, None] & inside[:, None]
         return torch.cdist(positions, positions) * pairs, int(inside.sum())
 
@@ -64,10 +66,12 @@ class WindowMembers(NamedTuple):
         down = min(int(position[0] * H), H - 1)
         across = min(int(position[1] * W), W - 1)
         window, token = (self.members == down * W + across).nonzero()[0].tolist()
-        attention = row(token).unflatten(0, (-1, len(self.members)))[:, window]  # (B, nh, N)
-        inside = (self.members[window] >= 0).to(attention.device)
+        by_window = row(token).unflatten(0, (-1, len(self.members)))
+        attention = by_window[:, window]  # (B, nh, N)
+        members = self.members[window].to(attention.device)
+        inside = members >= 0
         maps = attention.new_zeros(*attention.shape[:2], H * W)
-        maps[:, :, self.members[window].to(attention.device)[inside]] = attention[:, :, inside]
+        maps[:, :, members[inside]] = attention[:, :, inside]
         return maps.unflatten(-1, (H, W))
 
 
@@ -135,7 +139,11 @@ def _plain_kind(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> dict[str, WindowMembers]:
+def observed_windows(
+    model: nn.Module,
+    batch: Inputs,
+    names: Sequence[str],
+) -> dict[str, WindowMembers]:
     """Return the windows of attention layers, by which tokens of the map around them arrive where; {} if unclear.
 
     The nearest module around a layer that reads a whole map is run on maps of two kinds of tokens, one run for each
@@ -172,8 +180,11 @@ def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> d
 
 def _names_around(name: str) -> list[str]:
     """Return the names of the modules around a module, the nearest first."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+    names = []
+    while name:
+        name = name.rpartition(".")[0]
+        names.append(name)
+    return names
 
 
 class _Call(NamedTuple):
@@ -246,7 +257,8 @@ def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
     return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 
-# Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.
+# Classes that cut a map into windows without shift: the name of the attention inside, and the
+# window's size.
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
@@ -265,6 +277,8 @@ def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> WindowMembers:
     H, W = size
     h, w = window
-    numbers = F.pad(torch.arange(H * W).view(H, W), (0, -W % w, 0, -H % h), value=-1)
-    rows = numbers.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
-    return WindowMembers((H, W), rows.transpose(1, 2).flatten(0, 1).flatten(1))
+    numbers = torch.arange(H * W).view(H, W)
+    padded = F.pad(numbers, (0, -W % w, 0, -H % h), value=-1)
+    rows = padded.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
+    windows = rows.transpose(1, 2).flatten(0, 1)
+    return WindowMembers((H, W), windows.flatten(1))

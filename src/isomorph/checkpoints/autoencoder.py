@@ -43,9 +43,15 @@ def save_autoencoder(
     """
     if edits(model):
         raise UserError("edits of a whole autoencoder are not saved; edit its encoder: iso.recast(model.encoder, ...)")
-    decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
-    settings = {**decoder, "mask": model.ratio, "normalise": model.normalise}
-    header = {**(encoder_header or describe_model(model.encoder)), "autoencoder": json.dumps(settings)}
+    decoder = {
+        "depth": len(model.decoder_blocks),
+        "width": model.width,
+        "heads": model.heads,
+        "mask": model.ratio,
+        "normalise": model.normalise,
+    }
+    header = dict(encoder_header or describe_model(model.encoder))
+    header["autoencoder"] = json.dumps(decoder)
     state = model.state_dict() if tensors is None else tensors
     write_model(header, {name.removeprefix("encoder."): tensor for name, tensor in state.items()}, Path(path))
 
@@ -67,7 +73,8 @@ def load_autoencoder(
 
     Raises: UserError when the file is missing or damaged, has no decoder, or has tensors that do not fit the model.
     """
-    path, contents = Path(path), read_contents(Path(path))
+    path = Path(path)
+    contents = read_contents(path)
     state = contents.tensors
     if not any(name.startswith("decoder_blocks.") for name in state):
         raise UserError(
@@ -77,9 +84,13 @@ def load_autoencoder(
     if "autoencoder" in contents.header:
         if encoder_name:
             raise UserError(f"{path} names its encoder itself; omit encoder_name={encoder_name!r}")
-        base, made, data, decoder, _ = read_parts(contents)
-        model = build_checked(contents, lambda: MaskedAutoencoder(rebuild(base, made), **decoder))
-        record_data(model.encoder, data)
+        header = read_parts(contents)
+
+        def build() -> MaskedAutoencoder:
+            return MaskedAutoencoder(rebuild(header.base, header.edits), **header.autoencoder)
+
+        model = build_checked(contents, build)
+        record_data(model.encoder, header.data)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
@@ -93,11 +104,12 @@ def load_autoencoder(
         raise UserError(
             f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
         )
-    state = {
-        name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor
-        for name, tensor in state.items()
-        if name != "decoder_pos_embed"  # MAE's sine-cosine table, which the model makes itself
-    }
-    check_state_fits(model, state, path)
-    cast_like(model, state).load_state_dict(state)
+    own: dict[str, Any] = {}
+    for name, tensor in state.items():
+        if name == "decoder_pos_embed":  # MAE's sine-cosine table, which the model makes itself
+            continue
+        is_of_decoder = name.startswith(_DECODER_PREFIXES)
+        own[name if is_of_decoder else f"encoder.{name}"] = tensor
+    check_state_fits(model, own, path)
+    cast_like(model, own).load_state_dict(own)
     return model.eval()

@@ -11,17 +11,20 @@ import torch
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import Contents, check_foreign_kwargs, parse_data, strip_wrappers
+from isomorph.checkpoints.files import Contents, strip_wrappers
+from isomorph.checkpoints.header import check_foreign_kwargs, parse_data
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, record_data
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.models.input_sizes import describe_images, training_config
 from isomorph.models.model_kwargs import check_model_kwargs
+from isomorph.spec import layer_names
 from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes
 from isomorph.surgery.site import Site
 
+_TEST_SETTINGS = ("test_input_size", "test_crop_pct")
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
@@ -43,7 +46,10 @@ class ModelOptions(NamedTuple):
             check_model_kwargs(self.model_kwargs)
         except ValueError as error:
             raise UserError(f"--model-kwargs: {error}") from None
-        return dict(self.model_kwargs) | ({} if self.num_classes is None else {"num_classes": self.num_classes})
+        arguments = dict(self.model_kwargs)
+        if self.num_classes is not None:
+            arguments["num_classes"] = self.num_classes
+        return arguments
 
 
 NO_OPTIONS = ModelOptions()
@@ -99,7 +105,9 @@ def _with_layers_of(model: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
 def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the arguments with which timm's training script created its model, apart from those read from tensors."""
     given = settings.get("model_kwargs")
-    arguments = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else {}
+    arguments: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        arguments = {str(name): value for name, value in given.items()}
     if isinstance(settings.get("gp"), str):
         arguments["global_pool"] = settings["gp"]
     try:
@@ -117,7 +125,7 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
     if "img_size" not in given:
         given.setdefault("input_size", training_config(model)["input_size"])
     try:
-        of_tests = {key: settings[key] for key in ("test_input_size", "test_crop_pct") if settings.get(key) is not None}
+        of_tests = {key: settings[key] for key in _TEST_SETTINGS if settings.get(key) is not None}
         return resolve_data_config(given, model=model) | parse_data(of_tests, path)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its args have no valid image settings ({error or type(error).__name__})") from None
@@ -131,51 +139,68 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
 
     Raises: UserError when the number of patches does not say the size of the image.
     """
-    config, arguments = timm.get_pretrained_cfg(name), dict(given)
-    assert config
-    stems, heads = (
-        [x for layer in _names(entry) if isinstance(x := tensors.get(f"{layer}.weight"), Tensor) and x.ndim]
-        for entry in (config.first_conv, config.classifier)
-    )
-    channels = next((weight.shape[1] for weight in stems if weight.ndim == 4), None)
-    absent = channels and not any(name.startswith(_names(config.classifier)) for name in tensors)
-    classes = len(heads[0]) if heads else 0 if absent else None  # 0: in timm's layout, without a classifier
-    for argument, number in (("num_classes", classes), ("in_chans", channels)):
+    arguments = dict(given)
+    for argument, number in _read_numbers(name, tensors):
         if number and arguments.get(argument, number) != number:
             raise UserError(f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out")
-        if number is not None:
-            arguments.setdefault(argument, number)
+        arguments.setdefault(argument, number)
     with torch.device("meta"):
         model = create(name, **arguments)
-    return {**dict(_read_vit(model, tensors, sized="img_size" in arguments)), **arguments}
+    found = dict(_read_vit(model, tensors, sized="img_size" in arguments))
+    return found | arguments
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def _read_numbers(name: str, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of classes and of input channels that tensors have, where they say them."""
+    config = timm.get_pretrained_cfg(name)
+    assert config
+    classifiers = layer_names(config.classifier)
+    stems = [weight for weight in _weights(layer_names(config.first_conv), tensors) if weight.ndim == 4]
+    heads = _weights(classifiers, tensors)
+    if heads:
+        yield "num_classes", len(heads[0])
+    elif stems and not any(tensor.startswith(classifiers) for tensor in tensors):
+        yield "num_classes", 0  # in timm's layout, without a classifier
+    if stems:
+        yield "in_chans", stems[0].shape[1]
+
+
+def _weights(layers: tuple[str, ...], tensors: Mapping[str, Any]) -> list[Tensor]:
+    weights = [tensors.get(f"{layer}.weight") for layer in layers]
+    return [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim]
 
 
 def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[tuple[str, Any]]:
     """Yield the arguments by which a ViT's tensors differ from the model's, by name; not its size if it is known."""
-    patches, positions = tensors.get("patch_embed.proj.weight"), tensors.get("pos_embed")
+    patches = tensors.get("patch_embed.proj.weight")
     embed: Any = getattr(model, "patch_embed", None)
-    if not (isinstance(patches, Tensor) and patches.ndim == 4 and isinstance(getattr(embed, "proj", None), nn.Conv2d)):
+    if not isinstance(patches, Tensor) or patches.ndim != 4:
         return
-    own, patch = model.state_dict(), tuple(patches.shape[-2:])
-    if other := patch != tuple(embed.proj.kernel_size):
+    if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
+        return
+    own = model.state_dict()
+    patch = tuple(patches.shape[-2:])
+    has_other_patches = patch != tuple(embed.proj.kernel_size)
+    if has_other_patches:
         yield "patch_size", patch[0] if patch[0] == patch[1] else list(patch)
     bare = "cls_token" in own and "cls_token" not in tensors
     if "fc_norm.weight" in tensors and "fc_norm.weight" not in own:
         yield "global_pool", "avg"
         if bare:
             yield "class_token", False
-    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own and not sized:
-        grid = math.prod(embed.grid_size)
-        prefix = own["pos_embed"].shape[1] - grid
-        count = positions.shape[1] - prefix + (bare and prefix > 0)
-        count -= not prefix and math.isqrt(count) ** 2 == count - 1  # the authors of DINOv2 add one to the class token
-        if count != grid or other:
-            unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]
-            yield "img_size", _image_size(count, patch, "".join(unknown[:1]))
+    positions = tensors.get("pos_embed")
+    if sized or not isinstance(positions, Tensor) or positions.ndim != 3 or "pos_embed" not in own:
+        return
+    grid = math.prod(embed.grid_size)
+    prefix = own["pos_embed"].shape[1] - grid
+    count = positions.shape[1] - prefix
+    if bare and prefix > 0:
+        count += 1
+    if not prefix and math.isqrt(count) ** 2 == count - 1:  # the authors of DINOv2 add one to the class token
+        count -= 1
+    if count != grid or has_other_patches:
+        unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]
+        yield "img_size", _image_size(count, patch, "".join(unknown[:1]))
 
 
 def _image_size(count: int, patch: tuple[int, ...], more: str) -> list[int]:

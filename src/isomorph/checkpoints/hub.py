@@ -17,12 +17,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from isomorph.checkpoints.files import DATA_KEYS, is_own, parse_data, read_header
+from isomorph.checkpoints.files import is_own, read_header
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # weights are safetensors alone, which hold no code
 _MAX_CONFIG_BYTES = 2**24
+# What timm's config.json says of the images; its source, split and classes are those of timm.
+_IMAGE_KEYS = [key for key in DATA_KEYS if key not in ("source", "split", "label_names")]
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"  # what to do without a token of the hub
 
 
@@ -41,29 +44,36 @@ class _MissingFile(UserError):
 
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
-    whose, at = f"hf-hub:{repository}" + f"@{revision}" * bool(revision), f" --revision {revision}" * bool(revision)
     try:
         return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, library_name="isomorph"))
-    except HFValidationError:
-        raise UserError(
-            f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
-        ) from None
-    except (GatedRepoError, RepositoryNotFoundError):
-        page = f"{constants.ENDPOINT}/{repository}"
-        raise UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}") from None
-    except RevisionNotFoundError:
-        raise UserError(f"there is no {whose}; give one of its branches, tags or commits after the @") from None
     except Exception as error:
-        if is_connection_error(error):
-            raise UserError(
-                f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
-                f"`hf download {repository}{at} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
-            ) from None
-        if isinstance(error, EntryNotFoundError):
-            raise _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub") from None
-        if isinstance(error, HfHubHTTPError | OSError):
-            raise UserError(f"cannot download {whose}: {describe_hub_error(error)}") from None
-        raise
+        explained = _explain(error, repository, file, revision)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def _explain(error: Exception, repository: str, file: str, revision: str | None) -> UserError | None:
+    """Return what an error of the hub's client means and what to do, or None for one of another kind."""
+    whose = f"hf-hub:{repository}@{revision}" if revision else f"hf-hub:{repository}"
+    if isinstance(error, HFValidationError):
+        return UserError(f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION")
+    if isinstance(error, GatedRepoError | RepositoryNotFoundError):
+        page = f"{constants.ENDPOINT}/{repository}"
+        return UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}")
+    if isinstance(error, RevisionNotFoundError):
+        return UserError(f"there is no {whose}; give one of its branches, tags or commits after the @")
+    if is_connection_error(error):
+        at = f" --revision {revision}" if revision else ""
+        return UserError(
+            f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
+            f"`hf download {repository}{at} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
+        )
+    if isinstance(error, EntryNotFoundError):
+        return _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub")
+    if isinstance(error, HfHubHTTPError | OSError):
+        return UserError(f"cannot download {whose}: {describe_hub_error(error)}")
+    return None
 
 
 def describe_hub_error(error: Exception) -> str:
@@ -86,12 +96,11 @@ def read_config(weights: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, Mapping) or not isinstance(config.get("architecture"), str):
         return {}
+    settings: dict[str, Any] = {"model": config["architecture"]}
+    if config.get("model_args"):
+        settings["model_kwargs"] = config["model_args"]
     images = config.get("pretrained_cfg", config)  # older files have one level only
-    images = images if isinstance(images, Mapping) else {}
-    kept = {key: images[key] for key in DATA_KEYS if key in images and key not in ("source", "split", "label_names")}
-    arguments = config.get("model_args")
-    return {
-        "model": config["architecture"],
-        **({"model_kwargs": arguments} if arguments else {}),
-        **parse_data(kept, path),
-    }
+    kept = {}
+    if isinstance(images, Mapping):
+        kept = {key: images[key] for key in _IMAGE_KEYS if key in images}
+    return settings | parse_data(kept, path)

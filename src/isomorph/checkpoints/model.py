@@ -8,6 +8,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,19 +16,9 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import (
-    DATA_KEYS,
-    FORMAT,
-    Contents,
-    Header,
-    may_be_in_file,
-    parse_header,
-    read_contents,
-    short_reason,
-    strip_wrappers,
-    write_atomically,
-)
-from isomorph.errors import DataWarning, UserError
+from isomorph.checkpoints.files import Contents, read_contents, strip_wrappers, write_atomically
+from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_file, parse_header
+from isomorph.errors import DataWarning, UserError, short_reason
 from isomorph.models import arguments_before, arguments_to_record, create
 from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
@@ -46,13 +37,14 @@ T = TypeVar("T", bound=nn.Module)
 
 def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
     """Return edits as plain values. Raises: UserError for a rule that is not registered."""
+    described = []
     for edit in made:
-        if EDIT_RULES.get(type(edit.rule).__name__) is not type(edit.rule):
-            raise UserError(f"{type(edit.rule).__name__} is not a rule of isomorph: a checkpoint could not replay it")
-    return [
-        {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
-        for edit in made
-    ]
+        name = type(edit.rule).__name__
+        if EDIT_RULES.get(name) is not type(edit.rule):
+            raise UserError(f"{name} is not a rule of isomorph: a checkpoint could not replay it")
+        fields = dataclasses.asdict(edit.rule)  # type: ignore[call-overload]
+        described.append({"rule": name, "fields": fields, "names": list(edit.names)})
+    return described
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
@@ -148,13 +140,18 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
 
 def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """Return the edits without those of modules that were fused later, and without the fusing itself."""
-    fused = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
-    remaining = (
-        Edit(e.rule, tuple(n for n in e.names if fused.isdisjoint([n, *joint_candidates(n)])))
-        for e in made
-        if not isinstance(e.rule, Fuse)
-    )
-    return tuple(edit for edit in remaining if edit.names)
+    fused: set[str] = set()
+    for edit in made:
+        if isinstance(edit.rule, Fuse):
+            fused.update(edit.names)
+    remaining = []
+    for edit in made:
+        if isinstance(edit.rule, Fuse):
+            continue
+        names = tuple(name for name in edit.names if fused.isdisjoint([name, *joint_candidates(name)]))
+        if names:
+            remaining.append(Edit(edit.rule, names))
+    return tuple(remaining)
 
 
 def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
@@ -174,8 +171,11 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
     else:
         kind = type(base or model)
         parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
-    parts |= {"edits": describe_edits(made), "data": describe_data(model)}
-    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+    parts["edits"] = describe_edits(made)
+    parts["data"] = describe_data(model)
+    header = {"format": FORMAT}
+    for key, part in parts.items():
+        header[key] = json.dumps(part)
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
     return header
 
@@ -185,7 +185,8 @@ def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
         twin = copy.deepcopy(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
             twin = apply_edit(twin, edit)
-    if difference := find_difference(model, twin):
+    difference = find_difference(model, twin)
+    if difference is not None:
         made = f"the edits of this model do not make it from base {type(base).__name__}"
         raise UserError(f"{made}: {difference}; give another base")
 
@@ -220,10 +221,10 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
-    held = sum(tensor.numel() for tensor in contents.tensors.values() if isinstance(tensor, Tensor))
+    held = _count_numbers(contents.tensors)
     try:
         with torch.device("meta"):
-            wanted = sum(tensor.numel() for tensor in build().state_dict().values())
+            wanted = _count_numbers(build().state_dict())
         if wanted > max(5 * held, _ALWAYS_ALLOWED_NUMEL):
             raise UserError(f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
         return build()
@@ -233,30 +234,41 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
         raise UserError(f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}") from error
 
 
+def _count_numbers(tensors: Mapping[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
+
+
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     """Return the first difference between a model and its twin in words, or None if they are the same network.
 
     Compared are tensors by name and shape, what modules print, and their plain attributes, dropout rates among them.
     """
-    shapes = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
-    for name in {**shapes[0], **shapes[1]}:
-        own, other = (each.get(name, "missing") for each in shapes)
+    shapes = _shapes_of(model)
+    other_shapes = _shapes_of(twin)
+    for name in {**shapes, **other_shapes}:
+        own = shapes.get(name, "missing")
+        other = other_shapes.get(name, "missing")
         if own != other:
             return f"{name} is {own}, and would be {other}"
     others = dict(twin.named_modules())
     for name, module in model.named_modules():
         if name not in others:
             return f"{name} would be missing"
-        if difference := _module_difference(module, others[name]):
+        difference = _module_difference(module, others[name])
+        if difference is not None:
             return f"{name}.{difference}".removeprefix(".")
     return None if repr(model) == repr(twin) else "its modules differ in their order or number"
+
+
+def _shapes_of(model: nn.Module) -> dict[str, Any]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
     if type(module) is not type(other):
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
-    settings, others = _settings(module), _settings(other)
-    for name, value in settings.items():
+    others = _settings(other)
+    for name, value in _settings(module).items():
         if name in others and value != others[name]:
             return f"{name} is {value!r}, and would be {others[name]!r}"
     if module.extra_repr() != other.extra_repr():
@@ -266,19 +278,26 @@ def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """Return a module's public attributes that can be compared: numbers, strings, functions by name, lists of them."""
-    names = (n for n in vars(module) if not n.startswith(("_", "isomorph_")) and n not in _WITHOUT_EFFECT)
-    found = {name: _comparable(getattr(module, name)) for name in names}
-    return {name: value for name, value in found.items() if value is not _OTHER}
+    settings = {}
+    for name in vars(module):
+        if name.startswith(("_", "isomorph_")) or name in _WITHOUT_EFFECT:
+            continue
+        value = _comparable(getattr(module, name))
+        if value is not _OTHER:
+            settings[name] = value
+    return settings
 
 
 def _comparable(value: Any) -> Any:
     """Return a value so that two are equal if they mean the same; `_OTHER` for one that cannot be compared."""
     if isinstance(value, list | tuple):
         parts = tuple(map(_comparable, value))
-        return _OTHER if any(part is _OTHER for part in parts) else parts
+        return _OTHER if _OTHER in parts else parts
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
-    return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else _OTHER
+    if callable(value):
+        return getattr(value, "__qualname__", _OTHER)
+    return _OTHER
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:
@@ -309,7 +328,8 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
     _check_state_names(model)
-    header, tensors = describe_model(model, base), model.state_dict()
+    header = describe_model(model, base)
+    tensors = model.state_dict()
     warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
 
@@ -318,7 +338,8 @@ def _check_state_names(model: nn.Module) -> None:
     """Check that a model loads the names that it saves. Raises: UserError if only its `state_dict` is overridden."""
     if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
         return
-    own, names = set(nn.Module.state_dict(model)), set(model.state_dict())
+    own = set(nn.Module.state_dict(model))
+    names = set(model.state_dict())
     if own != names:
         different = sorted(own ^ names)[0]
         raise UserError(
@@ -329,9 +350,11 @@ def _check_state_names(model: nn.Module) -> None:
 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
     """Warn if a tensor has NaN or infinity (but -inf, of masks), which is saved or loaded (`done`)."""
-    real = {name: tensor for name, tensor in tensors.items() if _is_real(tensor) and not tensor.is_meta}
-    if wrong := [name for name, tensor in real.items() if not (tensor < torch.inf).all()]:
-        warnings.warn(f"{wrong[0]} is not finite (NaN or infinite), and is {done} as it is", DataWarning, stacklevel=3)
+    for name, tensor in tensors.items():
+        if not _is_real(tensor) or tensor.is_meta or (tensor < torch.inf).all():
+            continue
+        warnings.warn(f"{name} is not finite (NaN or infinite), and is {done} as it is", DataWarning, stacklevel=3)
+        return
 
 
 def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -359,7 +382,8 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
     >>> iso.load_weights(model, "ten.safetensors", fresh_head=True)
     ['linear.weight', 'linear.bias']
     """
-    model, contents = unwrap(model, to_copy=False), read_contents(Path(path), ema)
+    model = unwrap(model, to_copy=False)
+    contents = read_contents(Path(path), ema)
     new = load_state(model, contents.tensors, path, fresh_head)
     add_notes(model, *contents.notes)
     return new
@@ -367,23 +391,37 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
 
 def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
-    path, state = Path(path), add_tied(model, strip_wrappers(state, model.state_dict()))
-    module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
+    path = Path(path)
     own = model.state_dict()
+    state = add_tied(model, strip_wrappers(state, own))
     fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
-    try:  # timm's filters take a fused network for one of another layout
-        state = state if fits else getattr(module, "checkpoint_filter_fn", lambda state, _: state)(dict(state), model)
+    if not fits:  # timm's filters take a fused network for one of another layout
+        state = _filtered(model, state, path)
+    if fresh_head:
+        state = _keep_own_head(model, state)
+    check_state_fits(model, state, path)
+    _check_tied(own, state, path)
+    new = []
+    for name, tensor in own.items():
+        if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(".num_batches_tracked"):
+            new.append(name)
+    model.load_state_dict(state)
+    return new
+
+
+def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a state in the model's layout, by timm's filter for its class. Raises: UserError if it does not fit."""
+    module = import_module(type(model).__module__)
+    convert = getattr(module, "checkpoint_filter_fn", None)
+    if convert is None:
+        return state
+    try:
+        return convert(dict(state), model)
     except UserError:
         raise
     except Exception as error:  # timm's filters raise many types for a checkpoint of another architecture
         check_state_fits(model, state, path)
         raise UserError(f"{path} does not fit {type(model).__name__}: {short_reason(error)}") from None
-    state = _keep_own_head(model, state) if fresh_head else state
-    check_state_fits(model, state, path)
-    _check_tied(own, state, path)
-    unchanged = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
-    model.load_state_dict(state)
-    return [name for name in unchanged if not name.endswith(".num_batches_tracked")]
 
 
 def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -421,7 +459,10 @@ def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     heads = [name for name in own if name.startswith(classifiers)]
     if all(name in state and not _shape_differs(own, state, name) for name in heads):
         return state
-    return {**state, **{name: own[name] for name in heads}}
+    kept = dict(state)
+    for name in heads:
+        kept[name] = own[name]
+    return kept
 
 
 def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
@@ -444,25 +485,30 @@ _HINTS = {
 def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
     own = model.state_dict()
-    missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
-    shapes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
-        for name in own
-        if _shape_differs(own, state, name)
-    ]
-    odd = [name for name in own if own[name].is_floating_point() and not _is_real(state.get(name, own[name]))]
-    found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not of real numbers": odd}
-    parts = [
-        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-        for kind, names in found.items()
-        if names
-    ]
-    if parts:
-        hints = [
-            f"; it {hint}" for prefix, hint in _HINTS.items() if any(name.startswith(prefix) for name in unexpected)
-        ]
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{''.join(hints)}")
+    missing, shapes, odd = [], [], []
+    for name, tensor in own.items():
+        if name not in state:
+            missing.append(name)
+            continue
+        if _shape_differs(own, state, name):
+            shapes.append(f"{name} {tuple(state[name].shape)} for {tuple(tensor.shape)}")
+        if tensor.is_floating_point() and not _is_real(state[name]):
+            odd.append(name)
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not of real numbers": odd}
+    said = [f"{len(names)} {problem} ({_first_names(names)})" for problem, names in problems.items() if names]
+    if not said:
+        return
+    text = "; ".join(said)
+    for prefix, hint in _HINTS.items():
+        if any(name.startswith(prefix) for name in unexpected):
+            text += f"; it {hint}"
+    raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
+
+
+def _first_names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown}, ..." if len(names) > 3 else shown
 
 
 def _is_real(tensor: Any) -> bool:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MODEL_PREFIX, AVERAGED_PREFIX, OPTIMIZER_PREFIX, GROUP_PREFIX = "model.", "ema.", "optimizer.", "group:"
+# How the names of a run's tensors begin.
+MODEL_PREFIX = "model."
+AVERAGED_PREFIX = "ema."
+OPTIMIZER_PREFIX = "optimizer."
+GROUP_PREFIX = "group:"
 
 
 def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -35,9 +39,13 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
                 values.setdefault(names[parameter], {})[key] = value
     groups: dict[str, Any] = {}
     for group in optimizer.param_groups:  # some optimisers change numbers of their groups during training
-        groups[group["name"]] = {k: value for k, value in group.items() if isinstance(value, bool | int | float)}
-        held = {key: value for key, value in group.items() if isinstance(value, Tensor)}
-        tensors |= {f"{OPTIMIZER_PREFIX}{GROUP_PREFIX}{group['name']}.{key}": value for key, value in held.items()}
+        name = group["name"]
+        groups[name] = {}
+        for key, value in group.items():
+            if isinstance(value, bool | int | float):
+                groups[name][key] = value
+            elif isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER_PREFIX}{GROUP_PREFIX}{name}.{key}"] = value
     return tensors, {"state": values, "groups": groups}
 
 
@@ -45,13 +53,20 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Te
     """Load the optimiser's state by parameter name; parameters without saved state start without any."""
     state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
-        state.setdefault(owner_name(name), {})[name.rpartition(".")[2]] = tensor
-    named = {parameter: name for name, parameter in model.named_parameters()}
-    order = [named[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        key = name.rpartition(".")[2]
+        state.setdefault(owner_name(name), {})[key] = tensor
+    names = {parameter: name for name, parameter in model.named_parameters()}
     state_dict = optimizer.state_dict()
-    state_dict["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
-    for group in state_dict["param_groups"]:
-        group |= values["groups"].get(group["name"], {}) | state.get(f"{GROUP_PREFIX}{group['name']}", {})
+    state_dict["state"] = {}
+    number = 0  # torch numbers the parameters in the order of the groups
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter in group["params"]:
+            name = names[parameter]
+            if name in state:
+                state_dict["state"][number] = state[name]
+            number += 1
+        saved.update(values["groups"].get(saved["name"], {}))
+        saved.update(state.get(f"{GROUP_PREFIX}{saved['name']}", {}))
     optimizer.load_state_dict(state_dict)
 
 

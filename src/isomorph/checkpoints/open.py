@@ -18,7 +18,7 @@ import timm
 import torch
 from torch import nn
 
-from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header, short_reason
+from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, build_foreign, read_arguments
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
@@ -35,7 +35,7 @@ from isomorph.checkpoints.model import (
 from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, peek_header, read_snapshot
-from isomorph.errors import UserError
+from isomorph.errors import UserError, short_reason
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, notes, update_record

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from isomorph.checkpoints.files import describe_problems
+from isomorph.checkpoints.header import describe_problems
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 
@@ -96,8 +96,12 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _named_snapshots(folder: Path) -> list[Path]:
-    named = {path: step for path in folder.glob("step-*") if (step := _parse_step(path)) is not None}
-    return sorted(named, key=lambda path: named[path], reverse=True)
+    named: list[tuple[int, Path]] = []
+    for path in folder.glob("step-*"):
+        step = _parse_step(path)
+        if step is not None:
+            named.append((step, path))
+    return [path for _, path in sorted(named, reverse=True)]
 
 
 def list_snapshots(folder: Path) -> list[Path]:
@@ -123,7 +127,8 @@ def write_snapshot(
 
     Raises: UserError when it cannot be written (a full disk); the older snapshots are then unchanged.
     """
-    path, partial = folder / _folder_name(step), folder / f".{_folder_name(step)}.partial"
+    path = folder / _folder_name(step)
+    partial = folder / f".{path.name}.partial"
     alone = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
     files: list[tuple[str, str]] = []
 
@@ -153,7 +158,8 @@ def write_snapshot(
         _run_on_all_processes(make_empty, runtime, runtime.is_main)
         _run_on_all_processes(write_mine, runtime, runtime.is_main or not alone)
         mine = [(file.name, _checksum(file)) for file in partial.glob(f"shard-{runtime.rank + 1:05d}-*")]
-        files += [file for own in runtime.gather(mine) for file in own]
+        for own in runtime.gather(mine):
+            files += own
         _run_on_all_processes(finish, runtime, runtime.is_main)
     except OSError as error:
         if runtime.is_main:
@@ -173,8 +179,9 @@ def _run_on_all_processes(step: Callable[[], None], runtime: Runtime, mine: bool
             step()
     except (Exception, CheckpointException) as error:  # all processes must learn of any failure of any type
         problem = _error_reason(error)
-    if message := next((text for text in runtime.gather(problem) if text), ""):
-        raise OSError(message)
+    problems = [text for text in runtime.gather(problem) if text]
+    if problems:
+        raise OSError(problems[0])
 
 
 @contextmanager
@@ -219,8 +226,11 @@ def _flush_folder(folder: Path) -> None:
 
 def _error_reason(error: BaseException) -> str:
     """Return one line for an error, also for torch's exception that wraps those of all processes."""
-    inner = next(iter(getattr(error, "failures", {}).values()), None)
-    first = inner[0] if isinstance(inner, tuple) else error
+    first: Any = error
+    for failure in getattr(error, "failures", {}).values():
+        if isinstance(failure, tuple):
+            first = failure[0]
+        break
     return " ".join(str(first).split()) or type(first).__name__
 
 
@@ -248,7 +258,8 @@ def _find_problem(path: Path, values: SnapshotValues, digest: str) -> str:
     """Return how a snapshot with these values differs from what was written, "" if it does not. Raises: OSError."""
     if values.digest != digest:
         return f"{STATE_FILE} is not what was written: its SHA-256 differs from the one it holds"
-    if changed := [name for name, held in values.files.items() if _checksum(path / name) != held]:
+    changed = [name for name, held in values.files.items() if _checksum(path / name) != held]
+    if changed:
         return f"{', '.join(changed)} is not what was written"
     if values.step != _parse_step(path):
         return f"it is a copy of the one after step {values.step}"
@@ -279,7 +290,9 @@ def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def read_snapshot(path: Path) -> dict[str, Tensor]:
     """Return every tensor of a snapshot, unsharded."""
-    tensors: dict[str, Tensor] = {name: torch.zeros(s, dtype=dtype) for name, (s, dtype) in read_layout(path).items()}
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in read_layout(path).items():
+        tensors[name] = torch.zeros(shape, dtype=dtype)
     read_tensors_into(path, tensors)
     return tensors
 
@@ -296,9 +309,13 @@ class IntactSnapshot:
 def rename_damaged(found: IntactSnapshot) -> list[str]:
     """Rename the damaged snapshots, so that they are not counted as snapshots; return their error messages."""
     for path, _ in found.damaged:
-        names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
-        with suppress(OSError, StopIteration):
-            path.rename(next(name for name in names if not name.exists()))
+        named = path.with_name(f"damaged-{path.name}")
+        number = 2
+        while named.exists():
+            named = path.with_name(f"damaged-{path.name}-{number}")
+            number += 1
+        with suppress(OSError):
+            path.rename(named)
     return [message for _, message in found.damaged]
 
 

@@ -92,17 +92,26 @@ def analyze(
         from isomorph.lab.report.html import write_page
         from isomorph.lab.report.page_images import open_images
     read = import_own(inputs) if inputs is not None else None
-    names = [model, *([against] if against else [])]
+    names = [model, against] if against else [model]
     models = _open_models(names, opening, device, size, read)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
         batches, sampled, evolutions = open_test_loaders(models, test)
         options = AnalyzeOptions(layers, batches, sampled, evolutions, report_progress=show_step)
         sections = analyze_sections(models, shown, options)
-    written = write_page(out, " and ".join(m.name for m in models), sections[0].finding, sections, page_footer())
-    measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
-    measured |= {"heads": {c.title: c.series for s in sections for c in s.charts if isinstance(c, Dots)}}
-    show(json_, measured, *([series_table("F_k", evolutions), ""] if evolutions else []), page_line(out, written))
+    title = " and ".join(entry.name for entry in models)
+    written = write_page(out, title, sections[0].finding, sections, page_footer())
+    measured: dict[str, Any] = {"out": str(out), "bytes": written}
+    texts: list[Any] = []
+    if evolutions:
+        measured["evolution"] = evolutions
+        texts = [series_table("F_k", evolutions), ""]
+    measured["heads"] = {}
+    for section in sections:
+        for chart in section.charts:
+            if isinstance(chart, Dots):
+                measured["heads"][chart.title] = chart.series
+    show(json_, measured, *texts, page_line(out, written))
 
 
 def _open_models(
@@ -114,28 +123,32 @@ def _open_models(
 ) -> list["PageModel"]:
     from isomorph.lab.report.page_models import unique_names
 
-    titles = unique_names(names)
-    models = [open_page_model(name, title, opening, device, names) for name, title in zip(names, titles, strict=True)]
-    models = [replace(entry, inputs=read) for entry in models]
-    channels = [entry.config["input_size"][0] for entry in models]
-    if len(set(channels)) > 1:
-        counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
+    models: list[PageModel] = []
+    for name, title in zip(names, unique_names(names), strict=True):
+        opened = open_page_model(name, title, opening, device, names)
+        models.append(replace(opened, inputs=read))
+    channels = {entry.name: entry.config["input_size"][0] for entry in models}
+    if len(set(channels.values())) > 1:
+        counts = ", ".join(f"{name}: {number}" for name, number in channels.items())
         raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
     common = size or models[0].config["input_size"][-2:]
-    return [_fit_to(m, common) if m.config["input_size"][-2:] != common else m for m in models]
+    return [_fit_to(entry, common) for entry in models]
 
 
 def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
     from isomorph.models.input_sizes import evaluation_config, fit_to_size
 
-    own, new = ("{} x {}".format(*sides) for sides in (model.config["input_size"][-2:], size))
+    height, width = model.config["input_size"][-2:]
+    if (height, width) == tuple(size):
+        return model
     fitted = replace(model, config=evaluation_config(model.model, size))
     try:
         if model.inputs is None:
             fitted = replace(fitted, model=fit_to_size(model.model, size))
     except UserError as error:
         raise UserError(f"{model.name}: {error}") from None
-    say(f"isomorph: {model.name} gets images of {new}, its own size is {own}", sys.stderr)
+    new = f"{size[0]} x {size[1]}"
+    say(f"isomorph: {model.name} gets images of {new}, its own size is {height} x {width}", sys.stderr)
     return fitted
 
 
@@ -150,10 +163,14 @@ def open_page_model(
     from isomorph.models.input_sizes import evaluation_config
 
     path = Path(name)
-    model = open_given(name, opening, among=among or [name])
-    recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
-    has_weights = is_checkpoint_or_run(name) or (opening.weights and name == (among or [name])[0])
-    title = opt.display_name(title, opening.pretrained or bool(has_weights))
+    among = among or [name]
+    model = open_given(name, opening, among=among)
+    recipe = None
+    if path.is_dir() or path.suffix == ".safetensors":
+        recipe = find_recipe(path)
+    is_first = name == among[0]
+    has_weights = opening.pretrained or is_checkpoint_or_run(name) or bool(opening.weights and is_first)
+    title = opt.display_name(title, has_weights)
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
@@ -171,12 +188,15 @@ def open_test_loaders(
 
     if not (test.data or test.root):
         return {}, "", {}
-    evolutions, source = {}, open_test_images(models[0].model, test.data, test.root, test_fraction=test.split)
+    first = models[0].model
+    source = open_test_images(first, test.data, test.root, test_fraction=test.split)
     chosen = sample_images(source, test.max_images)
-    sampled = f"{len(chosen)} images of {test.data or default_data(models[0].model)}, drawn at random"
+    sampled = f"{len(chosen)} images of {test.data or default_data(first)}, drawn at random"
+    evolutions = {}
     if test.evolution:
-        batches = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
-        evolutions = {m.name: feature_evolution(m.model, batches[m.name]) for m in models}
+        drawn = source.subset(random_draw_indices(len(source)).tolist())
+        batches = _same_image_loaders(models, drawn)
+        evolutions = {entry.name: feature_evolution(entry.model, batches[entry.name]) for entry in models}
     return _same_image_loaders(models, chosen), sampled, evolutions
 
 
@@ -184,8 +204,11 @@ def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Ite
     from isomorph.lab.data.loaders import eval_loader
 
     crop = {key: models[0].config[key] for key in _CROP_KEYS}
-    loaders = {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}
-    return {m.name: _ReadBatches(loaders[m.name], m) for m in models}
+    loaders: dict[str, Iterable[Any]] = {}
+    for entry in models:
+        loader = eval_loader(source, {**entry.config, **crop}, 32)
+        loaders[entry.name] = _ReadBatches(loader, entry)
+    return loaders
 
 
 class _ReadBatches:
@@ -263,19 +286,31 @@ def compare_(
     logs = read_run_logs(folders)
     options = library_options(opening)
     points = _accuracy_points(folders, logs, evaluated or [], options)
+    histories: dict[str, Any] = {}
     with spinner("measuring") as show_step:
-        histories = _measure_along(folders, logs, along, test, options, device, show_step) if along else {}
+        if along:
+            histories = _measure_along(folders, logs, along, test, options, device, show_step)
     sampled = f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
     sections = compare_sections(logs, gating_histories(folders, logs, options), histories, sampled, points)
     if not sections:
         raise UserError(f"{points[0].name} is the only model; give another one in --evaluated, or a run")
-    names = [log.name for log in logs] or [point.name for point in points]
-    title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
-    size = write_page(out, title, sections[0].finding, sections, page_footer())
+    size = write_page(out, _title_of(logs, points), sections[0].finding, sections, page_footer())
     measured: dict[str, Any] = {"out": str(out), "bytes": size}
-    measured |= {"along": histories_json(histories)} if histories else {}
-    measured |= {"points": [point._asdict() for point in points]} if points else {}
-    show(json_, measured, *(part for table in history_tables(histories) for part in (table, "")), page_line(out, size))
+    if histories:
+        measured["along"] = histories_json(histories)
+    if points:
+        measured["points"] = [point._asdict() for point in points]
+    texts: list[Any] = []
+    for table in history_tables(histories):
+        texts += [table, ""]
+    show(json_, measured, *texts, page_line(out, size))
+
+
+def _title_of(logs: Sequence[Any], points: Sequence[Any]) -> str:
+    compared = logs or points
+    if len(compared) == 1:
+        return compared[0].name
+    return f"{len(compared)} {'runs' if logs else 'models'}"
 
 
 def gating_histories(folders: Sequence[Path], logs: Sequence[Any], options: Any) -> dict[str, Any]:
@@ -294,12 +329,17 @@ def _open_images(log: Any, test: AlongOptions) -> Any:
     from isomorph.lab.data.sources import first_classes
     from isomorph.lab.evaluation.model_data import sample_images
 
-    own = {} if test.data else log.recipe.get("data") or {}
-    name, root = test.data or own.get("source"), test.root or own.get("root")
+    own: dict[str, Any] = {}
+    if not test.data:
+        own = log.recipe.get("data") or {}
+    name = test.data or own.get("source")
     if not name:
         raise UserError("recipe.json does not name its data source; give --data")
+    root = test.root or own.get("root")
     source = open_source(name, "test", root and Path(root), own.get("split"))
-    return sample_images(first_classes(source, own["classes"]) if own.get("classes") else source, test.max_images)
+    if own.get("classes"):
+        source = first_classes(source, own["classes"])
+    return sample_images(source, test.max_images)
 
 
 def _measure_along(
@@ -349,14 +389,17 @@ def _accuracy_points(
         return points
     own = []
     for folder, log in zip(folders, logs, strict=True):
-        top1, data = log.best_top1, log.recipe.get("data") or {}
-        if top1 is None:
+        if log.best_top1 is None:
             continue
+        data = log.recipe.get("data") or {}
         try:
-            own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), top1, **run_cost(folder, options)))
+            cost = run_cost(folder, options)
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
+            continue
+        own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost))
     names = [point.name for point in (*own, *points)]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{repeated[0]} is given twice; give it once, as a run or in --evaluated")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name} is given twice; give it once, as a run or in --evaluated")
     return [*own, *points]

@@ -91,31 +91,42 @@ def evaluate_(
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
     given = EvaluationOptions(data, **vars(load))
-    if task := task_of(net):
-        if size and len(size) > 1:
+    sizes = tuple(size or ())
+    task = task_of(net)
+    if task is not None:
+        if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
-        given = given._replace(size=size[0] if size else None, root=data_root(net, data, load.root))
+        given = given._replace(size=sizes[0] if sizes else None, root=data_root(net, data, load.root))
         evaluate_task(task, net, model, of, given, runtime, json_)
-    else:
-        exported = Path(model).suffix in opt.EXPORTED
-        rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, exported)
-        if runtime.is_main:
-            head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
-            head |= {} if opening.pretrained else {"weights": "random"}
-            _show_rows(head, rows, costs, bool(locations) or len(size or ()) > 1, json_)
+        return
+    exported = Path(model).suffix in opt.EXPORTED
+    rows, costs = _measure(net, of, given, locations, sizes, runtime, exported)
+    if not runtime.is_main:
+        return
+    head = {"model": model}
+    if not locations:
+        head["data"] = data or default_data(net)
+    if not opening.pretrained:
+        head["weights"] = "random"
+    _show_rows(head, rows, costs, bool(locations) or len(sizes) > 1, json_)
 
 
 def evaluate_task(
     task: Any, net: Any, model: str, of: ClassifierOptions, given: Any, runtime: Any, json_: bool
 ) -> None:
     """Print the metrics of a model's own task: a table of the first row, and one with a line for each further row."""
-    if given_here := [name for name, value in vars(of).items() if value and name not in ("rfc_fill", "cost")]:
-        option = given_here[0].replace("_", "-")
-        raise UserError(f"--{option} is for image classifiers; leave it out for this model")
+    for name, value in vars(of).items():
+        if value and name not in ("rfc_fill", "cost"):
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} is for image classifiers; leave it out for this model")
     rows = task.evaluate(net, given, runtime)
-    if runtime.is_main:
-        texts = [metric_table(model, rows[0]), *([row_table(rows[1:])] if rows[1:] else [])]
-        show(json_, {"model": model, "rows": rows}, *texts)
+    if not runtime.is_main:
+        return
+    first, *further = rows
+    texts = [metric_table(model, first)]
+    if further:
+        texts.append(row_table(further))
+    show(json_, {"model": model, "rows": rows}, *texts)
 
 
 def _measure(
@@ -150,7 +161,9 @@ def _measure(
         test_sets = [TestSet(source, [Scoring("", source.labels, source.classes)])]
     if given.max_images is not None:
         test_sets = [test_set.spaced(given.max_images) for test_set in test_sets]
-    progress = {"progress": track_steps} if runtime.is_main else {}
+    progress = {}
+    if runtime.is_main:
+        progress["progress"] = track_steps
     sweep = Sweep(sizes, of.rfc, of.rfc_fill)
     rows, class_rows = run_sweep(net, test_sets, sweep, given.batch_size, given.workers, runtime=runtime, **progress)
     if of.per_class and runtime.is_main:
@@ -168,14 +181,23 @@ def _show_rows(
     model = opt.display_name(head["model"], pretrained="weights" not in head)
     cost = costs[0] if len(costs) == 1 else {}
     if len(rows) == 1 and not many:
-        rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        show(json_, head | rows[0] | cost, metric_table(model + rfc, rows[0] | cost))
+        row = rows[0]
+        if "rfc" in row:
+            model += f", rfc {row['rfc']:g} ({row['rfc_fill']})"
+        show(json_, head | row | cost, metric_table(model, row | cost))
         return
-    found = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows], **cost}
-    table, cost_table = grid_table(rows), grid_table(costs) if len(costs) > 1 else metric_table("cost", cost)
-    if not many:
-        table[1 + max(range(len(rows)), key=lambda i: rows[i]["top1"])][0] += " *"
-    show(json_, head | found, model, table, *([cost_table] if costs else []))
+    tables = [grid_table(rows)]
+    if many:
+        found: dict[str, Any] = {"rows": rows, "cost": costs}
+    else:
+        found = {"curve": [head | row for row in rows], **cost}
+        best = max(range(len(rows)), key=lambda number: rows[number]["top1"])
+        tables[0][1 + best][0] += " *"
+    if len(costs) > 1:
+        tables.append(grid_table(costs))
+    elif costs:
+        tables.append(metric_table("cost", cost))
+    show(json_, head | found, model, *tables)
 
 
 @opt.command
@@ -211,22 +233,30 @@ def predict(
         from isomorph.lab.training.classification import CLASSIFICATION
         from isomorph.lab.training.task import recorded_task
     net = open_classifier(model, opening, open_runtime(device).device)
-    prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
-    files = _planned_files(prediction.files, out, overwrite) if out else {}
+    task = recorded_task(net) or CLASSIFICATION
+    prediction = task.predict(net, image)
+    files: dict[Path, Any] = {}
+    if out:
+        files = _planned_files(prediction.files, out, overwrite)
     for path, value in files.items():
         _write(path, value)
-    found = {"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))}
-    table = row_table(prediction.rows) if prediction.rows else [["", str(image)], ["nothing", ""]]
-    show(json_, found, table, *(f"wrote {path}" for path in files))
+    written = list(map(str, files))
+    found = {"model": model, "image": str(image), "rows": prediction.rows, "files": written}
+    table = [["", str(image)], ["nothing", ""]]
+    if prediction.rows:
+        table = row_table(prediction.rows)
+    show(json_, found, table, *(f"wrote {path}" for path in written))
 
 
 def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
     kinds = [ending for ending in values if ending.startswith(".")]
     if out.suffix not in kinds:
         raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
-    files = {out.with_name(out.stem + ending): value for ending, value in values.items()}
-    for path in files:
+    files = {}
+    for ending, value in values.items():
+        path = out.with_name(out.stem + ending)
         opt.check_out(path, overwrite, suffixes=(path.suffix,))
+        files[path] = value
     return files
 
 
@@ -290,6 +320,13 @@ def bench(
         net.to(open_runtime(device).device)
     with progress_bar("measuring") as update:
         rows = list(cost_table(models, sizes, batch_size, seconds, peak, update, step))
-    show(json_, rows, *[part for table in cost_tables(rows) for part in ("", table)][1:])
-    for problem in dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row):
+    parts: list[Any] = []
+    for table in cost_tables(rows):
+        parts += ["", table]
+    show(json_, rows, *parts[1:])
+    problems: dict[str, None] = {}
+    for row in rows:
+        if "problem" in row:
+            problems.setdefault(f"{row['model']}: {row['problem']}")
+    for problem in problems:
         say(f"isomorph: {problem}", sys.stderr)

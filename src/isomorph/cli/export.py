@@ -117,16 +117,29 @@ def quantize(
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
         train, tested = _open_images(net, test, size, images, classes, batch_size if "batch" in dynamic else 1)
-        chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or ())
-        chosen |= dict(dynamic=dynamic, size=size)
-        report = iso.quantize(net, train, out, overwrite=overwrite, progress=show_step, **chosen)
-    accuracy = {}
-    for name, each in (("float", net), ("int8", iso.deployment.open_artefact(out))):
-        found = iso.evaluate(each, track_steps(tested, f"{name} on test images", len(tested)))
-        accuracy[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
-    before, after = (metric_table(name, row) for name, row in accuracy.items())
-    table = [[*left, right] for left, (_, right) in zip(before, after, strict=True)]
-    show(json_, report.as_dict() | {"accuracy": accuracy}, str(report), table, f"wrote {report.path}")
+        report = iso.quantize(
+            net,
+            train,
+            out,
+            weights_only=weights_only,
+            float_layers=float_layers or (),
+            dynamic=dynamic,
+            size=size,
+            overwrite=overwrite,
+            progress=show_step,
+        )
+    before = _accuracy(net, tested, "float")
+    after = _accuracy(iso.deployment.open_artefact(out), tested, "int8")
+    facts = report.as_dict() | {"accuracy": {"float": before, "int8": after}}
+    table = []
+    for left, right in zip(metric_table("float", before), metric_table("int8", after), strict=True):
+        table.append([*left, right[1]])
+    show(json_, facts, str(report), table, f"wrote {report.path}")
+
+
+def _accuracy(model: Any, images: Any, name: str) -> dict[str, Any]:
+    found = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
+    return {key: round(found[key], 4) for key in ("top1", "nll", "images")}
 
 
 def _open_images(
@@ -138,7 +151,9 @@ def _open_images(
 
     test, config = evaluation_data(net, given.data, given.root, size, classes, given.split)
     train = open_split(net, "train", given.data, given.root, given.split)
-    chosen = sample_images(first_classes(train, classes) if classes else train, images)
+    if classes:
+        train = first_classes(train, classes)
+    chosen = sample_images(train, images)
     tested = spaced_images(test, given.max_images)
     return eval_loader(chosen, config, batch_size), eval_loader(tested, config, batch_size)
 
@@ -171,7 +186,7 @@ def push(
     check_repository(name)
     if out and private:
         raise UserError("--out uploads nothing; leave --private out")
-    if out and out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
+    if out and out.exists() and not _is_free(out, overwrite):
         raise UserError(f"--out {out} exists; give --overwrite to replace the files in it, or another folder")
     with opt.loading():
         from isomorph.cli.open_models import find_recipe, open_given
@@ -185,8 +200,14 @@ def push(
     run = Path(model) if find_recipe(Path(model)) else None
     if out:
         save_for_hub(net, out, name, run=run)
-        text, result = f"wrote {out}; upload it with `hf upload {name} {out}`", {"out": str(out)}
-    else:
-        url = upload(net, name, run=run, private=private)
-        text, result = f"pushed to {url}; load it with iso.load('hf-hub:{name}')", {"url": url}
-    show(json_, result, text)
+        show(json_, {"out": str(out)}, f"wrote {out}; upload it with `hf upload {name} {out}`")
+        return
+    url = upload(net, name, run=run, private=private)
+    show(json_, {"url": url}, f"pushed to {url}; load it with iso.load('hf-hub:{name}')")
+
+
+def _is_free(folder: Path, overwrite: bool) -> bool:
+    """True for a folder that may be written to: an empty one, or one whose files may be replaced."""
+    if not folder.is_dir():
+        return False
+    return overwrite or not any(folder.iterdir())

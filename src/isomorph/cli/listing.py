@@ -34,12 +34,15 @@ def models_(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     known = tables()["models"]
     rows = [row for row in known if fnmatchcase(row["name"], pattern)]
     if not rows:
-        raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(r['name'] for r in known)}")
+        names = ", ".join(row["name"] for row in known)
+        raise UserError(f"no model of isomorph matches {pattern!r}; choose from {names}")
     if json_:
         show(True, rows)
         return
-    body = [[r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows]
-    print_text_table([["model", "parameters", "input", "public weights"], *body])
+    table = [["model", "parameters", "input", "public weights"]]
+    for row in rows:
+        table.append([row["name"], f"{row['parameters']:,}", row["input"], row["weights"]])
+    print_text_table(table)
 
 
 recipes = App(name="recipes", help="List the recipes; `isomorph recipes show NAME` prints one as YAML.")
@@ -62,9 +65,11 @@ def list_recipes(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
         raise UserError(f"no recipe matches {pattern!r}; give a part of a name, or a glob like 'tcnn_*'")
     if json_:
         show(True, matching)
-    else:
-        rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in matching.items())
-        print_text_table([["recipe", "source", "expected"], *rows])
+        return
+    table = [["recipe", "source", "expected"]]
+    for name, recipe in matching.items():
+        table.append([name, recipe.get("source", ""), recipe.get("expected", "")])
+    print_text_table(table)
 
 
 @recipes.command(name="show")
@@ -101,15 +106,28 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         from isomorph.surgery.coverage import cover_models, merge_norms, summarise_coverage, timm_models
         from isomorph.surgery.rule import RULES
     names = timm_models(models)
+    if norms:
+        counting = merge_norms(names)
+    else:
+        rules = {name: rule() for name, rule in RULES.items()}
+        counting = cover_models(names, rules)
     rows: list[dict[str, Any]] = []
     with progress_bar("counting") as update:
-        for row in merge_norms(names) if norms else cover_models(names, {name: rule() for name, rule in RULES.items()}):
+        for row in counting:
             rows.append(row)
             update(len(rows), len(names), row["model"])
+    found: dict[str, Any] = {"models": rows}
+    if not norms:
+        found["families"] = summarise_coverage(rows)
     if json_:
-        show(True, {"models": rows} | ({} if norms else {"families": summarise_coverage(rows)}))
+        show(True, found)
         return
-    print_text_table(_norm_table(rows) if norms else _rule_table(rows if models else summarise_coverage(rows)))
+    if norms:
+        print_text_table(_norm_table(rows))
+    elif models:
+        print_text_table(_rule_table({row["model"]: row for row in rows}))
+    else:
+        print_text_table(_rule_table(found["families"]))
     for row in rows:
         if "error" in row:
             say(f"{row['model']} cannot be created: {row['error']}")
@@ -120,23 +138,22 @@ def _describe_reasons(reasons: dict[str, int]) -> str:
 
 
 def _norm_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    body = [
-        [r["model"], f"{r['merged']} of {r['norms']}", f"{r['difference']:.0e}", _describe_reasons(r["reasons"])]
-        for r in rows
-        if "error" not in r
-    ]
-    return [["model", "merged", "max |diff|", "why not the others"], *body]
+    table = [["model", "merged", "max |diff|", "why not the others"]]
+    for row in rows:
+        if "error" not in row:
+            merged = f"{row['merged']} of {row['norms']}"
+            table.append([row["model"], merged, f"{row['difference']:.0e}", _describe_reasons(row["reasons"])])
+    return table
 
 
-def _rule_table(counted: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Return a table with a line for every rule and model, or family, by whose name the counts are then."""
-    named = counted.items() if isinstance(counted, dict) else [(row["model"], row) for row in counted]
+def _rule_table(counted: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return a table with a line for every rule and model, or family, by whose name the counts are."""
     table = [["", "rule", "accepted", "why not the others"]]
-    for name, found in named:
+    for name, found in counted.items():
         for rule, counts in found.get("rules", {}).items():
-            accepted, modules, reasons = (
-                (counts[key] for key in ("accepted", "modules", "reasons")) if isinstance(counts, dict) else counts
-            )
+            if isinstance(counts, dict):  # of a family
+                counts = counts["accepted"], counts["modules"], counts["reasons"]
+            accepted, modules, reasons = counts
             if modules:
                 table.append([name, rule, f"{accepted} of {modules}", _describe_reasons(reasons)])
     return table
@@ -153,10 +170,15 @@ _PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors",
 @opt.command
 def doctor(*, json_: opt.Json = False) -> None:
     """Check versions and devices, and that torchvision matches torch; exit with 1 on a problem."""
-    lines = list(_examine_environment())
-    table = [["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)]
-    show(json_, {what: {"finding": finding, "ok": ok} for what, finding, ok in lines}, table)
-    if not all(ok for _, _, ok in lines):
+    found = {}
+    table = [["", "", ""]]
+    has_problem = False
+    for what, finding, ok in _examine_environment():
+        found[what] = {"finding": finding, "ok": ok}
+        table.append([what, finding, "" if ok else "PROBLEM"])
+        has_problem |= not ok
+    show(json_, found, table)
+    if has_problem:
         sys.exit(1)
 
 

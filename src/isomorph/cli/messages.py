@@ -52,7 +52,8 @@ _PATTERNS = {
 def explain_shape_error(text: str) -> str | None:
     """Return what to do about an error message of torch or timm, or None if it is not about the shape of images."""
     for pattern, advice in _PATTERNS.items():
-        if found := re.search(pattern, text):
+        found = re.search(pattern, text)
+        if found is not None:
             return advice.format(*found.groups())
     return None
 
@@ -62,13 +63,23 @@ def explain_parse_error(error: CycloptsError) -> str:
     command = " ".join(error.command_chain or ())
     see = f"; see `isomorph {command} --help`" if command else ""
     if isinstance(error, MissingArgumentError) and error.argument:
-        given = error.keyword or error.argument.tokens
         name = error.keyword or error.argument.name
-        return f"{name} needs a value{see}" if given else f"{command} needs {name}{see}"
+        if error.keyword or error.argument.tokens:
+            return f"{name} needs a value{see}"
+        return f"{command} needs {name}{see}"
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
-        other = f"; give another model as --against {unused}" if command in ("analyze", "bench") else ""
+        other = ""
+        if command in ("analyze", "bench"):
+            other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
     text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())  # which the parser cuts short
-    text = re.sub(r"(?:^|(\.) )(\w)", lambda m: "; " * bool(m[1]) + m[2].lower(), text.removesuffix("."))
-    return text + see if isinstance(error, UnknownOptionError) and not text.endswith("?") else text
+    text = re.sub(r"(?:^|(\.) )(\w)", _join_sentences, text.removesuffix("."))
+    if isinstance(error, UnknownOptionError) and not text.endswith("?"):
+        return text + see
+    return text
+
+
+def _join_sentences(found: re.Match[str]) -> str:
+    """Return the beginning of a sentence as that of a part of one."""
+    return f"{'; ' if found[1] else ''}{found[2].lower()}"

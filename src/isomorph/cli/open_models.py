@@ -30,6 +30,7 @@ from isomorph.lab.evaluation.model_data import record_root
 from isomorph.lab.training.recipe.read import parse_value
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
+from isomorph.spec import spec_of
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
@@ -49,17 +50,22 @@ def open_given(
     if Path(name).suffix in EXPORTED:
         takers = "evaluate, predict, robustness and verify (as its second model)"
         raise UserError(f"{name} is an exported model, which only {takers} take; give its checkpoint")
-    weights = getattr(opening, "weights", None) if not among or name == among[0] else None
-    pretrained = getattr(opening, "pretrained", True) if pretrained is None else pretrained
-    name, among = _on_disk(name), [_on_disk(other) for other in among]
+    weights = None
+    if not among or name == among[0]:
+        weights = getattr(opening, "weights", None)
+    if pretrained is None:
+        pretrained = getattr(opening, "pretrained", True)
+    name = _on_disk(name)
+    among = list(map(_on_disk, among))
     if any(map(needs_options, among)) and not needs_options(name):
         opening = CheckpointOptions(ema=opening.ema)
     model = open_model(name, weights, pretrained, library_options(opening))
-    if not getattr(model, "pretrained_cfg", None):
+    if not spec_of(model).config:
         _note_defaults(model, name, weighted=bool(weights) or is_checkpoint_or_run(name))
     _print_notes(model)
     warn_of_nan(model.state_dict(), "used")
-    if recipe := find_recipe(Path(name)):
+    recipe = find_recipe(Path(name))
+    if recipe:
         record_root(model, recipe)
     return model
 
@@ -72,9 +78,11 @@ def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
 
 def find_recipe(path: Path) -> dict[str, Any] | None:
     """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
+    if not path.exists():
+        return None
     folder = path if path.is_dir() else path.parent
     try:
-        recipe = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
+        recipe = json.loads((folder / "recipe.json").read_text())
     except (OSError, ValueError, RecursionError):
         return None
     return recipe if isinstance(recipe, dict) else None
@@ -89,7 +97,8 @@ def _on_disk(name: str) -> str:
 def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
     """Open a model for deployment. Raises: UserError for --no-pretrained with weights, or a pre-training run."""
     check_pretrained_option([name], opening.weights, opening.pretrained)
-    if (find_recipe(Path(name)) or {}).get("mask"):
+    recipe = find_recipe(Path(name))
+    if recipe and recipe.get("mask"):
         raise UserError(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
             "model.safetensors as --model.weights of `isomorph train`"
@@ -106,7 +115,8 @@ def open_classifier(name: str, opening: OpenOptions, device: torch.device | str 
     if opening.weights or not opening.pretrained:
         raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
     artefact = open_artefact(name)
-    if taken := artefact.metadata.get("inputs"):
+    taken = artefact.metadata.get("inputs")
+    if taken:
         inputs = " and ".join(taken)
         raise UserError(f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint")
     return artefact
@@ -129,8 +139,9 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 
 
 def _print_notes(model: nn.Module) -> nn.Module:
-    for note in notes(model) if is_main_process() else ():
-        say(f"isomorph: {note}", sys.stderr)
+    if is_main_process():
+        for note in notes(model):
+            say(f"isomorph: {note}", sys.stderr)
     return model
 
 
@@ -138,9 +149,14 @@ def comparison_inputs(
     model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[tuple[int, int]] = ()
 ) -> list[Inputs]:
     """Return test images, by default one batch, of every size or the model's own; random inputs without data."""
+    tried = sizes or (None,)
     if not images.data:
-        return [random_inputs(batch, model, size) for size in sizes or (None,)]
+        return [random_inputs(batch, model, size) for size in tried]
     fraction = None if images.split == 1 else images.split
-    source = spaced_images(open_source(images.data, "test", images.root, fraction), images.max_images or batch)
-    configs = [training_config(model, size) for size in sizes] or [training_config(model)]
-    return [part for config in configs for part, _ in eval_loader(source, config, batch)]
+    source = open_source(images.data, "test", images.root, fraction)
+    chosen = spaced_images(source, images.max_images or batch)
+    inputs = []
+    for size in tried:
+        for part, _ in eval_loader(chosen, training_config(model, size), batch):
+            inputs.append(part)
+    return inputs

@@ -61,11 +61,16 @@ class ProgressLines:
         now = time.monotonic()
         if now - self.printed < SECONDS_BETWEEN_LINES:
             return
-        self.printed, new = now, done - self.first
-        count = f": {round(done, 1):g} of {total}" if total else ""
-        left = f", {timedelta(seconds=round((now - self.begun) / new * (total - done)))} left" if new > 0 else ""
+        self.printed = now
+        line = step
+        if total:
+            line += f": {round(done, 1):g} of {total}"
+        new = done - self.first
+        if new > 0:
+            seconds = (now - self.begun) / new * (total - done)
+            line += f", {timedelta(seconds=round(seconds))} left"
         with suppress(OSError):  # a stderr that is closed is no reason to stop
-            say(f"{step}{count}{left}", sys.stderr)
+            say(line, sys.stderr)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The port command."""
+"""The port and resize commands."""
 
 from pathlib import Path
 
@@ -38,9 +38,11 @@ def port(
     """
     opt.check_out(out, overwrite, Path(source))
     with opt.loading():
+        from torch import Tensor
+
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
-        from isomorph.models.input_sizes import random_inputs
+        from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     check_pretrained_option([source], opening.weights, opening.pretrained)
     with spinner("port") as show_step:
@@ -48,7 +50,10 @@ def port(
         first = open_given(source, opening)
         second = open_given(target, opt.CheckpointOptions(), pretrained=False)
         show_step("comparing what both compute")
-        report = iso.port_weights(first, second, random_inputs(2, first, size), partial=True)
+        inputs = random_inputs(2, first, size)
+        if size is None and isinstance(inputs, Tensor) and input_size_problem(first, inputs.shape[1:]):
+            inputs = random_inputs(2, second)
+        report = iso.port_weights(first, second, inputs, partial=True)
     is_written = report.equal or partial
     if is_written:
         iso.save(report.model, out)
@@ -57,3 +62,50 @@ def port(
     show(json_, found, f"{report}{written}")
     if not is_written:
         raise NotPorted(report, "; --partial saves the target with what could be carried")
+
+
+@opt.command
+def resize(
+    model: opt.Model,
+    /,
+    *,
+    out: opt.Out,
+    patch: opt.Size = None,
+    size: opt.Size = None,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
+    batch: opt.BatchSize = 2,
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
+) -> None:
+    """Fit a vision transformer of timm to other patches or images; say what is exact and how far outputs move; save it.
+
+    Patch filters are resized by the pseudo-inverse, positions interpolated. The inputs are random, or with --data
+    evenly spaced test images, by default as many as --batch says.
+
+    Example: isomorph resize vit_tiny_patch16_224 --patch 8 --size 128 --out vit8.safetensors --data photos
+
+    Parameters
+    ----------
+    patch
+        Height and width of a patch, or one number for both; by default the model's own.
+    size
+        Height and width of images, or one number for both; by default the model's own.
+    """
+    images.check()
+    opt.check_out(out, overwrite, Path(model))
+    with opt.loading():
+        from isomorph.checkpoints.open import check_pretrained_option
+        from isomorph.cli.open_models import comparison_inputs, open_given
+        from isomorph.models.input_sizes import training_config
+    check_pretrained_option([model], opening.weights, opening.pretrained)
+    with spinner("resize") as show_step:
+        show_step(f"loading {model}")
+        net = open_given(model, opening)
+        height, width = training_config(net)["input_size"][-2:]
+        largest = max(height, (size or (0, 0))[0]), max(width, (size or (0, 0))[1])
+        show_step("comparing both models on images")
+        inputs = comparison_inputs(net, images, batch, [largest])[0]
+        report = iso.resize_patches(net, inputs, patch, size)  # type: ignore[arg-type]  # images
+    iso.save(report.model, out)
+    show(json_, {"out": str(out), "report": report.as_dict()}, f"{report}\nwrote {out}")

@@ -18,12 +18,14 @@ _TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
     """Let a command take any rule and the fields of all: `fields` becomes a dataclass, None where one is not given."""
-    rules, rows = tables()["rules"], tables()["rule_options"]
-    kinds = {row["name"]: Annotated[_kind(row), Parameter(help=row["help"])] for row in rows}
-    defaults = dict.fromkeys(kinds)
-    fields: Any = opt.group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
-    texts = [f"{name}: {text}" for name, text in rules.items()]
-    command.__annotations__["rule"] = Annotated[Literal[tuple(rules)], Parameter(help=" ".join(texts))]
+    known = tables()
+    kinds = {}
+    for row in known["rule_options"]:
+        kinds[row["name"]] = Annotated[_kind(row), Parameter(help=row["help"])]
+    members = {"__annotations__": kinds, "__module__": __name__, **dict.fromkeys(kinds)}
+    fields: Any = opt.group(type("RuleFields", (), members))
+    help_ = " ".join(f"{name}: {text}" for name, text in known["rules"].items())
+    command.__annotations__["rule"] = Annotated[Literal[tuple(known["rules"])], Parameter(help=help_)]
     command.__annotations__["fields"] = fields
     assert command.__kwdefaults__ is not None
     command.__kwdefaults__["fields"] = fields()
@@ -31,8 +33,10 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
 
 
 def _kind(row: dict[str, Any]) -> Any:
-    kinds: list[Any] = [Literal[tuple(row["choices"])]] if row["choices"] else []
-    return reduce(or_, [*kinds, *(_TYPES[name] for name in row["types"])]) | None
+    kinds: list[Any] = [_TYPES[name] for name in row["types"]]
+    if row["choices"]:
+        kinds.insert(0, Literal[tuple(row["choices"])])
+    return reduce(or_, kinds) | None
 
 
 @_with_rule_options
@@ -79,13 +83,21 @@ def recast(
         show_step(f"replacing {' '.join(where)}")
         if unstride:
             base = iso.unstride(base, unstride)
-        new = iso.recast(base, chosen, "*" if where == ["*"] else where, exclude or ())
+        globs: Any = where
+        if where == ["*"]:  # all that the rule accepts
+            globs = "*"
+        new = iso.recast(base, chosen, globs, exclude or ())
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(base, new, [random_inputs(1, base, size)])
     if not report.passed and chosen.keeps_function:
         raise NotEqual(report, "")
     iso.save(new, out)
-    names = [name for edit in edits_since(new, base) for name in edit.names]
-    note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-    text = f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}"
-    show(json_, {"recast": names, "out": str(out), "report": report.as_dict()}, text)
+    names: list[str] = []
+    for edit in edits_since(new, base):
+        names += edit.names
+    done = f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}"
+    told = str(report)
+    if not report.passed:
+        told += "\n(with these options the outputs change: fine-tune the new model)"
+    facts = {"recast": names, "out": str(out), "report": report.as_dict()}
+    show(json_, facts, f"{done}\n{told}\nwrote {out}")

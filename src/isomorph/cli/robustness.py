@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -100,21 +100,36 @@ def robustness(
         from isomorph.lab.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.lab.report.robustness_page import write_robustness
         from isomorph.lab.tasks.robustness import check_classifier
-    own = dict(folder=of.folder, size=of.size, partial=of.partial)
-    loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
-    files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))
-    which = dict(corruptions=cells.corruption or None, severities=cells.severity or SEVERITIES, extra=cells.extra)
-    options = RobustnessOptions(suite, seed=seed, **which, **own, **loaded, **files)  # type: ignore[arg-type]
+    options = RobustnessOptions(
+        suite,
+        corruptions=cells.corruption or None,
+        severities=cells.severity or SEVERITIES,
+        extra=cells.extra,
+        seed=seed,
+        folder=of.folder,
+        size=of.size,
+        partial=of.partial,
+        limit=load.max_images,
+        batch_size=load.batch_size,
+        workers=load.workers,
+        out=cells.out,
+        baseline=cells.baseline,
+        name=opt.display_name(model, opening.pretrained),
+    )
     open_published(options)
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
     check_classifier(net, model)
-    clean = None if of.folder and data is None else open_test_images(net, data, load.root, of.classes, of.split)
+    clean = None
+    if data is not None or not of.folder:
+        clean = open_test_images(net, data, load.root, of.classes, of.split)
     with progress_bar("cells", show=runtime.is_main) as progress:
         result = measure_classifier(net, clean, replace(options, runtime=runtime, progress=progress))
-    if runtime.is_main:
-        if page:
-            base = read_result(cells.baseline.expanduser()) if cells.baseline else None
-            write_robustness(page, result, base, page_footer())
-        written = [f"page: {page}"] if page else []
-        show(json_, result, severity_table(result), "\n" + "\n".join(summary_lines(result)), *written)
+    if not runtime.is_main:
+        return
+    texts: list[Any] = [severity_table(result), "\n" + "\n".join(summary_lines(result))]
+    if page:
+        base = read_result(cells.baseline.expanduser()) if cells.baseline else None
+        write_robustness(page, result, base, page_footer())
+        texts.append(f"page: {page}")
+    show(json_, result, *texts)

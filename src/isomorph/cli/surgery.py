@@ -62,17 +62,23 @@ def verify(
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
-    first, exported = open_given(original, opening, among=both), Path(other).suffix in opt.EXPORTED
-    second = open_artefact(other, to_compare=True) if exported else open_given(other, opening, among=both)
+    first = open_given(original, opening, among=both)
+    if Path(other).suffix in opt.EXPORTED:
+        second: Any = open_artefact(other, to_compare=True)
+    else:
+        second = open_given(other, opening, among=both)
     if atol is None and getattr(second, "fidelity", None) is not None:
         images = _calibrated_images(other, images)
     inputs = comparison_inputs(first, images, batch, size or ())
     what = f"images of {images.data}" if images.data else "random"
     report = compare_outputs(first, second, inputs, atol, [1], what, thorough)
-    details = "" if report.passed else str(report).partition("\n")[2]
-    show(json_, report.as_dict(), details or str(report))
-    if not report.passed:
-        raise NotEqual(report, "")
+    text = str(report)
+    if report.passed:
+        show(json_, report.as_dict(), text)
+        return
+    details = text.partition("\n")[2]  # the first line is that of the error
+    show(json_, report.as_dict(), details or text)
+    raise NotEqual(report, "")
 
 
 def _calibrated_images(path: str, images: opt.DataOptions) -> opt.DataOptions:
@@ -196,7 +202,8 @@ def insert(
         from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import edits_since
     net = open_given(model, opening)
-    new = iso.insert(net, iso.layers.MapAttention, after if len(after) > 1 else after[0], random_inputs(1, net, size))
+    example = random_inputs(1, net, size)
+    new = iso.insert(net, iso.layers.MapAttention, after if len(after) > 1 else after[0], example)
     places = sum(len(edit.names) for edit in edits_since(new, net))
     _write_converted(net, new, out, f"inserting {count_of(places, 'block')}", json_, size=size)
 
@@ -219,9 +226,13 @@ def _write_converted(
     if not report.passed:
         raise NotEqual(report, "")
     iso.save(after, out)
-    counts = {"before": count_parameters(before), "after": count_parameters(after)}
-    told = merged or f"{counts['before']:,} parameters before, {counts['after']:,} after {what}"
-    facts = {"out": str(out), **counts, "report": report.as_dict()} | ({"fuse": asdict(merged)} if merged else {})
+    earlier = count_parameters(before)
+    later = count_parameters(after)
+    facts = {"out": str(out), "before": earlier, "after": later, "report": report.as_dict()}
+    told: Any = f"{earlier:,} parameters before, {later:,} after {what}"
+    if merged is not None:
+        facts["fuse"] = asdict(merged)
+        told = merged
     show(json_, facts, f"{report}\n{told}\nwrote {out}")
 
 
@@ -276,15 +287,17 @@ def prune(
         if not report.passed:
             raise NotEqual(report, "; give a smaller --tolerance, or a larger --atol")
         show_step("counting parameters and multiply-accumulates")
-        macs = [count_macs(each, training_config(net)["input_size"]) for each in (net, pruned)]
+        image = training_config(net)["input_size"]
+        before = count_macs(net, image)
+        after = count_macs(pruned, image)
     iso.save(pruned, out)
-    counts = {name: [count_parameters(x.get_submodule(name)) for x in (net, pruned)] for name in forms}
-    rows = [[name, form, *(f"{count:,}" for count in counts[name])] for name, form in forms.items()]
-    layers = [{"layer": name, "becomes": form, "parameters": counts[name]} for name, form in forms.items()]
-    show(
-        json_,
-        {"out": str(out), "layers": layers, "macs": macs, "report": report.as_dict()},
-        [["layer", "becomes", "parameters before", "parameters after"], *rows],
-        f"{len(forms)} layers pruned; {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after",
-        f"{report}\nwrote {out}",
-    )
+    layers = []
+    table = [["layer", "becomes", "parameters before", "parameters after"]]
+    for name, form in forms.items():
+        earlier = count_parameters(net.get_submodule(name))
+        later = count_parameters(pruned.get_submodule(name))
+        layers.append({"layer": name, "becomes": form, "parameters": [earlier, later]})
+        table.append([name, form, f"{earlier:,}", f"{later:,}"])
+    cost = f"{before / 1e6:,.1f} M MACs an image before, {after / 1e6:,.1f} after"
+    facts = {"out": str(out), "layers": layers, "macs": [before, after], "report": report.as_dict()}
+    show(json_, facts, table, f"{len(forms)} layers pruned; {cost}", f"{report}\nwrote {out}")

@@ -41,18 +41,25 @@ def table(
         from isomorph.lab.report.published_table import command_lines, published_charts, published_table
         from isomorph.lab.report.run_files import read_run_logs
     if name is None:
-        listed = published_tables().values()
-        shown = [["table", "what"], *([each.name, each.title] for each in listed)]
-        show(json_, [{"name": each.name, "title": each.title} for each in listed], shown)
+        listed = []
+        shown = [["table", "what"]]
+        for each in published_tables().values():
+            listed.append({"name": each.name, "title": each.title})
+            shown.append([each.name, each.title])
+        show(json_, listed, shown)
         return
-    files = [path for path in runs or [] if path.suffix == ".json"]
-    folders = [path for path in runs or [] if path.suffix != ".json"]
+    files = []
+    folders = []
+    for path in runs or []:
+        (files if path.suffix == ".json" else folders).append(path)
     found = table_with_runs(find_table(name), read_run_logs(folders))
     found = table_with_evaluations(found, read_evaluations(files))
     text = published_table(found.columns, found.rows)
     count = sum(len(row.runs) for row in found.rows)
     if out:
-        lines = [found.title, *filter(None, [found.note]), *command_lines(found.rows)]
+        lines = [found.title, *command_lines(found.rows)]
+        if found.note:
+            lines.insert(1, found.note)
         charts = published_charts(found.name, found.charts, found.rows)
         section = Section(found.name, "\n".join(lines), text, charts=charts)
         write_page(out, found.name, f"{count} runs.", [section], page_footer())

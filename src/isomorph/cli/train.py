@@ -60,7 +60,7 @@ def train(
     ] = False,
     json_: opt.Json = False,
 ) -> None:
-    overrides = [_SIZE.sub(lambda m: f"{m[1]}=[{m[2]}, {m[3] or m[2]}]", given) for given in parse_overrides(fields)]
+    overrides = list(map(_spell_out_size, parse_overrides(fields)))
     iterations = recipe_values(recipe).get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
     if iterations and "epochs" in given and "iterations" not in given:
@@ -72,16 +72,26 @@ def train(
         from isomorph.lab.recipes.tables import published_rows
         from isomorph.lab.training import dry_run as try_recipe
         from isomorph.lab.training import train as train_recipe
+    loaded = load_recipe(recipe, overrides)
     if dry_run:
-        plan = try_recipe(load_recipe(recipe, overrides))
+        plan = try_recipe(loaded)
         published = published_rows(recipe)
         if json_:
             show(json_, plan.as_dict() | {"published": published})
-        else:
-            head, source, *rest = plan.table()
-            print_text_table([head, source, *[["published", text] for text in published], *rest])
+            return
+        head, source, *rest = plan.table()
+        print_text_table([head, source, *[["published", text] for text in published], *rest])
         return
-    result = train_recipe(load_recipe(recipe, overrides))
+    result = train_recipe(loaded)
     if result.is_main:
         print_table(metric_table("final", result.metrics))
         say(f"wrote {result.folder / 'model.safetensors'}")
+
+
+def _spell_out_size(assignment: str) -> str:
+    """Return an assignment with a size such as 96 or 96x128 as a list of two numbers, others as they are."""
+    found = _SIZE.match(assignment)
+    if found is None:
+        return assignment
+    name, height, width = found.groups()
+    return f"{name}=[{height}, {width or height}]"

@@ -20,12 +20,15 @@ from isomorph.surgery.rule_options import rule_options, rule_texts
 
 def library_tables() -> dict[str, Any]:
     """Return what tables.json has to contain."""
+    sources = {*SOURCES, *STREAMS}
+    for task in TASKS:
+        sources.update(find_task(task).sources)
     return {
         "models": [_model_row(name) for name in iso.models.names()],
         "rules": rule_texts(),
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
-        "sources": sorted({*SOURCES, *STREAMS, *(each for task in TASKS for each in find_task(task).sources)}),
+        "sources": sorted(sources),
     }
 
 
@@ -36,7 +39,7 @@ def _model_row(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "parameters": count_parameters(model),
-        "input": "x".join(map(str, model.pretrained_cfg["input_size"][1:])),
+        "input": "x".join(map(str, config.input_size[1:])),
         "weights": config.hf_hub_id or config.url or "none",
     }
 
@@ -45,10 +48,13 @@ def rule_rows() -> list[dict[str, Any]]:
     """Return the options of rules as plain values: their choices and other types by name."""
     rows = []
     for option in rule_options().values():
-        kinds = [kind for kind in get_args(option.type) if kind is not NoneType and get_origin(kind) is not Mapping]
-        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        others = [kind for kind in kinds if get_origin(kind) is not Literal]
-        names = [str(kind) if get_args(kind) else kind.__name__ for kind in others]
+        choices: list[Any] = []
+        names = []
+        for kind in get_args(option.type):
+            if get_origin(kind) is Literal:
+                choices += get_args(kind)
+            elif kind is not NoneType and get_origin(kind) is not Mapping:
+                names.append(str(kind) if get_args(kind) else kind.__name__)
         rows.append({"name": option.name, "choices": choices, "types": names, "help": option.help})
     return rows
 

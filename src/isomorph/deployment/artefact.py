@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import DATA_KEYS, parse_data, short_reason
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.onnx_operations import onnx_operations
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, optional_module
+from isomorph.errors import UserError, first_line, optional_module, short_reason
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs
@@ -84,7 +84,9 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
     if not known:
-        raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
+        raise UserError(
+            f"{path} does not say which images it expects; give a file that isomorph export wrote",
+        )
     try:
         values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
     except (ValueError, TypeError, RecursionError) as error:
@@ -130,7 +132,8 @@ class Artefact(nn.Module):
         if "num_classes" in self.metadata:  # otherwise the outputs are counted
             self.num_classes = self.metadata["num_classes"]
         self.in_chans = (self.metadata.get("input_size") or [None])[0]
-        # stands for the weights, which are in the file: results are stored with a hash of a model's state
+        # stands for the weights, which are in the file: results are stored with a hash of a model's
+        # state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -168,24 +171,31 @@ class Artefact(nn.Module):
                 outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
-            raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
+            raise UserError(
+                f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}",
+            ) from error
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
         known = self.metadata
-        multiple = known["size_multiple"] or 1
         if "input_size" not in known and "length" not in known:
             return
-        own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
+        own = list(known.get("input_size") or [known["length"]])
         shown = "x".join(map(str, given))
         wanted = "x".join(map(str, own))
-        free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
+        free = "size" in known["dynamic"] and len(given) == len(own)
+        if len(own) > 1:  # the channels are never free
+            free = free and given[0] == own[0]
         if not free and given != own:
             raise UserError(
                 f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
             )
-        if any((side - least) % multiple for side, least in zip(given[1:], own[1:], strict=True)):
-            raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
+        multiple = known["size_multiple"] or 1
+        for side, least in zip(given[1:], own[1:], strict=True):
+            if (side - least) % multiple:
+                raise UserError(
+                    f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}",
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()
@@ -278,7 +288,8 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
+        # weights become floats once, not every time
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
     def run(**inputs: Tensor) -> Tensor:
@@ -293,5 +304,5 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return module, texts
+        return (lambda **inputs: module(**inputs)), texts  # a module of the artefact would follow its train()
     return (lambda **inputs: module(*inputs.values())), texts

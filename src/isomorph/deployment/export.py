@@ -14,7 +14,13 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import FORMATS, describe, load_artefact, preparation_notes, require_packages
+from isomorph.deployment.artefact import (
+    FORMATS,
+    describe,
+    load_artefact,
+    preparation_notes,
+    require_packages,
+)
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
@@ -156,7 +162,9 @@ def export(
 def check_path(path: Any, call: str) -> Path:
     """Return a path. Raises: UserError with the `call` as it should be, for arguments in another order."""
     if not isinstance(path, str | os.PathLike):
-        raise UserError(f"the path is a {type(path).__name__}, not text; give the arguments in the order {call}")
+        raise UserError(
+            f"the path is a {type(path).__name__}, not text; give the arguments in the order {call}",
+        )
     return Path(path)
 
 
@@ -212,7 +220,13 @@ def encode(
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes, atol: float) -> VerifyReport:
+def _compare(
+    model: nn.Module,
+    contents: bytes,
+    kind: str,
+    shapes: ExportShapes,
+    atol: float,
+) -> VerifyReport:
     """Return the deviation from the model on the inputs to check; infinite on a near size that cannot be run."""
     artefact = load_artefact(contents, kind)
     plain = copy.deepcopy(model).cpu().float().eval()

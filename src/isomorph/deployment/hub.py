@@ -38,8 +38,17 @@ from isomorph.spec import spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
-# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model.
-_ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
+# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
+# model.
+_ABOUT_PUBLIC_WEIGHTS = {
+    "tag",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+}
 _ATOL = 1e-4  # largest deviation of the model that timm builds, relative to the largest output
 
 
@@ -74,7 +83,9 @@ def push(
     'small' is not a name for the hub; give OWNER/NAME, for example me/small
     """
     if not isinstance(name, str):
-        raise UserError(f"the name is a {type(name).__name__}; give the arguments in the order push(model, name)")
+        raise UserError(
+            f"the name is a {type(name).__name__}; give the arguments in the order push(model, name)",
+        )
     check_repository(name)
     require_token()
     with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
@@ -82,7 +93,9 @@ def push(
         api = HfApi(library_name="isomorph")
         with suppress(RepositoryNotFoundError):
             if api.model_info(name).private is False and private:
-                raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
+                raise UserError(
+                    f"{name} exists and is public; make it private in its settings, or leave out --private",
+                )
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
         api.upload_folder(
@@ -93,7 +106,11 @@ def push(
             commit_message="Add a model of isomorph",
         )
     if kept:
-        warnings.warn(f"{name} keeps its README.md; delete it there, and push again", DataWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} keeps its README.md; delete it there, and push again",
+            DataWarning,
+            stacklevel=2,
+        )
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -124,7 +141,9 @@ def _explain_rejection(name: str) -> Iterator[None]:
                 message += f"; {LOG_IN} of an account that may write to {name}"
             raise UserError(message) from None
         if is_connection_error(cause) or type(cause).__module__.startswith(("httpx", "httpcore")):
-            raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
+            raise UserError(
+                f"the connection to {constants.ENDPOINT} broke off; run the same command again",
+            ) from None
         raise
 
 
@@ -168,7 +187,8 @@ def save_for_hub(
     recipe: dict[str, Any] | None = None
     metrics: dict[str, float] = {}
     if run:
-        from isomorph.lab.training.run.summary import read_training  # the one thing that sharing takes from the lab
+        # the one thing that sharing takes from the lab
+        from isomorph.lab.training.run.summary import read_training
 
         recipe, metrics = read_training(Path(run))
     with tempfile.TemporaryDirectory() as draft:
@@ -181,7 +201,9 @@ def save_for_hub(
         if recipe:
             (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
         elif (folder / RECIPE).is_file():
-            raise UserError(f"{folder} has a {RECIPE}, and no run is given; give the run, or another folder")
+            raise UserError(
+                f"{folder} has a {RECIPE}, and no run is given; give the run, or another folder",
+            )
         for path in sorted(written.iterdir()):
             write_atomically(folder / path.name, partial(shutil.copyfile, path))
 
@@ -198,7 +220,8 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     config: dict[str, Any] = {}
     if "base" in own:
         built_as = own["base"]["name"]
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
+        # arguments that JSON cannot hold
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
             save_config_for_hf(_described_base(model, own["base"]), str(path))
             config = json.loads(path.read_text()) | shared
             path.write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -236,10 +259,13 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     own = copy.deepcopy(model).cpu().float()
     ours = own.state_dict()
     theirs = loaded.state_dict()
-    if ours.keys() != theirs.keys() or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
+    if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
-    if not all(torch.equal(ours[name].to(tensor.dtype), tensor) for name, tensor in theirs.items()):
+    if ours.keys() != theirs.keys():
         return False
+    for name, tensor in theirs.items():
+        if not torch.equal(ours[name].to(tensor.dtype), tensor):
+            return False
     inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
         expected = run_model(own, inputs)

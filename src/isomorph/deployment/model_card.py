@@ -31,7 +31,11 @@ def _block(text: str, language: str = "yaml") -> str:
 
 
 def model_card(
-    model: nn.Module, name: str, recipe: dict[str, Any] | None, metrics: dict[str, Any], in_timm: bool
+    model: nn.Module,
+    name: str,
+    recipe: dict[str, Any] | None,
+    metrics: dict[str, Any],
+    in_timm: bool,
 ) -> str:
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
     spec = spec_of(model)
@@ -92,7 +96,11 @@ def _classifies(model: nn.Module, recipe: dict[str, Any] | None) -> bool:
 
 
 def _card_data(
-    model: nn.Module, name: str, recipe: dict[str, Any] | None, metrics: dict[str, Any], in_timm: bool
+    model: nn.Module,
+    name: str,
+    recipe: dict[str, Any] | None,
+    metrics: dict[str, Any],
+    in_timm: bool,
 ) -> ModelCardData:
     task = "image-classification"
     classifies = _classifies(model, recipe)

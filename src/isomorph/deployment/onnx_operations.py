@@ -28,7 +28,8 @@ def module_of(node: "NodeProto") -> str:
         return scopes[-2]
     path = node.name.rpartition("/")[0].strip("/")
     parts: list[str] = []
-    for part in path.split("/"):  # /layer1/layer1.0/conv1 of torch's older exporter is layer1.0.conv1
+    # /layer1/layer1.0/conv1 of torch's older exporter is layer1.0.conv1
+    for part in path.split("/"):
         if parts and part.startswith(f"{parts[-1]}."):
             parts.pop()
         parts.append(part)

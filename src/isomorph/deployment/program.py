@@ -34,7 +34,10 @@ METADATA_FILE = "metadata.json"  # in a .pt2 file
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
 # Operators that rearrange a weight: the quantiser rounds weights only if these are computed.
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its largest ratio to those it is made of
+# elements that a constant may always have
+_SMALL = 1024
+# largest ratio of a constant to those that it is made of
+_GROWTH = 2
 
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
@@ -49,7 +52,9 @@ def only_tensor(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         kind = type(output).__name__
-        raise UserError(f"the model returns a {kind}, and a file has one output; export a module that gives one tensor")
+        raise UserError(
+            f"the model returns a {kind}, and a file has one output; export a module that gives one tensor",
+        )
     return logits
 
 
@@ -101,7 +106,11 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
         dynamic = tuple(axes.values())
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
     what = "torch.export cannot trace the model"
-    with quiet(), replaced_attribute(padding, "get_same_padding", _same_padding), explain_failure(what, shapes):
+    with (
+        quiet(),
+        replaced_attribute(padding, "get_same_padding", _same_padding),
+        explain_failure(what, shapes),
+    ):
         program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
         return trace(_OneOutput(model), shapes)
@@ -147,7 +156,11 @@ def to_pt2(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str
 
 
 @torch.no_grad()
-def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str] = {}) -> "ModelProto":
+def to_onnx(
+    program: ExportedProgram,
+    shapes: ExportShapes,
+    metadata: Mapping[str, str] = {},
+) -> "ModelProto":
     """Convert a traced model to ONNX, with metadata by key. Raises: UserError when an operator has no ONNX form."""
     from onnx.helper import set_model_props
     from onnxscript.optimizer import optimize_ir
@@ -160,7 +173,9 @@ def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[st
             optimize_ir(made.model, should_fold=_should_compute)
             proto = made.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
-        raise UserError(f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file") from error
+        raise UserError(
+            f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file",
+        ) from error
     _name_parts(proto, shapes)
     set_model_props(proto, dict(metadata))
     return proto
@@ -175,14 +190,17 @@ def _should_compute(node: "Node") -> bool | None:
     shape = node.outputs[0].shape
     if shape is None or not shape.is_static():
         return None
-    constants = [value for value in node.inputs if value and value.const_value]
-    total = sum(value.const_value.size for value in constants)
+    total = 0
+    stored_twice = False
+    for value in node.inputs:
+        if value is not None and value.const_value is not None:
+            size = value.const_value.size
+            total += size
+            stored_twice |= size > _SMALL and len(value.uses()) > 1
     if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * total):
         return False
-    if node.op_type not in _REARRANGING:
+    if node.op_type not in _REARRANGING or stored_twice:
         return None
-    if any(value.const_value.size > _SMALL and len(value.uses()) > 1 for value in constants):
-        return None  # the weight would be stored twice
     return True
 
 

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from isomorph.analysis.speed import measure_speeds
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
-from isomorph.deployment.export import Progress, check_exportable, check_output, check_path, describe_left, encode
+from isomorph.deployment.export import (
+    Progress,
+    check_exportable,
+    check_output,
+    check_path,
+    describe_left,
+    encode,
+)
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
@@ -46,7 +53,8 @@ _BETWEEN_LAYERS = (
     "Transpose",
     "Unsqueeze",
 )
-_ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
+# with these only layers are rounded: sums range too widely
+_ATTENTION = ("LayerNormalization", "Softmax")
 _SPEED_IMAGES = 8
 _DECIBELS = 120.0  # of equal outputs
 
@@ -177,7 +185,9 @@ def quantize(
     _check_loader(calibration_loader)
     model, shapes = plan_export(model, dynamic, size)
     if shapes.named:
-        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+        raise UserError(
+            f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images",
+        )
     check_output(model, shapes)
     progress("fusing")
     prepared, merged = prepare(model, shapes)
@@ -237,7 +247,11 @@ def _outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _measure(
-    model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
+    model: nn.Module,
+    before: "ModelProto",
+    after: "ModelProto",
+    batches: Sequence[Tensor],
+    shapes: ExportShapes,
 ) -> dict[str, Any]:
     """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
     in_float = load_artefact(before.SerializeToString(), "onnx")
@@ -246,7 +260,9 @@ def _measure(
     before_rounding = _outputs(in_float, batches)
     rounded = _outputs(in_int8, batches)
     if not rounded.isfinite().all():
-        raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
+        raise UserError(
+            "the quantised model has outputs that are not finite; keep layers in float with float_layers",
+        )
     agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
     images = _SPEED_IMAGES if "batch" in shapes.dynamic else 1
     speed = measure_speeds({"float": in_float, "int8": in_int8}, shapes.shape, images, seconds=0.2)
@@ -327,7 +343,9 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     layers = list(dict.fromkeys(map(_layer_of, nodes)))
     for glob in float_layers:
         if not any(fnmatchcase(layer, glob) for layer in layers):
-            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}")
+            raise UserError(
+                f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}",
+            )
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(_layer_of(name), glob) for glob in float_layers):
@@ -337,7 +355,11 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     return kept
 
 
-def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
+def _describe_layers(
+    before: "ModelProto",
+    after: "ModelProto",
+    kept: Mapping[str, str],
+) -> tuple[QuantizedLayer, ...]:
     now = _layer_nodes(after)
     rounded: set[str] = set()
     for node in after.graph.node:
@@ -391,7 +413,9 @@ def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tenso
             )
             return onnx.load(path)
     except OSError as error:
-        raise UserError(f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}",
+        ) from None
 
 
 def _round_weights(proto: "ModelProto", kept: Sequence[str]) -> "ModelProto":

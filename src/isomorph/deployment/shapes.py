@@ -9,15 +9,25 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
+from isomorph.models.input_sizes import (
+    ImageSize,
+    evaluation_config,
+    fit_to_size,
+    image_size,
+    input_size_problem,
+)
 from isomorph.surgery.calls import Inputs, own_inputs
 
-# What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.
+# What may be dynamic: the number of images, their height and width (of texts their length), both,
+# or nothing.
 DYNAMIC = ("batch", "batch,size", "size", "none")
 INPUT = "images"
-_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)  # differences to the model's own height and width to try, ascending
-_TRACE_STEP = 32  # least difference of the traced heights and widths, else the tracer takes them for one
-_MAX_LENGTH = 512  # length of the sequences of a text network without dynamic size, if it takes more
+# differences to the model's own height and width to try, ascending
+_STEPS: tuple[int, ...] = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
+# least difference of the traced heights and widths, else the tracer takes them for one
+_TRACE_STEP = 32
+# length of the sequences of a text network without dynamic size, if it takes more
+_MAX_LENGTH = 512
 NamedTensors = dict[str, Tensor]
 
 
@@ -57,7 +67,11 @@ class ExportShapes:
         return examples
 
 
-def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) -> tuple[nn.Module, ExportShapes]:
+def plan_export(
+    model: nn.Module,
+    dynamic: str,
+    size: int | ImageSize | None,
+) -> tuple[nn.Module, ExportShapes]:
     """Return the model, fitted to a size of images if one is given, and its shapes. Raises: as `plan_shapes`."""
     sides = None if size is None else image_size(size)
     if sides and not hasattr(model, "example_inputs"):
@@ -65,7 +79,12 @@ def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) ->
     return model, plan_shapes(model, dynamic, sides)
 
 
-def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_multiple: int = 1) -> ExportShapes:
+def plan_shapes(
+    model: Any,
+    dynamic: str,
+    size: ImageSize | None = None,
+    least_multiple: int = 1,
+) -> ExportShapes:
     """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
 
     For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
@@ -75,9 +94,13 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
         size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
-        raise UserError(f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}")
+        raise UserError(
+            f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}",
+        )
     if hasattr(model, "detect"):
-        raise UserError("a detector cannot be exported: the number of its boxes depends on the image; use model.detect")
+        raise UserError(
+            "a detector cannot be exported: the number of its boxes depends on the image; use model.detect",
+        )
     batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
     batch_axis = {0: "batch"} if "batch" in dynamic else {}
     if hasattr(model, "max_length"):
@@ -95,7 +118,8 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
     if "size" in dynamic:
         multiple = _size_step(model, (channels, height, width), least_multiple)
         far = _far(multiple)
-        # a traced graph has no branches: where a network pads maps of odd size, it is right for even ones alone
+        # a traced graph has no branches: where a network pads maps of odd size, it is right for
+        # even ones alone
         for way in (multiple, multiple - far):
             sides = (height + way, width + way)
             if multiple != far and min(sides) > multiple and not input_size_problem(model, (channels, *sides)):
@@ -116,7 +140,9 @@ def _plan_denoiser(
     height, width = size or model.pretrained_cfg["input_size"][-2:]
     step = 2 ** (len(model.channels) - 1)
     if height % step or width % step:
-        raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
+        raise UserError(
+            f"the model takes no images of {height} x {width}: sides must be multiples of {step}",
+        )
     far = _far(step) if "size" in dynamic else 0
     tried = ((height, width), (height, width + far), (height + far, width))
     checks: Any = tuple(own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True))
@@ -157,7 +183,11 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 
 
 def _plan_text(
-    model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
+    model: Any,
+    dynamic: str,
+    size: ImageSize | None,
+    batches: tuple[int, ...],
+    batch_axis: dict[int, str],
 ) -> ExportShapes:
     """Return sequences, those of later batches with padding, and the types of their tokens if they count."""
     if size:
@@ -171,7 +201,8 @@ def _plan_text(
     checks = []
     for more, (batch, N) in enumerate(zip(batches, lengths, strict=True)):
         drawn: Any = own_inputs(model, batch + more, (1, N))
-        inputs = {name: x[more:] for name, x in drawn.items()}  # the first sequences have the least padding
+        # the first sequences have the least padding
+        inputs = {name: x[more:] for name, x in drawn.items()}
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             second_half = (torch.arange(N) >= N // 2).long()
             inputs["token_type_ids"] = second_half * inputs["attention_mask"]  # (batch, N)

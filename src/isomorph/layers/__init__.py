@@ -11,9 +11,24 @@ from isomorph.layers.map_attention import MapAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, RefinedMap
 from isomorph.layers.pyramid.conv import PyramidConv2d
 from isomorph.layers.pyramid.linear import JointPyramid, PyramidLinear
-from isomorph.layers.refined.attention import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.refined.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
-from isomorph.layers.relative.attention import PostRelativeAttention, RelativeAttention, ViTRelativeAttention
+from isomorph.layers.refined.attention import (
+    ExpandedAttention,
+    LocalAttention,
+    RefinedAttention,
+    SpatialAttention,
+)
+from isomorph.layers.refined.refiner import (
+    CrossKernel,
+    Expansion,
+    MapConvolution,
+    Refiner,
+    SpatialRefiner,
+)
+from isomorph.layers.relative.attention import (
+    PostRelativeAttention,
+    RelativeAttention,
+    ViTRelativeAttention,
+)
 from isomorph.layers.relative.decomposed import DecomposedAttention
 from isomorph.layers.relative.mbconv import LayerNormMBConv, MBConv
 from isomorph.layers.same_padding import SamePadding

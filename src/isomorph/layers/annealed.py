@@ -80,10 +80,16 @@ class AnnealedPair(nn.Sequential):
     """
 
     def __init__(
-        self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
+        self,
+        first: nn.Conv2d | nn.Linear,
+        second: nn.Conv2d | nn.Linear,
+        last_norm: bool = True,
+        slope: float = 0.0,
     ) -> None:
         if isinstance(second, nn.Conv2d) and not is_pointwise(second):
-            raise UserError(f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups")
+            raise UserError(
+                f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups",
+            )
         layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
         layers |= dict(act=AnnealedReLU(slope), second=second)
         if last_norm:

@@ -115,11 +115,19 @@ class AttentionBase(Attention):
     qkv: Any
     proj: Any
 
-    def queries_keys_values(self, x: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(
+        self,
+        x: Tensor,
+        contiguous: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
         return self.split_projection(self.qkv(x), contiguous)
 
-    def split_projection(self, projected: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def split_projection(
+        self,
+        projected: Tensor,
+        contiguous: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Split (B, N, 3 nh hd) into three of (B, nh, N, hd), with queries and keys normalised.
 
         `contiguous` copies all three at once, where products of matrices would copy each of them.
@@ -131,7 +139,12 @@ class AttentionBase(Attention):
         return self.q_norm(q), self.k_norm(k), v
 
     def content_scores(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *_: Any,
+        **__: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
 

@@ -50,7 +50,9 @@ class ConvNorm(nn.Conv2d):
     def fuse(self) -> nn.Conv2d:
         """Return the convolution with the norm's running statistics merged into it, computed in float64."""
         if self.training:
-            raise UserError("fuse needs eval mode, because BatchNorm depends on the batch in train mode")
+            raise UserError(
+                "fuse needs eval mode, because BatchNorm depends on the batch in train mode",
+            )
         conv: Any = copy.deepcopy(self).double()
         conv.__class__ = nn.Conv2d
         norm = conv._modules.pop("norm")

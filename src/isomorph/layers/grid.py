@@ -25,12 +25,19 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
     """Return the positions of a window along an axis. Raises: ValueError if it does not fit."""
     if size + 2 * padding < kernel_size:
         window = f"the {kernel_size}-wide window; use a larger input"
-        raise ValueError(f"a feature map of size {size} with padding {padding} is smaller than {window}")
+        raise ValueError(
+            f"a feature map of size {size} with padding {padding} is smaller than {window}",
+        )
     return (size + 2 * padding - kernel_size) // stride + 1
 
 
 def axis_offsets(
-    queries: int, keys: int, start: float = 0, stride: float = 1, device: Any = None, dtype: torch.dtype = torch.float32
+    queries: int,
+    keys: int,
+    start: float = 0,
+    stride: float = 1,
+    device: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
     places = start + stride * torch.arange(queries, device=device, dtype=dtype)
@@ -116,14 +123,18 @@ def fill_grid(tokens: int, grid_size: GridSize, prefix: int = 0) -> GridSize:
     H, W = grid_size
     if tokens != prefix + H * W:
         after = f" after {prefix} prefix tokens" if prefix else ""
-        raise ValueError(f"{tokens} tokens do not fill the {H} x {W} grid{after}; pass grid_size=(height, width)")
+        raise ValueError(
+            f"{tokens} tokens do not fill the {H} x {W} grid{after}; pass grid_size=(height, width)",
+        )
     return H, W
 
 
 def no_mask(layer: object, attn_mask: Tensor | None, is_causal: bool) -> None:
     """Raise ValueError for a mask, where a layer is called as timm's Attention and cannot obey one."""
     if attn_mask is not None or is_causal:
-        raise ValueError(f"{type(layer).__name__} does not support attn_mask or is_causal; leave them out")
+        raise ValueError(
+            f"{type(layer).__name__} does not support attn_mask or is_causal; leave them out",
+        )
 
 
 def batched(forward: Forward) -> Forward:

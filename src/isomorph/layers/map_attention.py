@@ -13,7 +13,13 @@ Layout = Literal["map", "tokens", "map, channels last"]
 class InsertedBlock(nn.Module):
     """x + gamma * block(x), with a gamma for each channel that is 0 at first, on what `layout` says."""
 
-    def __init__(self, block: nn.Module, channels: int, layout: Layout, entry: int | str | None = None) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        channels: int,
+        layout: Layout,
+        entry: int | str | None = None,
+    ) -> None:
         super().__init__()
         self.block = block
         self.layout = layout

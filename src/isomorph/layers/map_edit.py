@@ -24,7 +24,8 @@ from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
-# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100.
+# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift
+# mask has -100.
 BLOCKED_SCORE = -100.0
 
 
@@ -92,7 +93,9 @@ def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
     if offset == 0:  # padding may attend to real tokens, but not to itself
         return torch.ones_like(allowed[..., 0])
     diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
-    return F.pad(diagonal, (max(-offset, 0), max(offset, 0)))
+    before = max(-offset, 0)
+    after = max(offset, 0)
+    return F.pad(diagonal, (before, after))
 
 
 def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
@@ -112,9 +115,9 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
     for s in range(k):
         for t in range(k):
             pairs = near[s][..., :, None] & near[t][..., None, :]
-            moved = padded[..., s : s + N, t : t + N].masked_fill(~pairs, 0)
+            moved = padded[..., s : s + N, t : t + N]
             tap = kernel[:, :, s : s + 1, t : t + 1].to(moved.dtype)
-            total = total + F.conv2d(moved, tap, groups=groups)
+            total = total + F.conv2d(moved.masked_fill(~pairs, 0), tap, groups=groups)
     return total.masked_fill(~allowed, 0)
 
 
@@ -187,7 +190,13 @@ class GatedMap(TokenPositions):
         True
     """
 
-    def __init__(self, num_heads: int, locality: float = 1.0, gate: float = 1.0, **kind: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        locality: float = 1.0,
+        gate: float = 1.0,
+        **kind: Any,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.position = nn.Parameter(torch.empty(num_heads, 3, **kind))
@@ -195,7 +204,12 @@ class GatedMap(TokenPositions):
         self._set_position(self.tap_offsets(), locality)
         self.set_gating(gate=gate)
 
-    def position_map(self, queries: GridSize, keys: GridSize, allowed: Tensor | None = None) -> Tensor:
+    def position_map(
+        self,
+        queries: GridSize,
+        keys: GridSize,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """Return P between two grids on an image, to allowed keys. Shape: -> (nh, Nq, Nk) or (B, nh, Nq, Nk)"""
         rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:
@@ -203,7 +217,12 @@ class GatedMap(TokenPositions):
         return _masked_softmax(outer_sum(rows, columns), allowed)  # (B, nh, Nq, Nk)
 
     def scaled_map(
-        self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
+        self,
+        queries: GridSize,
+        keys: GridSize,
+        prefix: int,
+        dtype: torch.dtype,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return s P, 0 for `prefix` keys, and 1 - s. Shape: -> (nh, Nq, p + Nk) or (B, nh, Nq, p + Nk), (nh, 1, 1)"""
         share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]
@@ -220,7 +239,8 @@ class GatedMap(TokenPositions):
         offsets = keys.to(position) - queries.to(position)[:, None]  # (Nq, Nk, 2)
         rows, columns = offsets.unbind(-1)
         along_x, along_y, square = position.unbind(1)  # (nh, 1, 1) each
-        scores = along_x * columns + along_y * rows + square * (rows.square() + columns.square())
+        distance = rows.square() + columns.square()
+        scores = along_x * columns + along_y * rows + square * distance
         return scores.softmax(-1) if allowed is None else _masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
@@ -243,6 +263,9 @@ class GatedMap(TokenPositions):
             parameters = (self.position, self.gate)
             scaled, rest = self.cached(parameters, self.scaled_map, queries, keys, first, maps.dtype)
         else:
-            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, allowed[..., prefix:, first:])
+            on_grids = allowed[..., prefix:, first:]
+            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, on_grids)
+        if not prefix:
+            return torch.addcmul(scaled, maps, rest)
         mixed = torch.addcmul(scaled, maps[..., prefix:, :], rest)
-        return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed
+        return torch.cat([maps[..., :prefix, :], mixed], dim=-2)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import NotFinite
 
-# Type of the device for which layers take the form of a CPU; a test of the other form names another.
+# Type of the device for which layers take the form of a CPU; a test of the other form names
+# another.
 CPU_DEVICE = "cpu"
 
 
@@ -37,10 +38,12 @@ def is_eager() -> bool:
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
+    """True for a tensor of a transform of torch.func, such as vmap."""
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def in_functorch() -> bool:
+    """True within a transform of torch.func."""
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
 
 
@@ -91,10 +94,15 @@ LARGEST_CONSTANT = 2**23
 
 
 @functools.lru_cache(maxsize=128)
-def _made(make: Callable[..., Tensor], device: torch.device, arguments: tuple[Hashable, ...]) -> Tensor | None:
+def _made(
+    make: Callable[..., Tensor],
+    device: torch.device,
+    arguments: tuple[Hashable, ...],
+) -> Tensor | None:
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         made = make(*arguments, device=torch.device("cpu"))
-        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None  # complete on return, for every stream
+        # complete on return, for every stream
+        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None
 
 
 def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tensor:
@@ -128,17 +136,27 @@ class KeepsInEval(nn.Module):
     Copies have none; threads may share a layer. Writes through `.data` cannot be seen: call `eval()` after them.
     """
 
-    # By function: the tensors that a result was computed from, the state in which they were, and the result.
+    # By function: the tensors that a result was computed from, the state in which they were, and
+    # the result.
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
 
-    def cached(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
+    def cached(
+        self,
+        sources: tuple[Tensor, ...],
+        compute: Callable[..., Value],
+        *arguments: Hashable,
+    ) -> Value:
         """Return `compute(*arguments)`, a function of `sources` alone, which must not be written to; one is kept."""
         if self.training or not can_keep(*sources):
             return compute(*arguments)
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             self._drop_kept()  # whoever trains in eval mode may write to parameters unseen
             return compute(*arguments)
-        state = (arguments, *_surroundings(sources[0].device), [(each.data_ptr(), each._version) for each in sources])
+        state = (
+            arguments,
+            *_surroundings(sources[0].device),
+            [(each.data_ptr(), each._version) for each in sources],
+        )
         kept = self._kept.get(compute.__name__)  # another thread may replace it at any time
         if kept and kept[1] == state and all(map(operator.is_, kept[0], sources)):
             return kept[2]
@@ -191,7 +209,9 @@ def require_finite(outputs: Any) -> None:
     """Raise NotFinite if a tensor in a network's outputs has NaN or infinite values."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and not bool(leaf.isfinite().all()):
-            raise NotFinite("the network's outputs are not finite (NaN or infinite); check its weights and the inputs")
+            raise NotFinite(
+                "the network's outputs are not finite (NaN or infinite); check its weights and the inputs",
+            )
 
 
 def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
@@ -202,7 +222,13 @@ def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
+def require_same(
+    layer: nn.Module,
+    plain: nn.Module,
+    shape: tuple[int, ...],
+    atol: float,
+    advice: str,
+) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
     probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     probe = probe.to(first_float(plain).device)

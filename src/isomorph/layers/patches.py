@@ -38,10 +38,12 @@ class Window(NamedTuple):
 
     def output_size(self, x: Tensor) -> tuple[int, int]:
         """Return the height and width of the map that the convolution gives."""
-        sizes = []
-        for size, k, s, p, d in zip(x.shape[-2:], *self[:4], strict=True):
-            sizes.append((size + 2 * p - d * (k - 1) - 1) // s + 1)
-        return sizes[0], sizes[1]
+        H, W = x.shape[-2:]
+        return self._positions(0, H), self._positions(1, W)
+
+    def _positions(self, axis: int, size: int) -> int:
+        extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        return (size + 2 * self.padding[axis] - extent) // self.stride[axis] + 1
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
@@ -76,8 +78,9 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     return len(x) * math.prod(window.output_size(x))
 
 
-# Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap that reads almost only
-# zeros would otherwise have the rounding error of the other taps, which may be negative.
+# Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap
+# that reads almost only zeros would otherwise have the rounding error of the other taps, which may
+# be negative.
 FLOOR_ULPS = 1024
 
 
@@ -86,10 +89,14 @@ def is_summed_by_lag(x: Tensor, window: Window) -> bool:
 
     The kernel is padded by half its size or more: elsewhere the border is most of the map.
     """
-    padded = all(k <= 2 * p + 1 for k, p in zip(window.kernel_size, window.padding, strict=True))
-    fits = all(size >= k for size, k in zip(x.shape[-2:], window.kernel_size, strict=True))
+    h, w = window.kernel_size
+    top, side = window.padding
+    if not saves_work(x) or len(x) == 0:
+        return False
     dense = window.stride == window.dilation == (1, 1) != window.kernel_size
-    return saves_work(x) and len(x) > 0 and padded and fits and dense
+    padded = h <= 2 * top + 1 and w <= 2 * side + 1
+    fits = x.shape[2] >= h and x.shape[3] >= w
+    return dense and padded and fits
 
 
 def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, ...], Window]]:
@@ -100,12 +107,16 @@ def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, .
     strips = []
     for n in range(1, h - top):  # n rows of a patch are inside the map
         across = Window((n, w), (1, 1), (0, w - 1), (1, 1), window.groups)
-        strips.append((x[:, :, :n], (slice(h - n, h), every), across))
-        strips.append((x[:, :, -n:], (slice(n), every), across))
+        last_rows = (slice(h - n, h), every)
+        first_rows = (slice(n), every)
+        strips.append((x[:, :, :n], last_rows, across))
+        strips.append((x[:, :, -n:], first_rows, across))
     for n in range(1, w - side):
         along = Window((h, n), (1, 1), (top, 0), (1, 1), window.groups)
-        strips.append((x[..., :n], (every, slice(w - n, w)), along))
-        strips.append((x[..., -n:], (every, slice(n)), along))
+        last_columns = (every, slice(w - n, w))
+        first_columns = (every, slice(n))
+        strips.append((x[..., :n], last_columns, along))
+        strips.append((x[..., -n:], first_columns, along))
     return strips
 
 
@@ -113,7 +124,8 @@ def sum_products(x: Tensor, window: Window) -> Tensor:
     """Return the sum of p p^T over all patches p. Shape: x (B, C, H, W) -> (G, c h w, c h w)"""
     h, w = window.kernel_size
     half = _sum_by_lag(x, window)
-    lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # T[-d] = T[d]^T
+    mirrored = half[..., 1:, :].transpose(1, 2).flip(-2, -1)  # T[-d] = T[d]^T
+    lags = torch.cat([mirrored, half], -2)
     pairs = lags.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # T[b - a]: (G, c, c, a, b)
     sums = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b), taps a and b (h, w)
     for strip, (rows, columns), strip_window in _border_strips(x, window):
@@ -129,8 +141,9 @@ def _sum_by_lag(x: Tensor, window: Window) -> Tensor:
     groups = window.groups
     channels = x.shape[1]
     size = (channels, channels // groups, h, 2 * w - 1)
-    sixteenth = -(-len(x) // 16)
-    chunk = max(1, min(sixteenth, 8192 // x.shape[-2:].numel()))  # images at a time: long sums lose digits
+    sixteenth = math.ceil(len(x) / 16)
+    within_8192 = 8192 // x.shape[-2:].numel()
+    chunk = max(1, min(sixteenth, within_8192))  # images at a time: long sums lose digits
     padded = F.pad(x, (w - 1, w - 1, 0, h - 1))
     parts = []
     for around, own in zip(padded.split(chunk), x.split(chunk), strict=True):
@@ -146,16 +159,19 @@ def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
     Shape: x (B, C, H, W), slope (G, c h w, c h w) -> (B, C, H, W)
     """
     h, w = window.kernel_size
-    pairs = slope.unflatten(2, (-1, h, w)).unflatten(1, (-1, h, w))
+    below = h - 1
+    right = w - 1
+    pairs = slope.unflatten(2, (-1, h, w)).unflatten(1, (-1, h, w))  # (G, c, h, w, c, h, w)
     by_tap = []
     for i in range(h):
         for j in range(w):
-            by_tap.append(F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)))
+            by_tap.append(F.pad(pairs[:, :, i, j], (right - j, j, below - i, i)))
     lags = reduce(torch.add, by_tap)
-    added = F.conv2d(x, lags.flatten(0, 1), padding=(h - 1, w - 1), groups=window.groups)
+    added = F.conv2d(x, lags.flatten(0, 1), padding=(below, right), groups=window.groups)
     strips = zip(_border_strips(x, window), _border_strips(added, window), strict=True)
     for (strip, (rows, columns), strip_window), (part, *_) in strips:
-        block = pairs[:, :, rows, columns, :, rows, columns].flatten(4).flatten(1, 3)
+        own = pairs[:, :, rows, columns, :, rows, columns]
+        block = own.flatten(4).flatten(1, 3)
         if max(window.kernel_size) > 3:
             tokens = torch.bmm(read_tokens(strip, strip_window), block)
             part -= scatter_tokens(tokens, strip.shape, strip_window)
@@ -179,9 +195,9 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     patches = read_tokens(average, window) - levels
     positions = patches.shape[1]
     mean = patches.mean(1, keepdim=True)
-    border = (torch.bmm(patches.mT, patches) - torch.bmm(inside.mT, inside)) / positions
+    outside = torch.bmm(patches.mT, patches) - torch.bmm(inside.mT, inside)
     products = sum_products(x - level, window) / (len(x) * positions)
-    covariance = products + border - mean.mT * mean
+    covariance = products + outside / positions - mean.mT * mean
     covariance.diagonal(dim1=1, dim2=2).clamp_(min=_least_variance(products, patches, window))
     return (mean + levels).squeeze(1), covariance
 
@@ -191,4 +207,5 @@ def _least_variance(products: Tensor, patches: Tensor, window: Window) -> Tensor
     taps = math.prod(window.kernel_size)
     squares = products.diagonal(dim1=1, dim2=2).unflatten(1, (-1, taps))  # (G, c, h w)
     largest = squares.amax(2).repeat_interleave(taps, 1)
-    return (largest + patches.square().mean(1)) * (FLOOR_ULPS * torch.finfo(products.dtype).eps)
+    floor = FLOOR_ULPS * torch.finfo(products.dtype).eps
+    return (largest + patches.square().mean(1)) * floor

@@ -18,7 +18,10 @@ class SamePadding(nn.Module):
     """
 
     def __init__(
-        self, kernel_size: tuple[int, int], stride: tuple[int, int] = (1, 1), dilation: tuple[int, int] = (1, 1)
+        self,
+        kernel_size: tuple[int, int],
+        stride: tuple[int, int] = (1, 1),
+        dilation: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
         self.kernel_size = kernel_size

@@ -71,13 +71,22 @@ class MultiheadLinears(UnfusedMultiheadAttention):
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
-        for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first"):
+        for name in (
+            "embed_dim",
+            "kdim",
+            "vdim",
+            "num_heads",
+            "head_dim",
+            "dropout",
+            "batch_first",
+        ):
             setattr(self, name, getattr(original, name))
         self.bias_k = None
         self.bias_v = None
         self.add_zero_attn = False
         self._qkv_same_embed_dim = False
-        for name in ("in_proj_weight", "in_proj_bias"):  # by which torch's encoder layers see that they call this layer
+        # by which torch's encoder layers see that they call this layer
+        for name in ("in_proj_weight", "in_proj_bias"):
             self.register_parameter(name, None)
         self.q_proj, self.k_proj, self.v_proj = (linear_of(*each) for each in projections(original))
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
@@ -100,7 +109,11 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         )
         state = {"out_proj.weight": out.weight}
         if packed.in_proj_weight is None:  # keys or values of another width
-            state |= {"q_proj_weight": q.weight, "k_proj_weight": k.weight, "v_proj_weight": v.weight}
+            state |= {
+                "q_proj_weight": q.weight,
+                "k_proj_weight": k.weight,
+                "v_proj_weight": v.weight,
+            }
         else:
             state["in_proj_weight"] = torch.cat([q.weight, k.weight, v.weight])
         if q.bias is not None:

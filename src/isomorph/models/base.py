@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
 
-# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know.
+# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not
+# know.
 Mixin: Any = object
 
 
@@ -36,14 +37,23 @@ class Variant(NamedTuple):
     description: str
 
 
-def register_variants(module: str, create: Callable[..., nn.Module], variants: Mapping[str, Variant]) -> None:
+def register_variants(
+    module: str,
+    create: Callable[..., nn.Module],
+    variants: Mapping[str, Variant],
+) -> None:
     """Add variants to timm's registry as functions of a module, built by `create(name, pretrained, **arguments)`."""
     for name, variant in variants.items():
         build = _entrypoint(module, create, name, variant)
         setattr(sys.modules[module], name, register_model(build))
 
 
-def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, variant: Variant) -> Callable[..., nn.Module]:
+def _entrypoint(
+    module: str,
+    create: Callable[..., nn.Module],
+    name: str,
+    variant: Variant,
+) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(name, pretrained, **{**variant.arguments, **kwargs})
 
@@ -55,7 +65,13 @@ def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, varian
 
 
 def build_variant(
-    kind: type, name: str, pretrained: bool, /, feature_cfg: Any = None, own_cfg: Any = (), **arguments: Any
+    kind: type,
+    name: str,
+    pretrained: bool,
+    /,
+    feature_cfg: Any = None,
+    own_cfg: Any = (),
+    **arguments: Any,
 ) -> Any:
     """Build a variant through timm; the module of the class `kind` has its `checkpoint_filter_fn`.
 
@@ -114,7 +130,8 @@ class ForeignCheckpoints(Mixin):
         """Return the tensors of another layout under the model's own names."""
         return own_filter(type(self))(state, self)
 
-    # torch calls this hook for the module and its children, so it also works when the model is part of another one
+    # torch calls this hook for the module and its children, so it also works when the model is part
+    # of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         own = getattr(self, "pos_embed", None)
@@ -145,7 +162,9 @@ def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool
     Raises: UserError for another number of axes, an image without pixels, or a size that is not in whole patches.
     """
     if x.ndim != 4 or x.shape[2] < 1 or x.shape[3] < 1:
-        raise UserError(f"images must have shape (B, in_chans, height, width), not {tuple(x.shape)}")
+        raise UserError(
+            f"images must have shape (B, in_chans, height, width), not {tuple(x.shape)}",
+        )
     if patch:
         check_whole_patches((x.shape[2], x.shape[3]), patch, padded)
     return x
@@ -158,7 +177,9 @@ def check_whole_patches(size: tuple[int, ...], patch: tuple[int, ...], padded: b
     height, width = size
     ph, pw = patch
     if height < ph or width < pw:
-        raise UserError(f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one")
+        raise UserError(
+            f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one",
+        )
     if height % ph or width % pw:
         raise UserError(
             f"the {height} x {width} image is not a multiple of the {ph} x {pw} patch; "

@@ -46,7 +46,8 @@ class AnySizeViT(ForeignCheckpoints, VisionTransformer):
             x = x.flatten(1, 2)
         if positions is not None and self.no_embed_class:
             x = positions + x  # laid out as the positions are
-        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
+        # else channels stay outermost in every block
+        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()
         if positions is None:
             return x
         return self.pos_drop(x if self.no_embed_class else x + positions)
@@ -71,7 +72,11 @@ class BlockwiseViT(AnySizeViT):
                 raise UserError(f"{name} is not supported by {type(self).__name__}; leave it out")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
-    def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
+    def embed(
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[int, int]]:
         """Return the first block's tokens and the grid size; `rearrange` is applied before positions are added.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
@@ -82,7 +87,13 @@ class BlockwiseViT(AnySizeViT):
             x = rearrange(x)
         return self.norm_pre(self._pos_embed(x)), (x.shape[1], x.shape[2])
 
-    def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: Any,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, Any]:
         """Run block i; return the tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
         return self.call_block(i, x, maps)
 
@@ -94,7 +105,10 @@ class BlockwiseViT(AnySizeViT):
         return block(*arguments)
 
     def forward_features(
-        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+        maps: list[Any] | None = None,
     ) -> Tensor:
         """Return the tokens after the last norm; the maps that blocks pass on are appended to the list `maps`.
 
@@ -124,7 +138,9 @@ class BlockwiseViT(AnySizeViT):
     ) -> Any:
         """Return the final tokens and those after chosen blocks. Raises: UserError for an attention mask."""
         if attn_mask is not None:
-            raise UserError(f"attn_mask is not supported by {type(self).__name__}; leave it at None")
+            raise UserError(
+                f"attn_mask is not supported by {type(self).__name__}; leave it at None",
+            )
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None
@@ -134,14 +150,17 @@ class BlockwiseViT(AnySizeViT):
             x, maps = self.run_block(i, x, maps, (H, W))
             if i in take:
                 y = self.norm(x) if norm else x
-                prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
+                prefix_tokens = y.shape[1] - H * W
+                prefix, patches = y.split([prefix_tokens, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
                 taken.append((patches, prefix) if return_prefix_tokens else patches)
         return taken if intermediates_only else (self.norm(x), taken)
 
     def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed
@@ -207,7 +226,13 @@ class DenseHeadViT(BlockwiseViT):
         nn.init.zeros_(head.bias)
         return head
 
-    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None, return_maps: bool = False) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: bool = False,
+        box: Box | None = None,
+        return_maps: bool = False,
+    ) -> Any:
         """Return the logits; with `tokens` those of the pooled tokens and those of every patch.
 
         With `box` the patches inside it are swapped between images (MixToken); `return_maps` adds the list of maps.
@@ -234,5 +259,6 @@ class DenseHeadViT(BlockwiseViT):
         return logits + 0.5 * self.aux_head(patches).amax(1)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and that of the patches if there is one."""
         super().reset_classifier(num_classes, global_pool)
         self.aux_head = self.build_aux_head(num_classes)

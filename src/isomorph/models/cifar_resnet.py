@@ -12,9 +12,27 @@ from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.models.base import StagedNet, Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    StagedNet,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
 WEIGHTS = {
     20: "resnet20-12fca82f.th",
@@ -32,7 +50,13 @@ class CifarBlock(nn.Module):
     Source: He et al., option A
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 1, drop_path: float = 0.0) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int = 1,
+        drop_path: float = 0.0,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
@@ -49,9 +73,11 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
+        """Return every second position where the block strides, with channels of zeros around where it widens."""
         down, across = self.conv1.stride
         before = self.new_channels // 2
-        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
+        after = self.new_channels - before
+        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, after))
 
 
 class CifarResNet(StagedNet):
@@ -104,6 +130,7 @@ class CifarResNet(StagedNet):
             setattr(self, f"layer{i + 1}", nn.Sequential())
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; `global_pool` keeps its kind by default."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
@@ -111,11 +138,17 @@ class CifarResNet(StagedNet):
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, **kind)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
         blocks = r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"
         return dict(stem=r"^conv1|bn1", blocks=blocks)
 
 
-def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
+def _build_stage(
+    in_channels: int,
+    out_channels: int,
+    stride: int,
+    rates: list[float],
+) -> nn.Sequential:
     blocks = nn.Sequential(CifarBlock(in_channels, out_channels, stride, rates[0]))
     for rate in rates[1:]:
         blocks.append(CifarBlock(out_channels, out_channels, drop_path=rate))
@@ -152,8 +185,10 @@ def create_cifar_resnet(
 
 
 VARIANTS = {
-    f"cifar_resnet{depth}": Variant(dict(depth=depth), f"CIFAR ResNet-{depth}: {count:,} parameters.")
-    for depth, count in ((20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018))
+    "cifar_resnet20": Variant(dict(depth=20), "CIFAR ResNet-20: 269,722 parameters."),
+    "cifar_resnet32": Variant(dict(depth=32), "CIFAR ResNet-32: 464,154 parameters."),
+    "cifar_resnet44": Variant(dict(depth=44), "CIFAR ResNet-44: 658,586 parameters."),
+    "cifar_resnet56": Variant(dict(depth=56), "CIFAR ResNet-56: 853,018 parameters."),
 }
 
 default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS})

@@ -48,7 +48,8 @@ torch.fx.wrap("to_channels_last")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
-# Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6).
+# Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere
+# (Table 6).
 ATTENTION = {"pre": RelativeAttention, "post": PostRelativeAttention, "none": Attention}
 
 
@@ -122,18 +123,28 @@ def split_layout(layout: str) -> list[str]:
     return layout.split("-")
 
 
-def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
+def parse_layout(
+    layout: str,
+    depths: Sequence[int],
+    widths: Sequence[int],
+) -> list[list[BlockGroup]]:
     """Return the groups of each stage, the stem first. Raises: UserError for an unreadable layout, or unfit sizes."""
     stages = split_layout(layout)
     letters = "".join(stages)
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
-        raise UserError(f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT")
+        raise UserError(
+            f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT",
+        )
     if not len(depths) == len(widths) == len(letters):
         given = f"not {len(depths)} and {len(widths)}"
-        raise UserError(f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}")
+        raise UserError(
+            f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}",
+        )
     first = STEM_DEPTHS[letters[0]]
     if depths[0] != first:
-        raise UserError(f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}")
+        raise UserError(
+            f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}",
+        )
     sizes = iter(zip(depths, widths, strict=True))
     groups = []
     for stage in stages:
@@ -197,9 +208,14 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value, known in (("norm", norm, BLOCKS_BY_NORM), ("relative", relative, ATTENTION)):
+        for name, value, known in (
+            ("norm", norm, BLOCKS_BY_NORM),
+            ("relative", relative, ATTENTION),
+        ):
             if value not in known:
-                raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
+                raise UserError(
+                    f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}",
+                )
         (first, *rest), *others = parse_layout(layout, depths, widths)
         self.img_size = to_2tuple(img_size)
         self.in_chans = in_chans
@@ -226,7 +242,11 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         self.apply(_init_weights)
 
     def build_stages(
-        self, stages: list[list[BlockGroup]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
+        self,
+        stages: list[list[BlockGroup]],
+        dim: int,
+        make: dict[str, Callable[..., nn.Module]],
+        drop_path: float,
     ) -> None:
         """Build the blocks of every resolution, and `feature_info` for timm's feature extraction."""
         depths = [sum(group.depth for group in groups) for groups in stages]
@@ -264,7 +284,8 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
         self.img_size = to_2tuple(img_size)
-        for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
+        # later ones may have been pruned
+        for stage, info in zip(self.stages, self.feature_info, strict=False):
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
                     module.set_grid_size(self.grid_at(info["reduction"]))
@@ -278,6 +299,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits, or the pooled features with `pre_logits`. Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
 
     def arguments_to_record(self) -> dict[str, Any]:
@@ -302,11 +324,13 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; the hidden layer of the head stays."""
         self.num_classes = num_classes
         like = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 
@@ -321,22 +345,45 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
     return state
 
 
-_MIXED = dict(layout="C-C-CT-T", head_dim=128)
-_SIZES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = [
-    ((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), {}, "25M parameters, 81.6 top-1"),
-    ((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), {}, "42M parameters, 83.3 top-1"),
-    ((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), {}, "75M parameters, 84.1 top-1"),
-    ((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), {}, "168M parameters, 84.5 top-1"),
-    ((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), {}, "275M parameters, 88.56 top-1 at 512"),
-    ((2, 2, 12, 28, 2), (192, 256, 512, 1280, 2048), {"head_dim": 64}, "688M parameters, 89.77 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), _MIXED, "1.47B parameters, 90.45 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), _MIXED, "2.44B parameters, 90.88 top-1 at 512"),
-]
-# CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
-# and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B.
+_MIXED: dict[str, Any] = dict(layout="C-C-CT-T", head_dim=128)
+
+
+def _variant(
+    depths: tuple[int, ...],
+    widths: tuple[int, ...],
+    description: str,
+    **more: Any,
+) -> Variant:
+    return Variant(dict(depths=depths, widths=widths, **more), description)
+
+
+# CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072
+# (docs/decisions/007). Parameters and top-1: Tables 4 and 5; the largest three were pre-trained on
+# ImageNet-21K, JFT-300M and JFT-3B.
 VARIANTS = {
-    f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
-    for number, (depths, widths, more, text) in enumerate(_SIZES)
+    "coatnet_0": _variant((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), "25M parameters, 81.6 top-1"),
+    "coatnet_1": _variant((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), "42M parameters, 83.3 top-1"),
+    "coatnet_2": _variant((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), "75M parameters, 84.1 top-1"),
+    "coatnet_3": _variant((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), "168M parameters, 84.5 top-1"),
+    "coatnet_4": _variant((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), "275M parameters, 88.56 top-1 at 512"),
+    "coatnet_5": _variant(
+        (2, 2, 12, 28, 2),
+        (192, 256, 512, 1280, 2048),
+        "688M parameters, 89.77 top-1 at 512",
+        head_dim=64,
+    ),
+    "coatnet_6": _variant(
+        (2, 2, 4, 8, 42, 2),
+        (192, 192, 384, 768, 1536, 3072),
+        "1.47B parameters, 90.45 top-1 at 512",
+        **_MIXED,
+    ),
+    "coatnet_7": _variant(
+        (2, 2, 4, 8, 42, 2),
+        (192, 256, 512, 1024, 2048, 3072),
+        "2.44B parameters, 90.88 top-1 at 512",
+        **_MIXED,
+    ),
 }
 
 # What arguments mean in records of checkpoints that were written before these arguments existed.

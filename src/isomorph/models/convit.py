@@ -24,7 +24,8 @@ from isomorph.models.base import (
 )
 from isomorph.models.blockwise import BlockwiseViT
 
-# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4).
+# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax
+# (psa, eq. 4).
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
 
 
@@ -101,9 +102,13 @@ class ConViT(BlockwiseViT):
         depth = kwargs.get("depth", 12)
         heads = kwargs.get("num_heads", 12)
         if local_attention not in LOCAL_ATTENTION:
-            raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}")
+            raise UserError(
+                f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}",
+            )
         if local_up_to_layer and round(heads**0.5) ** 2 != heads:
-            raise UserError(f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...")
+            raise UserError(
+                f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...",
+            )
         if local_up_to_layer >= depth and kwargs.get("class_token", True):
             raise UserError(
                 f"local_up_to_layer {local_up_to_layer} of {depth} leaves no block for the class token; "
@@ -122,11 +127,17 @@ class ConViT(BlockwiseViT):
             return LocalBlock(dim, num_heads, **local, **arguments)
 
         pos_embed = "learn" if use_pos_embed else "none"
-        super().__init__(**{"qkv_bias": False, **kwargs}, no_embed_class=True, block_fn=block, pos_embed=pos_embed)
+        super().__init__(
+            **{"qkv_bias": False, **kwargs},
+            no_embed_class=True,
+            block_fn=block,
+            pos_embed=pos_embed,
+        )
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
     def no_weight_decay(self) -> set[str]:
@@ -137,10 +148,17 @@ class ConViT(BlockwiseViT):
         """Return no tokens: the class token joins later."""
         return []
 
-    def run_block(self, i: int, x: Tensor, maps: None, grid_size: tuple[int, int]) -> tuple[Tensor, None]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: None,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+            class_tokens = self.cls_token.expand(x.shape[0], -1, -1)
+            x = torch.cat([class_tokens, x], dim=1)
         if i < self.local_up_to_layer:
             return self.call_block(i, x, grid_size), None
         return self.call_block(i, x), None
@@ -150,7 +168,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
     """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its positions from a square grid."""
     state = {}
     for name, tensor in unwrap_state_dict(state_dict).items():
-        if not name.endswith("pos_proj.bias"):  # which is constant along the softmax, and has no effect
+        # which is constant along the softmax, and has no effect
+        if not name.endswith("pos_proj.bias"):
             name = name.replace("gating_param", "gate").replace("pos_proj.weight", "position")
             state[name] = tensor
     return vision_transformer.checkpoint_filter_fn(state, model)

@@ -159,13 +159,16 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
-            with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+            # timm warns when it interpolates relative positions
+            with warnings.catch_warnings(action="ignore"):
                 model.set_input_size(img_size=size)  # type: ignore[operator]
             problem = input_size_problem(model, shape)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             problem = str(error)
     if problem:
-        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}")
+        raise UserError(
+            f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}",
+        )
     return model
 
 
@@ -228,7 +231,12 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
-def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: str | None = None) -> Inputs:
+def inputs_like(
+    model: nn.Module,
+    batch: int,
+    input_size: tuple[int, ...],
+    device: str | None = None,
+) -> Inputs:
     """Return inputs of (channels, height, width) to time or count, in the model's dtype, on its device or the given."""
     like = first_float(model)
     target = device or like.device
@@ -275,7 +283,9 @@ def class_logits(outputs: Any) -> Tensor:
         given = f"is a {type(outputs).__name__}"
         if isinstance(logits, Tensor):
             given = f"has shape {tuple(logits.shape)}"
-        raise UserError(f"the model does not classify images: its output {given}, not (images, classes)")
+        raise UserError(
+            f"the model does not classify images: its output {given}, not (images, classes)",
+        )
     require_finite(logits)
     return logits.float()
 
@@ -292,7 +302,11 @@ def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
 
 
 def check_own_classes(
-    model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
+    model: nn.Module,
+    classes: Sequence[str],
+    where: str = "",
+    more: str = "",
+    size: ImageSize | None = None,
 ) -> None:
     """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
     own = len(label_names(model)) or class_count(model, size)

@@ -50,7 +50,8 @@ def _visible_count(patches: int, ratio: float) -> int:
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Return the tokens at the given indices. Shape: tokens (B, N, C), indices (B, K) -> (B, K, C)"""
-    return tokens.gather(1, indices[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+    channels = tokens.shape[2]
+    return tokens.gather(1, indices[:, :, None].expand(-1, -1, channels))
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -97,7 +98,9 @@ def _fix_positions(encoder: VisionTransformer) -> None:
 def _check_encoder(encoder: nn.Module) -> None:
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
-        raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
+        raise UserError(
+            f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}",
+        )
     needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
     if not needing_grid and isinstance(encoder, BlockwiseViT):
         needing_grid = {f"a {kind}"}
@@ -149,7 +152,9 @@ class MaskedAutoencoder(nn.Module):
         _check_encoder(encoder)
         _visible_count(encoder.patch_embed.num_patches, mask)
         if width % 4 or width % heads:
-            raise UserError(f"the decoder's width {width} is not a multiple of 4 and of its {heads} heads; change one")
+            raise UserError(
+                f"the decoder's width {width} is not a multiple of 4 and of its {heads} heads; change one",
+            )
         self.encoder = encoder
         self.ratio = mask
         self.normalise = normalise
@@ -188,7 +193,9 @@ class MaskedAutoencoder(nn.Module):
         if stem.strict_img_size and size != tuple(stem.img_size):
             own = "x".join(map(str, stem.img_size))
             given = "x".join(map(str, size))
-            raise UserError(f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True")
+            raise UserError(
+                f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True",
+            )
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
     def draw_noise(self, images: Tensor) -> Tensor:
@@ -205,7 +212,8 @@ class MaskedAutoencoder(nn.Module):
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
         """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
-        # the steps of timm's forward_features, of which only its private _pos_embed adds positions to all patches
+        # the steps of timm's forward_features, of which only its private _pos_embed adds positions
+        # to all patches
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix = tokens[:, : vit.num_prefix_tokens]
         patches = tokens[:, vit.num_prefix_tokens :]
@@ -224,7 +232,8 @@ class MaskedAutoencoder(nn.Module):
         x = self.decoder_embed(self.encode(images, seen))  # (B, prefix + V, width)
         prefix = self.encoder.num_prefix_tokens
         B, N = seen.restore.shape
-        hidden = self.mask_token.to(x.dtype).expand(B, N - seen.visible.shape[1], -1)  # (B, N - V, width)
+        V = seen.visible.shape[1]
+        hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
         patches = torch.cat([x[:, prefix:], hidden], dim=1)
         patches = gather_tokens(patches, seen.restore) + positions.to(x.dtype)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches], dim=1)  # (B, prefix + N, width)
@@ -238,7 +247,12 @@ class MaskedAutoencoder(nn.Module):
             return self.decoder_pos_embed
         return sincos_pos_embed(grid_size, self.width).to(self.decoder_pos_embed)
 
-    def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
+    def decoder_features(
+        self,
+        images: Tensor,
+        noise: Tensor | None = None,
+        block: int | None = None,
+    ) -> Tensor:
         """Return all patches' tokens after a decoder block (1 is the first, None the last), before the decoder's norm.
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
@@ -267,8 +281,10 @@ class MaskedAutoencoder(nn.Module):
         return reconstruction_error(prediction, self.target(images), mask)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks of both halves in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the mask token and the encoder's."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}

@@ -13,7 +13,10 @@ RESERVED_ARGUMENTS = {
     "pretrained_strict": "give model.weights",
     "pretrained_filter_fn": "give model.weights",
     "cache_dir": "set HF_HOME",
-    **dict.fromkeys(("features_only", "out_indices", "feature_cfg", "feature_cls"), "a run trains whole networks"),
+    **dict.fromkeys(
+        ("features_only", "out_indices", "feature_cfg", "feature_cls"),
+        "a run trains whole networks",
+    ),
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
 }
 
@@ -41,10 +44,18 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
         if len(value) > limit:
             raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in RESERVED_ARGUMENTS and key not in ("pretrained", "features_only", "out_indices"):
-                raise ValueError(f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}")
+            if key in RESERVED_ARGUMENTS and key not in (
+                "pretrained",
+                "features_only",
+                "out_indices",
+            ):
+                raise ValueError(
+                    f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}",
+                )
             _check_value(name, each, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):
-        raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")
+        raise ValueError(
+            f"{name} must be a number, text, true, false, null, or a list or group of these",
+        )

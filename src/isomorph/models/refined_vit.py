@@ -22,7 +22,13 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
@@ -48,7 +54,9 @@ class ConvPatchEmbed(PatchEmbed):
     ) -> None:
         patch = to_2tuple(patch_size)
         if any(size % 2 for size in patch):
-            raise UserError(f"patch_size {patch_size} must be even: the first convolution halves the image")
+            raise UserError(
+                f"patch_size {patch_size} must be even: the first convolution halves the image",
+            )
         super().__init__(img_size, patch, in_chans, embed_dim, **kwargs)
         factory = factory_kwargs(kwargs)
         first, second, third = widths
@@ -64,7 +72,9 @@ class ConvPatchEmbed(PatchEmbed):
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the image size. Raises: UserError for a different patch size."""
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
-            raise UserError(f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it")
+            raise UserError(
+                f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it",
+            )
         super().set_input_size(img_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,9 +149,13 @@ class RefinedViT(DenseHeadViT):
         **kwargs: Any,
     ) -> None:
         if share and not reduce:
-            raise UserError("share needs reduce=True: without it there are more maps than heads in the next block")
+            raise UserError(
+                "share needs reduce=True: without it there are more maps than heads in the next block",
+            )
         if share and kwargs.get("scale_attn_norm"):
-            raise UserError("scale_attn_norm needs share=0: blocks that reuse maps do not have this norm")
+            raise UserError(
+                "scale_attn_norm needs share=0: blocks that reuse maps do not have this norm",
+            )
         plain = ratio == kernel == 0
         form: dict[str, Any] = dict(init=init, reduce=reduce, span=span, recompute=recompute)
         rule = AttentionToRefined(
@@ -169,14 +183,26 @@ class RefinedViT(DenseHeadViT):
                 layer.is_revertible = False
         self.update_grid()
 
-    def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
+    def run_block(
+        self,
+        i: int,
+        x: Tensor,
+        maps: Any,
+        grid_size: tuple[int, int],
+    ) -> tuple[Tensor, Any]:
         return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
 
-def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
+def _build_attention(
+    rule: AttentionToRefined,
+    plain: bool,
+    giving: bool,
+    given: dict[str, Any],
+) -> nn.Module:
     """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
     arguments = {name: given[name] for name in (*_SHARED, "qk_norm", "attn_drop", "norm_layer")}
     arguments["scale_norm"] = given["scale_attn_norm"]
@@ -187,7 +213,7 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
     # the map is passed on, so it must be formed and convolved explicitly
     refine: nn.Module = nn.Identity()
     if not plain:
-        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))  # type: ignore[arg-type]
+        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))
     return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
 
 
@@ -254,6 +280,7 @@ class ReleasedRefinedViT(DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
@@ -269,7 +296,10 @@ def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
     return state.keys().isdisjoint(refiners)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | ReleasedRefinedViT) -> dict[str, Tensor]:
+def checkpoint_filter_fn(
+    state_dict: dict[str, Tensor],
+    model: RefinedViT | ReleasedRefinedViT,
+) -> dict[str, Tensor]:
     """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
@@ -282,7 +312,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | Rele
     if not is_plain_vit(state, model):
         return state
     if model.share:
-        raise UserError("a plain ViT's checkpoint has queries and keys in every block; create the model with share=0")
+        raise UserError(
+            "a plain ViT's checkpoint has queries and keys in every block; create the model with share=0",
+        )
     if model.init != "same-function":
         return state
     return state | _refiner_tensors(model)
@@ -295,7 +327,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "l": dict(depth=32, embed_dim=512, num_heads=16),
 }
 _LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
-# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps.
+# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP,
+# and shared maps.
 VARIANTS = {
     "refined_vit_b": Variant(_SIZES["b"], "86M parameters, 81.2 top-1"),
     "refined_vit_s": Variant(_SIZES["s"] | _LARGE, "25M parameters, 83.6 top-1"),

@@ -5,7 +5,7 @@ every conv2 there. In a T-CIFAR-ResNet every convolution of layer3 is recast at 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 from timm.layers import get_attn
@@ -15,29 +15,48 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
-from isomorph.models.base import ForeignCheckpoints, Variant, build_variant, parameters_without_decay, register_variants
+from isomorph.models.base import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    parameters_without_decay,
+    register_variants,
+)
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, apply_edit
 from isomorph.surgery.recast import apply_rule
 
-RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
-RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
-RESNET_D = dict(stem_width=32, stem_type="deep", avg_down=True)
+RESNET_RS: dict[str, Any] = dict(
+    stem_width=32,
+    stem_type="deep",
+    replace_stem_pool=True,
+    avg_down=True,
+    block_args=dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25)),
+)
+RESNET_D: dict[str, Any] = dict(stem_width=32, stem_type="deep", avg_down=True)
 
-# timm's name, blocks by stage, form and fine-tuning resolution (T-CNN Tables 1 and 5) of each ResNet.
-_NETWORKS: list[tuple[str, tuple[int, ...], dict[str, Any], int, str]] = [
-    ("resnetrs50", (3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"),
-    ("resnetrs101", (3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"),
-    ("resnetrs152", (3, 8, 36, 3), RESNET_RS, 320, "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"),
-    ("resnetrs200", (3, 24, 36, 3), RESNET_RS, 320, "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"),
-    ("resnetrs270", (4, 29, 53, 4), RESNET_RS, 320, "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"),
-    ("resnetrs350", (4, 36, 72, 4), RESNET_RS, 320, "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"),
-    ("resnet50d", (3, 4, 6, 3), RESNET_D, 320, "81.6 top-1 at 320 (T-CNN Table 5)"),
-    ("resnet101d", (3, 4, 23, 3), RESNET_D, 384, "83.1 top-1 at 384 (T-CNN Table 5)"),
-    ("resnet152d", (3, 8, 36, 3), RESNET_D, 384, "83.8 top-1 at 384 (T-CNN Table 5)"),
-    ("resnet200d", (3, 24, 36, 3), RESNET_D, 384, "83.9 top-1 at 384 (T-CNN Table 5)"),
-]
-VARIANTS = {f"t_{name}": Variant(dict(layers=layers, **form), text) for name, layers, form, _, text in _NETWORKS}
+
+class _Network(NamedTuple):
+    """A ResNet of timm: its blocks by stage, its form, and the resolution of fine-tuning (T-CNN Tables 1 and 5)."""
+
+    layers: tuple[int, ...]
+    form: dict[str, Any]
+    size: int
+    description: str
+
+
+_NETWORKS = {
+    "resnetrs50": _Network((3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"),
+    "resnetrs101": _Network((3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"),
+    "resnetrs152": _Network((3, 8, 36, 3), RESNET_RS, 320, "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"),
+    "resnetrs200": _Network((3, 24, 36, 3), RESNET_RS, 320, "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"),
+    "resnetrs270": _Network((4, 29, 53, 4), RESNET_RS, 320, "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"),
+    "resnetrs350": _Network((4, 36, 72, 4), RESNET_RS, 320, "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"),
+    "resnet50d": _Network((3, 4, 6, 3), RESNET_D, 320, "81.6 top-1 at 320 (T-CNN Table 5)"),
+    "resnet101d": _Network((3, 4, 23, 3), RESNET_D, 384, "83.1 top-1 at 384 (T-CNN Table 5)"),
+    "resnet152d": _Network((3, 8, 36, 3), RESNET_D, 384, "83.8 top-1 at 384 (T-CNN Table 5)"),
+    "resnet200d": _Network((3, 24, 36, 3), RESNET_D, 384, "83.9 top-1 at 384 (T-CNN Table 5)"),
+}
 
 
 class TransformedMixin(ForeignCheckpoints):
@@ -63,7 +82,11 @@ class TResNet(TransformedMixin, ResNet):
     """
 
     def __init__(
-        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+        self,
+        init: str = "paper",
+        locality: float | None = None,
+        gate: float | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(block=Bottleneck, **kwargs)
         apply_edit(self, Edit(Unstride(), ("layer4",)))
@@ -78,7 +101,11 @@ class TCifarResNet(TransformedMixin, CifarResNet):
     """
 
     def __init__(
-        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+        self,
+        init: str = "paper",
+        locality: float | None = None,
+        gate: float | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         apply_rule(self, ConvToGPSA(init, locality, gate), "layer3.*.conv?")  # type: ignore[arg-type]
@@ -106,16 +133,24 @@ def _backbone_cfg(name: str, size: int) -> dict[str, Any]:
     cfg = timm.models.get_pretrained_cfg(name).to_dict()
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
         cfg.pop(key, None)
-    return {**cfg, "input_size": (3, size, size), "pool_size": (size // 16, size // 16)}
+    cfg["input_size"] = (3, size, size)
+    cfg["pool_size"] = (size // 16, size // 16)
+    return cfg
 
+
+VARIANTS: dict[str, Variant] = {}
+_CFGS: dict[str, dict[str, Any]] = {}
+for _name, _network in _NETWORKS.items():
+    _arguments = dict(layers=_network.layers, **_network.form)
+    VARIANTS[f"t_{_name}"] = Variant(_arguments, _network.description)
+    _CFGS[f"t_{_name}.cnn_in1k"] = _backbone_cfg(_name, _network.size)
 
 _SMALL = {
-    f"t_cifar_resnet{depth}": Variant(dict(depth=depth), f"with the {count} convolutions of layer3 as attention")
-    for depth, count in ((20, "six"), (56, "eighteen"))
+    "t_cifar_resnet20": Variant(dict(depth=20), "with the six convolutions of layer3 as attention"),
+    "t_cifar_resnet56": Variant(dict(depth=56), "with the eighteen convolutions of layer3 as attention"),
 }
-default_cfgs = generate_default_cfgs(
-    {f"t_{name}.cnn_in1k": _backbone_cfg(name, size) for name, _, _, size, _ in _NETWORKS}
-    | {f"{name}.cnn_cifar10": cifar_cfg(arguments["depth"]) for name, (arguments, _) in _SMALL.items()}
-)
+for _name, _variant in _SMALL.items():
+    _CFGS[f"{_name}.cnn_cifar10"] = cifar_cfg(_variant.arguments["depth"])
+default_cfgs = generate_default_cfgs(_CFGS)
 register_variants(__name__, partial(build_variant, TResNet, feature_cfg={}), VARIANTS)
 register_variants(__name__, partial(create_cifar_resnet, kind=TCifarResNet), _SMALL)

@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
-from isomorph.models.base import Variant, build_variant, image_cfg, init_as_mae, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    init_as_mae,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import AnySizeViT
 from isomorph.surgery import AttentionToRelative, LinearToPyramid, fuse
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.recast import apply_rule
 
-# Layers that the paper replaces by pyramids: all linear layers of a block except the output projection.
+# Layers that the paper replaces by pyramids: all linear layers of a block except the output
+# projection.
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 
-# Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD).
+# Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE,
+# G2SD).
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 
 
@@ -119,7 +128,8 @@ def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
     if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
         positions = state_dict["pos_embed"]
         first = positions[:, :1]
-        added["pos_embed"] = torch.cat([first, torch.zeros_like(first), positions[:, 1:]], 1)
+        zero = torch.zeros_like(first)
+        added["pos_embed"] = torch.cat([first, zero, positions[:, 1:]], 1)
         added["dist_token"] = model.dist_token.detach()
     for name, own in _relative_biases(model).items():
         given = state_dict.get(name, own)
@@ -151,7 +161,8 @@ def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, 
     return twin.state_dict()
 
 
-# 12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL Tables 1 and 3.
+# 12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL
+# Tables 1 and 3.
 VARIANTS = {
     "tdrl_vit_ti": Variant(dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"),
     "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),

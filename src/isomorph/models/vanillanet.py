@@ -56,7 +56,9 @@ class VanillaNet(StagedNet):
     ) -> None:
         super().__init__()
         if len(dims) != len(strides) + 1:
-            raise UserError(f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's")
+            raise UserError(
+                f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's",
+            )
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.drop_rate = drop_rate
@@ -87,6 +89,7 @@ class VanillaNet(StagedNet):
         return self.stem(x)
 
     def get_classifier(self) -> nn.Module:
+        """Return the last layer, which gives the logits."""
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -104,6 +107,7 @@ class VanillaNet(StagedNet):
         self.head.to(next(self.stem.parameters())).train(self.training)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return patterns of parameter names by stage, for layer decay."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 

@@ -41,28 +41,38 @@ class AppliedAttention(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        q, k = (self.maps, None) if self.q is None else (self.q, self.k)
-        return q.shape[2], q.shape[3] if k is None else k.shape[2]  # type: ignore[union-attr]
+        """Number of queries and of keys."""
+        if self.k is not None:
+            return self.q.shape[2], self.k.shape[2]  # type: ignore[union-attr]
+        formed = self.maps if self.q is None else self.q  # the map or its logits
+        return formed.shape[2], formed.shape[3]  # type: ignore[union-attr]
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        return self._weights(self.rows(0, self.shape[0])) if self.maps is None else self.maps
+        if self.maps is not None:
+            return self.maps
+        return self._weights(self.rows(0, self.shape[0]))
 
     def float(self) -> "AppliedAttention":
         return AppliedAttention(*(None if tensor is None else tensor.float() for tensor in self))
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the logits of queries start to stop. Shape: -> (B, nh, stop - start, Nk)"""
-        q, bias = self.q[:, :, start:stop], self.bias  # type: ignore[index]
-        if bias is not None and bias.shape[-2] > 1:
-            bias = bias[..., start:stop, :]
-        logits = q if self.k is None else q @ self.k.mT
-        return logits if bias is None else logits + bias
+        logits = self.q[:, :, start:stop]  # type: ignore[index]
+        if self.k is not None:
+            logits = logits @ self.k.mT
+        if self.bias is None:
+            return logits
+        is_same_for_all = self.bias.shape[-2] == 1
+        return logits + (self.bias if is_same_for_all else self.bias[..., start:stop, :])
 
     def _weights(self, logits: Tensor) -> Tensor:
         """Return the softmax, 0 in rows that a mask excludes, as `scaled_dot_product_attention` has them."""
         maps = logits.softmax(-1)
-        return maps if self.bias is None else maps.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
+        if self.bias is None:
+            return maps
+        attends_to_nothing = (logits == -torch.inf).all(-1, keepdim=True)
+        return maps.masked_fill(attends_to_nothing, 0)
 
     def row(self, query: int) -> Tensor:
         """Return the map of one query. Shape: -> (B, nh, Nk)"""
@@ -72,11 +82,15 @@ class AppliedAttention(NamedTuple):
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time."""
-        B, nh = map(max, zip(*(x.shape[:2] for x in self if x is not None and x.ndim == 4), strict=True))
+        with_images = [x for x in self if x is not None and x.ndim == 4]
+        B = max(len(x) for x in with_images)
+        nh = max(x.shape[1] for x in with_images)
         count = images_per_chunk(nh, *self.shape)
         for start in range(0, B, count):
-            single = (x is None or x.ndim < 4 or len(x) == 1 for x in self)
-            parts = (x if whole else x[start : start + count] for x, whole in zip(self, single, strict=True))  # type: ignore[index]
+            parts = []
+            for x in self:
+                is_same_for_all = x is None or x.ndim < 4 or len(x) == 1
+                parts.append(x if is_same_for_all else x[start : start + count])  # type: ignore[index]
             yield AppliedAttention(*parts).map()
 
 
@@ -84,7 +98,8 @@ class _Frame:
     """A layer whose forward is running: how it lays out its maps, and what it applied so far."""
 
     def __init__(self, heads: int, layout: MapLayout | None) -> None:
-        self.heads, self.layout = heads, layout
+        self.heads = heads
+        self.layout = layout
         self.applied: list[AppliedAttention] = []
         self.logits: Tensor | None = None
 
@@ -92,7 +107,9 @@ class _Frame:
         return to_standard_map(x, self.layout or usual_layout(x, self.heads), self.heads)
 
     def scores(self, call: FusedCall) -> AppliedAttention:
-        q, k, mask = call.scaled_query, call.repeated[0], call.mask
+        q = call.scaled_query
+        k = call.repeated[0]
+        mask = call.mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         if mask is not None and q.ndim != 4:
@@ -104,7 +121,8 @@ class _Frame:
         maps = [head.maps for head in self.applied if head.maps is not None]
         if len(maps) == len(self.applied) > 1:
             logits = [head.q for head in self.applied if head.q is not None]
-            return AppliedAttention(torch.cat(logits, 1) if logits else None, maps=torch.cat(maps, 1))
+            joint = torch.cat(logits, 1) if logits else None
+            return AppliedAttention(joint, maps=torch.cat(maps, 1))
         return self.applied[-1] if self.applied else None
 
 
@@ -161,6 +179,7 @@ class ReadMaps(FollowMaps):
 
     def at_product(self, maps: Tensor) -> Tensor:
         if self.frame and self.frame.logits is not None:
-            logits, self.frame.logits = self.frame.standard(self.frame.logits), None
+            logits = self.frame.standard(self.frame.logits)
+            self.frame.logits = None
             self.frame.applied.append(AppliedAttention(logits, maps=self.frame.standard(maps)))
         return maps

@@ -66,7 +66,8 @@ class Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        read = tensors_in(args[:1] if name in LIKE_SECOND else (args, kwargs))
+        given = args[:1] if name in LIKE_SECOND else (args, kwargs)
+        read = tensors_in(given)
         inputs = tuple(map(value_of, read))
         self._find_shared_memory(read)
         with self.kernels.within_a_function():
@@ -75,7 +76,9 @@ class Flow(TorchFunctionMode):
             if not made and read and _leaves_torch(func, args, kwargs, out):
                 self.kernels.values_decide = True
         # what an operation writes in place is another value of the same tensor
-        made += [tensor for tensor, before in zip(read, inputs, strict=True) if value_of(tensor) != before]
+        for tensor, before in zip(read, inputs, strict=True):
+            if value_of(tensor) != before:
+                made.append(tensor)
         outputs = tuple(dict.fromkeys(map(value_of, made)))
         self.tensors |= {value_of(tensor): tensor for tensor in made}
         self.tensors |= dict(zip(inputs, read, strict=True))
@@ -97,7 +100,9 @@ class Flow(TorchFunctionMode):
                 self._memories.add(memory)
 
     def _record(self, operation: Operation) -> None:
-        inputs, outputs, name = operation.inputs, operation.outputs, operation.name
+        inputs = operation.inputs
+        outputs = operation.outputs
+        name = operation.name
         is_random = "drop" in name or "rand" in name
         constant = bool(inputs) and self.constant.issuperset(inputs) and not is_random
         if self.kernels.values_decide and inputs:
@@ -252,8 +257,7 @@ def _constants(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name; of a module with several names under its first."""
     constants: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        own = (module._parameters, module._buffers)
-        for name, tensor in (item for kind in own for item in kind.items()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 constants[f"{path}.{name}".lstrip(".")] = tensor
     return constants
@@ -302,4 +306,5 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
     finally:
         for name, module in modules.items():
             vars(module).pop("forward", None)
-            vars(module).update({"forward": own[name]} if own[name] else {})
+            if own[name] is not None:
+                vars(module)["forward"] = own[name]

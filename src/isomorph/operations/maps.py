@@ -31,7 +31,9 @@ _PRODUCT: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm,
 
 def usual_layout(maps: Tensor, heads: int) -> MapLayout:
     """Return the layout that most layers give maps with this number of axes."""
-    return "windows" if maps.ndim == 5 else "joint" if maps.ndim == 3 and heads > 1 else "heads"
+    if maps.ndim == 5:
+        return "windows"
+    return "joint" if maps.ndim == 3 and heads > 1 else "heads"
 
 
 def to_standard_map(maps: Tensor, layout: MapLayout, heads: int) -> Tensor:
@@ -76,7 +78,10 @@ class FusedCall(NamedTuple):
 
     @property
     def scaled_query(self) -> Tensor:
-        return self.query * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        scale = self.scale
+        if scale is None:
+            scale = self.query.shape[-1] ** -0.5
+        return self.query * scale
 
     @property
     def repeated(self) -> tuple[Tensor, Tensor]:
@@ -96,7 +101,8 @@ class FusedCall(NamedTuple):
 
     def attend(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Return the values weighed by the edited map; 0 for a query that may attend to nothing."""
-        mask, lowest = self.mask, torch.finfo(self.query.dtype).min
+        mask = self.mask
+        lowest = torch.finfo(self.query.dtype).min
         scores = self.scaled_query @ self.repeated[0].mT  # (..., Nq, Nk)
         if mask is None:
             maps = edit(scores.softmax(-1), None)
@@ -196,7 +202,8 @@ class EditMaps(FollowMaps):
 
     def __init__(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> None:
         super().__init__()
-        self.edit, self.edited = edit, 0
+        self.edit = edit
+        self.edited = 0
         self.records = torch.is_grad_enabled()
 
     def _edit(self, maps: Tensor, mask: Tensor | None) -> Tensor:

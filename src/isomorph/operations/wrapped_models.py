@@ -26,10 +26,16 @@ _PERMANENT_HINT = (
 def hooks_on(module: nn.Module) -> list[str]:
     """Return the names of a module's hooks of all kinds, but for surgery's own and transformers' records."""
     # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
-    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
-    functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
-    own = [hook for hook in functions if not getattr(getattr(hook, "__self__", hook), "reattached", False)]
-    return [getattr(hook, "__name__", type(hook).__name__) for hook in own if not records_outputs(hook)]
+    names = []
+    for kind, hooks in vars(module).items():
+        if not kind.endswith("_hooks") or not isinstance(hooks, dict):
+            continue
+        for registered in hooks.values():
+            hook = getattr(registered, "hook", None) or registered
+            is_reattached = getattr(getattr(hook, "__self__", hook), "reattached", False)
+            if not is_reattached and not records_outputs(hook):
+                names.append(getattr(hook, "__name__", type(hook).__name__))
+    return names
 
 
 def records_outputs(hook: Any) -> bool:
@@ -81,7 +87,8 @@ def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
 def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
     *wrappers, inner = wrappers_of(module, kinds)
     for wrapper in wrappers:
-        if hooks := hooks_on(wrapper):
+        hooks = hooks_on(wrapper)
+        if hooks:
             name = type(wrapper).__name__ if isinstance(wrapper, kinds) else "compiled model"
             raise UserError(f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside")
     return inner
@@ -90,7 +97,9 @@ def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
 def _is_sharded(model: nn.Module) -> bool:
     """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(filter(None, (getattr(fsdp, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))))
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     return any(isinstance(module, kinds) for module in model.modules())
 
 
@@ -111,6 +120,7 @@ def copy_module(model: nn.Module) -> nn.Module:
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
     modes = {name: module.training for name, module in model.named_modules()}
     for name, copied in new.named_modules():  # a feature extractor of torchvision is copied in train mode
-        if copied.training != (mode := modes.get(name, copied.training)):
+        mode = modes.get(name, copied.training)
+        if mode != copied.training:
             copied.train(mode)
     return new

@@ -5,14 +5,16 @@ from collections import ChainMap
 from isomorph.surgery.absorb import Absorb, absorb
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
+from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.insert import Insert, insert, register_block
-from isomorph.surgery.merge import FuseReport, Merge
+from isomorph.surgery.merge import Merge
 from isomorph.surgery.port.port import port_weights
 from isomorph.surgery.port.report import NotPorted, PortReport
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
 from isomorph.surgery.reparameterize import Reparameterize
+from isomorph.surgery.resize import ResizeReport, resize_patches
 from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
 from isomorph.surgery.rules.gated import ConvToGPSA
@@ -66,6 +68,7 @@ __all__ = [
     "PortReport",
     "Prune",
     "Reparameterize",
+    "ResizeReport",
     "Revert",
     "Rule",
     "Site",
@@ -90,6 +93,7 @@ __all__ = [
     "recast",
     "register_block",
     "register_rule",
+    "resize_patches",
     "revert",
     "targets",
     "unstride",

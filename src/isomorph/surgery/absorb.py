@@ -147,8 +147,15 @@ class Absorb(Rule):
         weight = conv.weight.double() * gain[read][..., None, None]
         if conv.groups != 1:
             return weight, mean
-        filters = [weight[:, i] if i is not None else weight[:, 0] * 0 for i in self.order]
-        means = [mean[i] if i is not None else 0.0 for i in self.order]
+        filters = []
+        means = []
+        for channel in self.order:
+            if channel is None:  # ignored
+                filters.append(torch.zeros_like(weight[:, 0]))
+                means.append(0.0)
+            else:
+                filters.append(weight[:, channel])
+                means.append(mean[channel])
         return torch.stack(filters, 1), means
 
 
@@ -218,7 +225,7 @@ def absorb(
     example = own_example(new) if images is None else images[:1]
     if not isinstance(example, Tensor):
         raise UserError("the model does not say which images it takes; give some as images=")
-    names = tuple(_layers_that_read(new, example))
+    names = tuple(layers_that_read(new, example))
     if not names:
         raise UserError("no layer reads the images as they are; normalise them in front of the model")
     for name in names:
@@ -236,7 +243,7 @@ def absorb(
 
 
 @torch.no_grad()
-def _layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
+def layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
     """Return the names of the layers whose input is the image itself."""
     leaves = []
     for name, module in model.named_modules():

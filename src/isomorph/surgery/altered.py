@@ -1,18 +1,10 @@
 """Layers whose class is a subclass made at run time, so that their parts and the names of their state stay."""
 
 import copy
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch import nn
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def cached_by_class(function: F) -> F:
-    """Decorate a function of classes so that it is computed once for each."""
-    return cast(F, cache(function))
 
 
 class Altered:
@@ -31,7 +23,7 @@ class Altered:
         return _new_altered, (self.mixin, self.original), self.__dict__
 
 
-@cached_by_class
+@cache
 def altered_class(mixin: type[Altered], kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass by which layers of a class are altered."""
     base, attributes = mixin.base_of(kind)

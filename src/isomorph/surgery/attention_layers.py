@@ -7,14 +7,14 @@ leaves both to transformers' attention interface. Where a map is among its opera
 import dis
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid, grid_places
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 from isomorph.operations import MapLayout
-from isomorph.surgery.altered import cached_by_class
 from isomorph.surgery.modules import functions_of
 
 # Attributes of layers, and of the configurations of transformers, for the number of heads.
@@ -29,7 +29,10 @@ _PRODUCTS = {"@", "matmul", "bmm", "einsum"}
 
 
 def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
-    return next((given[name] for name in _MASKS if given.get(name) is not None), None)
+    for name in _MASKS:
+        if given.get(name) is not None:
+            return given[name]
+    return None
 
 
 def mask_unit_order(count: int, units: GridSize) -> Tensor:
@@ -51,7 +54,8 @@ def mask_unit_order(count: int, units: GridSize) -> Tensor:
 
 def mask_unit_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens of Hiera's attention, in one mask unit or in all of the image."""
-    in_unit, pooled = layer.window_size, math.isqrt(layer.q_stride)
+    in_unit = layer.window_size
+    pooled = math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
     places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2  # a query is the maximum of pooled^2 tokens
     return places, mask_unit_order(keys // math.prod(units), units)
@@ -65,7 +69,8 @@ def row_mean_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: 
 
 def halo_places(layer: Any, _: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens of HaloNet's attention, whose windows of keys reach beyond those of queries."""
-    block, window = (math.isqrt(count) for count in (queries, keys))
+    block = math.isqrt(queries)
+    window = math.isqrt(keys)
     return grid_places((block, block)) * layer.block_stride, grid_places((window, window)) - layer.halo_size
 
 
@@ -95,18 +100,29 @@ class AttentionFacts(NamedTuple):
 
 
 def _interface_reason(layer: Any) -> str | None:
-    name, config = type(layer).__name__, cast(Any, getattr(layer, "config", None))
+    name = type(layer).__name__
+    config: Any = getattr(layer, "config", None)
     if not hasattr(config, "_attn_implementation"):
         return f"{name} has no config that says how its attention is computed"
-    if any(getattr(owner, field, False) for owner in (layer, config) for field in ("is_causal", "is_decoder")):
+    if _first_of((layer, config), ("is_causal", "is_decoder"), bool):
         return f"{name} is causal: an edited map mixes neighbouring queries, so that a token would see later ones"
     if config._attn_implementation not in _SEEN:
         given = f"{name} uses {config._attn_implementation}"
         return f'{given}, whose operations cannot be seen; call model.set_attn_implementation("sdpa") first'
     if "Cross" in name:
         return f"{name} attends to other tokens than those of its queries"
-    if not any(hasattr(owner, field) for owner in (layer, config) for field in _HEADS):
+    if not any(hasattr(layer, field) or hasattr(config, field) for field in _HEADS):
         return f"{name} does not say how many heads it has"
+    return None
+
+
+def _first_of(owners: Sequence[Any], names: Sequence[str], accepts: Callable[[Any], bool]) -> Any:
+    """Return the first attribute of an owner under one of these names that is accepted, or None."""
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            if accepts(value):
+                return value
     return None
 
 
@@ -187,7 +203,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-@cached_by_class
+@cache
 def _names_used(kind: type) -> set[str]:
     names: set[str] = set()
     for function in functions_of(kind):
@@ -196,18 +212,20 @@ def _names_used(kind: type) -> set[str]:
     return names
 
 
-@cached_by_class
+@cache
 def attention_facts(kind: type) -> AttentionFacts | None:
     """Return what is known about a class of attention, or None for another class and for isomorph's own layers."""
     if kind.__module__.startswith("isomorph.") and _full_name(kind) not in FACTS:
         return None
-    rows = {base: FACTS[name] for base in kind.__mro__ if (name := _full_name(base)) in FACTS}
-    if without := next((row for row in rows.values() if row and row.no_map), None):
-        return without
-    owner = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-    for base in kind.__mro__[: kind.__mro__.index(owner) + 1]:
+    rows = {base: FACTS[_full_name(base)] for base in kind.__mro__ if _full_name(base) in FACTS}
+    for row in rows.values():
+        if row and row.no_map:
+            return row
+    for base in kind.__mro__:
         if base in rows:
             return rows[base]
+        if "forward" in vars(base):  # it computes something else than its base classes
+            break
     names = _names_used(kind)
     if "get_interface" in names:
         return _INTERFACE
@@ -215,7 +233,7 @@ def attention_facts(kind: type) -> AttentionFacts | None:
     return AttentionFacts() if attends else None
 
 
-@cached_by_class
+@cache
 def calls_fused_attention(kind: type) -> bool:
     """Return whether layers of a class of attention call `scaled_dot_product_attention`, in a form of theirs."""
     facts = attention_facts(kind)
@@ -233,8 +251,7 @@ def heads_of(layer: Any, facts: AttentionFacts | None) -> int:
     if facts and facts.heads:
         return facts.heads(layer)
     owners = (layer, getattr(layer, "config", None))
-    found = (getattr(owner, name, None) for owner in owners for name in _HEADS)
-    return next((heads for heads in found if isinstance(heads, int)), 1)
+    return _first_of(owners, _HEADS, lambda heads: isinstance(heads, int)) or 1
 
 
 def gating_reason(layer: nn.Module) -> str | None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -24,7 +24,8 @@ Inputs = Tensor | Mapping[str, Any]
 
 def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None) -> dict[str, Any] | None:
     """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
-    if (own := getattr(model, "example_inputs", None)) is None:
+    own = getattr(model, "example_inputs", None)
+    if own is None:
         return None
     with torch.device("cpu"):
         return dict(own(batch, size))
@@ -32,7 +33,9 @@ def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None
 
 def copy_inputs(inputs: Any) -> Any:
     """Return inputs that a model may change in place: each tensor in them is one of its own."""
-    return tree_map(_copy_leaf, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    return tree_map(_copy_leaf, inputs)
 
 
 def _copy_leaf(value: Any) -> Any:
@@ -64,7 +67,8 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
         reason = first_line(error)[:200].rstrip(".")
-        reason += "; give several inputs by name, as a dict" if "required positional argument" in reason else ""
+        if "required positional argument" in reason:
+            reason += "; give several inputs by name, as a dict"
         raise DoesNotRun(f"the model does not run on {_describe(inputs)}: {reason}") from error
 
 
@@ -72,15 +76,16 @@ def _describe(inputs: Inputs) -> str:
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
     described = f"an input of shape {describe_shape(inputs)} in {str(inputs.dtype).removeprefix('torch.')}"
-    are_images = inputs.ndim == 4 and inputs.is_floating_point()
-    return described if are_images else f"{described}, not a batch of normalised images (B, C, H, W)"
+    if inputs.ndim == 4 and inputs.is_floating_point():
+        return described
+    return f"{described}, not a batch of normalised images (B, C, H, W)"
 
 
 def describe_shape(inputs: Inputs) -> str:
     """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
     if isinstance(inputs, Tensor):
         return "x".join(map(str, inputs.shape))
-    return ", ".join(f"{path[1:]} {describe_shape(x)}" for path, x in leaves(inputs) if isinstance(x, Tensor))
+    return ", ".join(f"{path[1:]} {describe_shape(x)}" for path, x in tensors_at(inputs).items())
 
 
 def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> None:
@@ -95,8 +100,9 @@ def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> 
 def check_not_empty(inputs: Inputs) -> None:
     """Raise UserError for a batch whose tensors have no values, and for what `check_inputs` rejects."""
     check_inputs(inputs)
-    tensors = [inputs] if isinstance(inputs, Tensor) else [x for x in inputs.values() if isinstance(x, Tensor)]
-    if tensors and not any(x.numel() for x in tensors):
+    values = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    sizes = [value.numel() for value in values if isinstance(value, Tensor)]
+    if sizes and not any(sizes):
         raise UserError(f"the batch is empty ({describe_shape(inputs)}); give at least one image or other input")
 
 
@@ -104,13 +110,17 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a floating-point or complex tensor in the given precision, another as it is."""
     if x.is_complex():
         return x.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
-    return x.to(dtype) if x.is_floating_point() else x
+    if x.is_floating_point():
+        return x.to(dtype)
+    return x
 
 
 def map_tensors(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Return a batch with its tensors changed."""
     check_inputs(batch)
-    return tree_map_only(Tensor, change, batch if isinstance(batch, Tensor) else dict(batch))
+    if not isinstance(batch, Tensor):
+        batch = dict(batch)
+    return tree_map_only(Tensor, change, batch)
 
 
 def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
@@ -133,22 +143,33 @@ def other_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Yield a batch again, and with other values and sizes."""
     yield "a second call", batch
     yield "negative inputs", map_floats(batch, torch.neg)
-    named = {"": batch} if isinstance(batch, Tensor) else batch
-    count = next((len(x) for x in named.values() if isinstance(x, Tensor) and x.ndim), 0)
-    other = {
-        name: (x[:1] if count > 1 else torch.cat([x, x])) if isinstance(x, Tensor) and x.ndim and len(x) == count else x
-        for name, x in named.items()
-    }
-    yield "another batch size", other[""] if isinstance(batch, Tensor) else other
+    yield "another batch size", _with_other_count(batch)
     if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
         H, W = batch.shape[-2:]
-        step = next(n for n in (32, 16, 8, 4, 2, 1) if H % n == W % n == 0)
+        step = math.gcd(H, W, 32)
         yield "another size", F.interpolate(batch, (H + step, W + 2 * step))
+
+
+def _with_other_count(batch: Inputs) -> Inputs:
+    """Return the first example of a batch, or one example twice; of several inputs those with as many rows."""
+    if isinstance(batch, Tensor):
+        return _other_rows(batch) if batch.ndim else batch
+    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim]
+    count = len(tensors[0]) if tensors else 0
+    other = {}
+    for name, x in batch.items():
+        is_batch = isinstance(x, Tensor) and x.ndim and len(x) == count
+        other[name] = _other_rows(x) if is_batch else x
+    return other
+
+
+def _other_rows(x: Tensor) -> Tensor:
+    return x[:1] if len(x) > 1 else torch.cat([x, x])
 
 
 def max_or_inf(values: Iterable[float]) -> float:
     """Return the largest value, infinity if one is NaN, 0 without any."""
-    return max((math.inf if value != value else value for value in values), default=0.0)
+    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 
 
 def relative(difference: float, scale: float) -> float:
@@ -159,26 +180,34 @@ def relative(difference: float, scale: float) -> float:
 def parts_of(value: Any) -> dict[str, Any] | None:
     """Return what a value consists of, by name: of a dict, list, data class or other object; None for a single one."""
     if isinstance(value, Tensor):
-        return {str(i): x for i, x in enumerate(value.unbind())} if value.is_nested else None
+        return _numbered(value.unbind()) if value.is_nested else None
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return {str(i): part for i, part in enumerate(value)}
+        return _numbered(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
     if isinstance(value, nn.Module | type | np.ndarray | np.generic | Enum) or callable(value):
         return None
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})} or None
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name in _slots(kind):
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    found.update(getattr(value, "__dict__", {}))
+    return found or None
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    names = vars(kind).get("__slots__", ())
-    own = (names,) if isinstance(names, str) else tuple(names)
+def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
+    return {str(number): part for number, part in enumerate(parts)}
+
+
+def _slots(kind: type) -> list[str]:
     if kind.__module__ in ("builtins", "torch"):
-        return ()
-    return tuple(name for name in own if not name.startswith("__"))
+        return []
+    names = vars(kind).get("__slots__", ())
+    own = [names] if isinstance(names, str) else names
+    return [name for name in own if not name.startswith("__")]
 
 
 def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -193,10 +222,17 @@ def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterato
         yield from leaves(part, f"{path}.{name}", (*around, id(output)))
 
 
+def tensors_at(output: Any) -> dict[str, Tensor]:
+    """Return the tensors that an output consists of, by name."""
+    return {path: leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor)}
+
+
 def full_precision(x: Tensor) -> Tensor:
     """Return a tensor in float64 or complex128, dense."""
-    x = x if x.layout == torch.strided else x.to_dense()
-    x = x.dequantize() if x.is_quantized else x
+    if x.layout != torch.strided:
+        x = x.to_dense()
+    if x.is_quantized:
+        x = x.dequantize()
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
@@ -207,18 +243,26 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
 
     Raises: UserError if the outputs have different shapes, or no tensors.
     """
-    tensors, others = ({n: x for n, x in leaves(y) if isinstance(x, Tensor)} for y in (output, other))
-    shapes, other_shapes = ({name: tuple(x.shape) for name, x in both.items()} for both in (tensors, others))
+    tensors = tensors_at(output)
+    others = tensors_at(other)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    other_shapes = {name: tuple(tensor.shape) for name, tensor in others.items()}
     if shapes != other_shapes:
+        shown: Any = (shapes, other_shapes)
         if set(shapes) == set(other_shapes) == {""}:
-            shapes, other_shapes = shapes[""], other_shapes[""]  # type: ignore[assignment]
-        raise UserError(f"the outputs of the models have different shapes: {shapes} and {other_shapes}")
+            shown = (shapes[""], other_shapes[""])
+        raise UserError(f"the outputs of the models have different shapes: {shown[0]} and {shown[1]}")
     if not tensors:
         raise UserError(f"the output of the model has no tensors: {type(output).__name__}")
     found = [(0.0, 0.0)]
-    for y, z in ((full_precision(x), full_precision(others[name])) for name, x in tensors.items() if x.numel()):
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        y = full_precision(tensor)
+        z = full_precision(others[name])
         difference = (y - z).abs().masked_fill(y == z, 0).max().item()
-        found.append((max_or_inf([difference]), y.abs().nan_to_num(0, 0, 0).max().item()))
+        largest = y.abs().nan_to_num(0, 0, 0).max().item()
+        found.append((max_or_inf([difference]), largest))
     return max(found, key=lambda pair: (relative(*pair), pair[1]))
 
 

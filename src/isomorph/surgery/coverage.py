@@ -29,10 +29,14 @@ def family_of(name: str) -> str:
 
 def timm_models(names: Sequence[str] = ()) -> list[str]:
     """Return timm's own architectures, or those of given names or globs. Raises: UserError if there is none."""
-    if unknown := [glob for glob in names if not timm.list_models(glob)]:
-        raise UserError(f"{unknown[0]!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
+    chosen: dict[str, None] = {}
+    for glob in names:
+        found = timm.list_models(glob)
+        if not found:
+            raise UserError(f"{glob!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
+        chosen |= dict.fromkeys(found)
     if names:
-        return list(dict.fromkeys(name for glob in names for name in timm.list_models(glob)))
+        return list(chosen)
     return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("timm.")]
 
 
@@ -47,7 +51,8 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
         try:
             with torch.device("meta"), warnings.catch_warnings(action="ignore"):
                 model = timm.create_model(name)
-            row |= {"parameters": sum(parameter.numel() for parameter in model.parameters()), "rules": {}}
+            row["parameters"] = _count(model)
+            row["rules"] = {}
             for kind, rule in rules.items():
                 accepted, rejected = acceptance(model, rule)
                 reasons = _count_reasons(rejected.values())
@@ -69,16 +74,16 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
         try:
             with warnings.catch_warnings(action="ignore"):
                 model = _randomised(timm.create_model(name).eval())
-                norms = [key for key, module in model.named_modules() if isinstance(module, _BatchNorm)]
+                norms = _norms_of(model)
                 if not norms:
                     continue
                 fused, report = fuse_with_report(model)
-                others = sum(parameter.numel() for parameter in reparameterize_model(model).parameters())
+                others = _count(reparameterize_model(model))
             left = {key: reason for key, reason in report.left.items() if key in norms}
             alone = [reason for reason in left.values() if not reason.startswith(_NOT_ALONE)]
             yield row | {
                 "norms": len(norms),
-                "merged": sum(not isinstance(dict(fused.named_modules()).get(key), _BatchNorm) for key in norms),
+                "merged": len(norms - _norms_of(fused)),
                 "directly": len(alone),
                 "reasons": _count_reasons(left.values()),
                 "difference": report.difference,
@@ -92,10 +97,20 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 _NOT_ALONE = ("it follows", "it reads the model's input", "the output of the layer before it is read elsewhere")
 
 
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _norms_of(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
 @torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    for norm in (module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine):
+    for norm in model.modules():
+        if not isinstance(norm, _BatchNorm) or not norm.affine:
+            continue
         for tensor, middle in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
             if tensor is not None:
                 tensor.copy_(middle + 0.2 * (torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5))

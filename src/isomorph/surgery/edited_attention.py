@@ -29,8 +29,11 @@ _WINDOW_NAMES = ("window_size", "ws")
 def _as_pair(size: Any) -> GridSize | None:
     if isinstance(size, int | torch.SymInt) and not isinstance(size, bool):
         return (size, size)  # type: ignore[return-value]
-    pair = isinstance(size, tuple | list | torch.Size) and len(size) == 2
-    return (size[0], size[1]) if pair and all(isinstance(n, int | torch.SymInt) for n in size) else None
+    if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
+        return None
+    if all(isinstance(side, int | torch.SymInt) for side in size):
+        return size[0], size[1]
+    return None
 
 
 def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
@@ -39,8 +42,10 @@ def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
     sizes += [_as_pair(given.get(name)) for name in SIZE_NAMES]
     x = next(iter(given.values()), None)
     if isinstance(x, Tensor) and x.ndim == 4:
-        axes = [(2, 3), (1, 2)] if any(isinstance(m, nn.Conv2d) for m in layer.modules()) else [(1, 2), (2, 3)]
-        sizes += [(x.shape[a], x.shape[b]) for a, b in axes]
+        channels_last = x.shape[1], x.shape[2]
+        channels_first = x.shape[2], x.shape[3]
+        has_convolution = any(isinstance(module, nn.Conv2d) for module in layer.modules())
+        sizes += [channels_first, channels_last] if has_convolution else [channels_last, channels_first]
     return [size for size in sizes if size is not None and 0 not in size]
 
 
@@ -66,8 +71,11 @@ class AlteredAttention(Altered):
         return facts.form or kind, {"facts": facts, "argument_names": names}
 
     def shapes(self, grid_size: GridSize | None, given: dict[str, Any]) -> list[GridSize]:
+        shapes = own_shapes(cast(Any, self), given)
         grid = grid_size or self.grid_size
-        return own_shapes(cast(Any, self), given) + ([grid] if grid else [])
+        if grid:
+            shapes.append(grid)
+        return shapes
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
@@ -117,15 +125,17 @@ class EditedAttention(AlteredAttention):
         """Return the edited map, in the layout of the layer; `mask`: that of its fused attention."""
         layout = self.facts.layout(self) or usual_layout(maps, self.edited_heads)
         if call.mask is None and mask is not None:
-            usual = layout == "heads" and maps.ndim == 4
-            mask = mask if usual else to_standard_map(mask.expand_as(maps), layout, self.edited_heads)
+            if layout != "heads" or maps.ndim != 4:
+                mask = to_standard_map(mask.expand_as(maps), layout, self.edited_heads)
             call = call._replace(mask=mask)
         if self.facts.interface and call.mask is not None:
             call = call._replace(mask=merge_queries(call.mask))
         standard = to_standard_map(maps, layout, self.edited_heads)  # (B, nh, Nq, Nk)
         if standard.shape[1] != self.edited_heads:
-            name, found = self.original.__name__, standard.shape[1]
-            raise ValueError(f"the map of {name} has {found} heads in this call, and its edit {self.edited_heads}")
+            raise ValueError(
+                f"the map of {self.original.__name__} has {standard.shape[1]} heads in this call, and its edit "
+                f"{self.edited_heads}"
+            )
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
 
     def plain(self) -> nn.Module:
@@ -174,7 +184,8 @@ def is_attention(module: nn.Module) -> bool:
 
 def edit_reason(layer: nn.Module) -> str | None:
     """Return why the map of an attention layer cannot be edited, or None if it can."""
-    name, facts = type(layer).__name__, attention_facts(type(layer))
+    name = type(layer).__name__
+    facts = attention_facts(type(layer))
     if isinstance(layer, AlteredAttention):
         return "its attention is edited already; revert it first"
     if facts is None and type(layer).__module__.startswith("isomorph."):
@@ -183,7 +194,8 @@ def edit_reason(layer: nn.Module) -> str | None:
         return f"{name} is not attention: its forward has no softmax before a product, and no fused attention"
     if facts.no_map:
         return f"{name} {facts.no_map}"
-    if reason := first_quantised_part(layer):
+    reason = first_quantised_part(layer)
+    if reason is not None:
         return reason
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"

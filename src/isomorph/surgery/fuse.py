@@ -17,7 +17,8 @@ from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
+from isomorph.surgery.fuse_report import FuseReport
+from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
 from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on

@@ -74,8 +74,10 @@ class _Grids:
 
         The mark, of a block that a backward pass computes again, holds for the next blocks of the same checkpoint.
         """
-        backward_pass, storage = _backward_pass(), _storage_of(tokens)
-        if backward_pass != -1 and (mark := getattr(storage, "isomorph_grid", None)):
+        backward_pass = _backward_pass()
+        storage = _storage_of(tokens)
+        mark = getattr(storage, "isomorph_grid", None)
+        if backward_pass != -1 and mark:
             self.thread.image = mark, backward_pass
         grid, begun_in = getattr(self.thread, "image", (None, backward_pass))
         if grid is None or begun_in != backward_pass:
@@ -106,8 +108,10 @@ def _backward_pass() -> int:
 
 def _storage_of(tokens: Any) -> Any:
     """Return the storage of tokens, whose attributes live as long as it does, or None if it has none, as in vmap."""
+    if not isinstance(tokens, Tensor):
+        return None
     try:
-        return tokens.untyped_storage() if isinstance(tokens, Tensor) else None
+        return tokens.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -115,10 +119,10 @@ def _storage_of(tokens: Any) -> Any:
 def _remove_grid_hooks(model: nn.Module) -> None:
     # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
     for module in model.modules():
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Grids)]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _Grids):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _register_grid_hooks(model: Any) -> None:
@@ -127,10 +131,15 @@ def _register_grid_hooks(model: Any) -> None:
     if not layers:
         return
     grids = _Grids()
-    if embedding := embedding_of(model):
+    embedding = embedding_of(model)
+    if embedding is not None:
         embedding.register_forward_pre_hook(grids.before_embedding, with_kwargs=True)
-    outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
-    for module in {named[name] for name in outer}:
+    blocks: set[nn.Module] = set()
+    for name in layers:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            blocks.add(named[name])
+    for module in blocks:
         module.register_forward_pre_hook(grids.before_block, with_kwargs=True)
     for layer in {named[name] for name in layers}:
         layer.register_forward_pre_hook(grids.before_layer, with_kwargs=True)

@@ -65,7 +65,8 @@ class WithBlock(Altered):
 
     def to_original(self, atol: float = 0.0) -> nn.Module:
         """Return the module without the block. Raises: ValueError if gamma is not 0 and `atol` below 1."""
-        if atol < 1 and (largest := self.inserted.gamma.abs().max().item()) != 0:
+        if atol < 1 and self.inserted.gamma.any():
+            largest = self.inserted.gamma.abs().max().item()
             raise ValueError(
                 f"the inserted block acts: its gamma is up to {largest:.2g}; keep it, or remove it with atol 1, which "
                 "changes the outputs"
@@ -96,7 +97,9 @@ def change_entry(output: Any, entry: int | str | None, change: Callable[[Tensor]
         return changed
     values = list(output)
     values[entry] = change(values[entry])  # type: ignore[index]
-    return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    if hasattr(output, "_fields"):  # a named tuple
+        return type(output)(*values)
+    return type(output)(values)
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ def insert(
     rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
-        new = apply_edit(new, Edit(rule, tuple(place for place in rules if rules[place] == rule)))
+        places = tuple(place for place in rules if rules[place] == rule)
+        new = apply_edit(new, Edit(rule, places))
     for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
@@ -206,15 +210,19 @@ def insert(
 def _registered_name(block: MakeBlock | nn.Module) -> str:
     """Return the name of a block, which is registered under it; of a module, the one of a function that copies it."""
     if isinstance(block, nn.Module):
-        given, name = block, block_name(type(block)) + f" {id(block):x}"
+        given = block
+        name = f"{block_name(type(block))} {id(block):x}"
         BLOCKS.setdefault(name, lambda channels: copy.deepcopy(given))
         return name
     if not callable(block):
         raise UserError(f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention")
     name = block_name(block)
-    if BLOCKS.get(name) is not block:
-        name = next((known for known, each in BLOCKS.items() if each is block), name)
-        BLOCKS[name] = block  # the latest definition, as in a notebook
+    if BLOCKS.get(name) is block:
+        return name
+    for known, each in BLOCKS.items():
+        if each is block:
+            return known
+    BLOCKS[name] = block  # the latest definition, as in a notebook
     return name
 
 
@@ -252,9 +260,7 @@ def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: i
         )
     output = outputs[0]
     if entry is None and not isinstance(output, Tensor):
-        listed = output if isinstance(output, tuple | list) else ()
-        items = output.items() if isinstance(output, Mapping) else enumerate(listed)
-        fitting = [key for key, value in items if _is_features(value)]
+        fitting = [key for key, value in _items_of(output) if _is_features(value)]
         if len(fitting) != 1:
             raise UserError(f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key")
         entry = fitting[0]
@@ -269,6 +275,13 @@ def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: i
     return Insert(block, features.shape[1 if layout == "map" else -1], layout, entry)
 
 
+def _items_of(output: Any) -> list[tuple[Any, Any]]:
+    """Return the entries of an output with several, by key or index."""
+    if isinstance(output, Mapping):
+        return list(output.items())
+    return list(enumerate(output)) if isinstance(output, tuple | list) else []
+
+
 def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Tensor) -> Layout:
     """Return the layout of a module's output: channels are the axis that is the same at another size of the image.
 
@@ -278,10 +291,16 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
     for module in (model.get_submodule(place), model)[: features.ndim - 2]:  # of three axes by its own alone
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
-    first = next((first > last for first, last in votes if first != last), features.ndim > 3)
-    if first and features.ndim == 3:
+    first = features.ndim > 3  # if nothing tells
+    for first_votes, last_votes in votes:
+        if first_votes != last_votes:
+            first = first_votes > last_votes
+            break
+    if features.ndim > 3:
+        return "map" if first else "map, channels last"
+    if first:
         raise UserError(f"{place} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another")
-    return "tokens" if features.ndim == 3 else "map" if first else "map, channels last"
+    return "tokens"
 
 
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
@@ -302,9 +321,14 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
         y = call.output
         if x._version != version:
             raise UserError(f"the block after {place} changes its input in place; make its first layer not in place")
-        if not isinstance(y, Tensor) or y.shape != x.shape:
-            found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
-            raise UserError(f"the block after {place} turns {tuple(x.shape)} into {found}; it must keep the shape")
+        if not isinstance(y, Tensor):
+            raise UserError(
+                f"the block after {place} turns {tuple(x.shape)} into a {type(y).__name__}; it must keep the shape"
+            )
+        if y.shape != x.shape:
+            raise UserError(
+                f"the block after {place} turns {tuple(x.shape)} into {tuple(y.shape)}; it must keep the shape"
+            )
 
     try:
         outputs = _outputs(model, example, [place + _BLOCK for place in calls], enter, leave)

@@ -3,19 +3,17 @@
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
-from isomorph.surgery.affine import Group, Summand
-from isomorph.surgery.affine_plan import Plan
-from isomorph.surgery.layer_calls import InputWindow
-from isomorph.surgery.modules import list_names
+from isomorph.surgery.affine import Group
+from isomorph.surgery.merge_plan import MergePlan
+from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -58,11 +56,12 @@ class Merge(Rule):
         if self.form == "unscaled":
             new._parameters |= dict.fromkeys(new._parameters)
             return new
-        weight, known = new.weight, "out_features" if hasattr(new, "out_features") else "out_channels"
-        rows = self.outputs or getattr(new, known, len(weight))
+        weight = new.weight
+        width = "out_features" if hasattr(new, "out_features") else "out_channels"
+        rows = self.outputs or getattr(new, width, len(weight))
         if self.outputs:
             new.weight = nn.Parameter(weight.new_zeros(rows, *weight.shape[1:]), weight.requires_grad)
-            setattr(new, known, rows)
+            setattr(new, width, rows)
         if self.outputs or (self.bias and new.bias is None):
             new.bias = nn.Parameter(weight.new_zeros(rows), weight.requires_grad)
         return new
@@ -74,71 +73,6 @@ class ZeroBranch(nn.Module):
     def forward(self, *_: Any) -> int:
         """Return 0."""
         return 0
-
-
-@dataclass(frozen=True, repr=False)
-class FuseReport:
-    """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
-
-    `across`: what of it was merged across modules, with a module in between whose inputs or outputs are others now, or
-    the norm itself, if it was written into what reads it; no call of the `entry_points` shows it, but code that calls
-    this module itself, or a hook on it, would. `uncalled`:
-    modules with parameters that no call runs, `untried`: arguments of forward that no call sets.
-
-    `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
-    `rounded` is that of the model returned, whose weights are rounded to the precision of the given model.
-
-    >>> report = iso.surgery.fuse_with_report(timm.create_model("cifar_resnet20").eval())[1]
-    >>> len(report.merged), report.left, report.difference < 1e-12
-    (19, {}, True)
-    """
-
-    fused: tuple[str, ...] = ()
-    merged: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    across: dict[str, str] = field(default_factory=dict)
-    parameters: tuple[int, int] = (0, 0)
-    difference: float | None = None
-    inputs: tuple[str, ...] = ()
-    entry_points: tuple[str, ...] = ()
-    uncalled: tuple[str, ...] = ()
-    untried: tuple[str, ...] = ()
-    rounded: float | None = None
-
-    def __str__(self) -> str:
-        counts = f"{len(self.merged)} norms, scales or layers merged, {len(self.left)} left"
-        lines = [
-            f"{len(self.fused)} layers replaced by their own fuse(); {counts}",
-            f"  parameters {self.parameters[0]:,} before, {self.parameters[1]:,} after",
-        ]
-        if self.difference is not None:
-            compared = f"compared at {', '.join(self.inputs)}"
-            rounded = f", {self.rounded:.2g} once the weights are rounded" if self.rounded else ""
-            lines.append(f"  max |diff| / max |out| {self.difference:.2g} in float64{rounded}, {compared}")
-            lines.append(f"  called by {', '.join(self.entry_points)}")
-        if self.untried and self.across:
-            lines.append(f"  not tried: other values of {', '.join(self.untried)}")
-        if self.uncalled and self.merged:
-            lines.append(f"  not compared, as no example calls them: {list_names(list(self.uncalled))}")
-        for between, names in _grouped(self.across).items():
-            if names != [between]:
-                lines.append(f"  merged across {between}, which gives or gets other values now: {list_names(names)}")
-        into_readers = [name for name, between in self.across.items() if name == between]
-        if into_readers:
-            lines.append(f"  merged into what reads them, so that they give what they get: {list_names(into_readers)}")
-        for reason, names in _grouped(self.left).items():
-            lines.append(f"  left {list_names(names)}: {reason}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def _grouped(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Return the names that have each text."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for name, text in texts.items():
-        names[text].append(name or "the model")
-    return names
 
 
 def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
@@ -187,12 +121,12 @@ class _Plans:
         self.left: dict[str, str] = {}
         self.called: set[str] = set()
         for seen, flow in calls.flows(model):  # one at a time: each holds what a call computed
-            self._add(Plan(seen, flow, affine, avoid))
+            self._add(MergePlan(seen, flow, affine, avoid))
         # into readers first: a branch that reads the value may be written into another layer; chains last
         order = ("readers", "sum", "chain")
         self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
 
-    def _add(self, plan: Plan) -> None:
+    def _add(self, plan: MergePlan) -> None:
         found = {group.key: group for group in plan.groups}
         if self.first is None:
             self.first = found
@@ -290,15 +224,18 @@ def merge(
     bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
     lost = [group for key, group in (plans.first or {}).items() if group in bad or key not in plans.agreed]
     summands = [summand for group in lost for summand in group.summands if summand.after or summand.stays]
-    if extra := {summand.layer for summand in summands if summand.layer}:
-        return merge(model, calls, affine, across, avoid | extra)
+    at_fault = {summand.layer for summand in summands if summand.layer}
+    if at_fault:
+        return merge(model, calls, affine, across, avoid | at_fault)
     good = plans.usable([group for group in plans.groups if group not in bad])
     new = trials.merged(good)
-    into, between = dict[str, str](), dict[str, str]()
+    into: dict[str, str] = {}
+    between: dict[str, str] = {}
     for group in good:
+        modules = plans.across[group.key]
         for _, name in group.gone:
             into[name] = ", ".join(group.carriers)
-            if modules := plans.across[group.key]:
+            if modules:
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
@@ -348,7 +285,6 @@ NOT_CALLED = "no example calls it"
 @torch.no_grad()
 def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge, str]]:
     edits: list[tuple[Merge, str]] = []
-    layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
     def reshape(rule: Merge, name: str) -> Any:
         old = model.get_submodule(name)
@@ -358,12 +294,7 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
         edits.append((rule, name))
         return new
 
-    if group.kind == "chain":
-        written: list[tuple[Tensor, Tensor | None]] = [_product(*layers)]
-    elif group.kind == "readers":
-        written = [_after_scale(*each) for each in zip(layers, group.windows, group.scales, strict=True)]
-    else:
-        written = [_sum(model, layers[0], group)]
+    written = merged_weights(model, group)
     for name, (weight, bias) in zip(group.carriers, written, strict=False):
         layer = reshape(Merge("layer", len(weight) if group.kind == "chain" else 0, bias is not None), name)
         layer.weight.copy_(weight)
@@ -372,59 +303,3 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
     for form, name in group.gone:
         reshape(Merge(form), name)
     return edits
-
-
-def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of second(first(x)), where the second is pointwise."""
-    rows = second.weight.flatten(1)  # (out, middle)
-    bias = rows.new_zeros(len(rows)) if second.bias is None else second.bias
-    if first.bias is not None:
-        bias = bias + rows @ first.bias
-    return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
-
-
-def _after_scale(layer: Any, window: InputWindow, scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of layer(gain * x + shift)."""
-    gain, shift = scale
-    weight, bias = layer.weight.unflatten(0, (window.groups, -1)), layer.bias  # (G, out, in, ...)
-    sides = (window.groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
-    if shift.any():
-        extra = (weight * shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
-        bias = extra if bias is None else bias + extra
-    return (weight * gain.view(sides)).flatten(0, 1), bias
-
-
-def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias with which the carrier computes the sum and the shift."""
-    weight, bias = torch.zeros_like(carrier.weight), group.shift
-    for summand in group.summands:
-        layer: Any = model.get_submodule(summand.layer) if summand.layer else None
-        own = (layer.weight, layer.bias) if layer else (None, None)
-        if summand.after:
-            own = _product(layer, model.get_submodule(summand.after))
-        if own[1] is not None:
-            bias = bias + summand.gain * own[1]
-        weight = weight + _filters(summand, own[0], group.windows[0], weight)
-    return weight, bias if carrier.bias is not None or bias.any() else None
-
-
-def _filters(summand: Summand, weight: Any, window: InputWindow, like: Tensor) -> Tensor:
-    """Return what a summand, whose layer has this weight, adds to that of the carrier: a weight `like` this one."""
-    if window.transposed:
-        gain = summand.gain.view(window.groups, 1, -1, *[1] * (like.ndim - 2))
-        return (weight.unflatten(0, (window.groups, -1)) * gain).flatten(0, 1)  # (in, out / G, ...)
-    gain = summand.gain.view(-1, *[1] * (like.ndim - 1))
-    if weight is None:
-        weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
-        middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
-        weight[middle] = 1.0
-        return weight * (gain - summand.factor if summand.stays else gain)
-    finer = summand.window.groups // window.groups
-    if finer > 1:  # blocks on the diagonal of each of the carrier's groups
-        blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)
-        full = blocks.new_zeros(*blocks.shape[:3], finer, *blocks.shape[3:])
-        index = torch.arange(finer, device=weight.device)
-        full[:, index, :, index] = blocks.transpose(0, 1)
-        weight = full.flatten(3, 4).flatten(0, 2)
-    margins = [(K - k) // 2 for K, k in zip(window.kernel, summand.window.kernel, strict=True)]
-    return F.pad(weight, [side for margin in margins[::-1] for side in (margin, margin)]) * gain

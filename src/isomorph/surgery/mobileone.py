@@ -22,28 +22,39 @@ class PyramidBlock(MobileOneBlock):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        y = None if self.reparam_conv is not None else convolve_normalised(x, self.conv_kxk)
+        y = None
+        if self.reparam_conv is None:
+            y = convolve_normalised(x, self.conv_kxk)
         if y is None:
             return super().forward(x)
-        others = (part(x) for part in (self.conv_scale, self.identity) if part is not None)
-        return self.act(self.attn(sum(others, y)))
+        for part in (self.conv_scale, self.identity):
+            if part is not None:
+                y = y + part(x)
+        return self.act(self.attn(y))
 
 
 def block_mismatch(block: MobileOneBlock) -> str | None:
     """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
     if block.reparam_conv is not None:
         return "it is already fused; recast its reparam_conv instead"
-    if methods := " and ".join(overridden_methods(block, MobileOneBlock)):
+    methods = " and ".join(overridden_methods(block, MobileOneBlock))
+    if methods:
         return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
     if type(block.drop_path) is not nn.Identity:
         return "it has stochastic depth, which drops branches; create the model with drop_path_rate=0"
-    branches: list[Any] = [*block.conv_kxk, *filter(None, [block.conv_scale])]
+    branches: list[Any] = list(block.conv_kxk)
+    if block.conv_scale is not None:
+        branches.append(block.conv_scale)
     for branch in branches:
         if overridden_methods(branch, ConvNormAct) or branch.aa is not None:
             return "one of its branches is not a convolution and a BatchNorm alone"
-        if reason := linear_mismatch(branch.conv):
+        reason = linear_mismatch(branch.conv)
+        if reason is not None:
             return f"one of its branches: {reason}"
-    if not all(map(is_plain_norm, [*(branch.bn for branch in branches), *filter(None, [block.identity])])):
+    norms = [branch.bn for branch in branches]
+    if block.identity is not None:
+        norms.append(block.identity)
+    if not all(map(is_plain_norm, norms)):
         return "its branches have norms other than plain BatchNorm"
     return None
 
@@ -58,8 +69,14 @@ def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
         eye = torch.eye(first.weight.shape[1]).to(first.weight).expand(first.groups, -1, -1)
         maps.append(normalise(exact.identity, eye, eye.new_zeros(eye.shape[:2])))
     weights, biases = zip(*maps, strict=True)  # (G, out, C), (G, out)
-    options: Any = dict(stride=first.stride, groups=first.groups, device=first.weight.device)
-    merged = nn.Conv2d(first.in_channels, first.out_channels, 1, **options).double()
+    merged = nn.Conv2d(
+        first.in_channels,
+        first.out_channels,
+        1,
+        stride=first.stride,
+        groups=first.groups,
+        device=first.weight.device,
+    ).double()
     merged.weight.copy_(sum(weights).view_as(merged.weight))
     merged.bias.copy_(sum(biases).flatten())  # type: ignore[union-attr]
     return merged.to(next(block.parameters()).dtype)

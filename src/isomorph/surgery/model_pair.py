@@ -27,6 +27,7 @@ from isomorph.surgery.calls import (
     noise_of,
     relative,
     run_model,
+    tensors_at,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import (
@@ -112,7 +113,9 @@ class ModelPair:
         outputs = [self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)]
         if extra and not _has_numbers(outputs[0], outputs[2]):
             raise NotCompared("the original's outputs are not finite")
-        self.others |= {type(leaf).__name__ for _, leaf in leaves(outputs[2]) if not _is_known(leaf)}
+        for _, leaf in leaves(outputs[2]):
+            if not _is_known(leaf):
+                self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
         o, r, exact, other = map(tensors_by_path, outputs)
         r = _named_alike(o, r)
@@ -179,7 +182,7 @@ class ModelPair:
         model = copy.deepcopy(self.models[torch.float64][0])  # a call may change it
         drawn = []
         exact = cast_floats(batch, torch.float64)
-        if not any(isinstance(x, Tensor) and x.is_floating_point() for _, x in leaves(exact)):
+        if not any(x.is_floating_point() for x in tensors_at(exact).values()):
             return []
         with suppress(UserError):  # random inputs may not be any that the model takes
             for _ in range(_REDRAWN):
@@ -197,23 +200,27 @@ class ModelPair:
 
     @torch.no_grad()
     def is_random(self, batch: Inputs) -> bool:
-        model, x = self.models[torch.float32][0], cast_floats(batch, torch.float32)
+        model = self.models[torch.float32][0]
+        x = cast_floats(batch, torch.float32)
         return bool(noise_of(run_model(model, x), run_model(model, x)))
 
     @torch.no_grad()
     def uncalled(self, names: Sequence[str], batch: Inputs) -> tuple[tuple[str, ...], list[str]]:
         """Return which of the modules that were not called the model reads, and a note on the others."""
-        read, x = [], cast_floats(batch, torch.float32)
+        x = cast_floats(batch, torch.float32)
+        read = []
+        unused = []
         for name in names:
             model = copy.deepcopy(self.models[torch.float32][1])
-            before, parts = run_model(model, x), set(model.get_submodule(name).modules())
-            elsewhere = {p for part in model.modules() if part not in parts for p in part._parameters.values()}
-            for parameter in {p for part in parts for p in part.parameters()} - elsewhere:
+            before = run_model(model, x)
+            for parameter in _parameters_of_alone(model, model.get_submodule(name)):
                 parameter.fill_(math.nan)
-            if largest_difference(before, run_model(model, x))[0]:
-                read.append(name)
-        unused = list_names([name for name in names if name not in read])
-        return tuple(read), [f"{unused} was not called on these inputs, so they say nothing about it"] if unused else []
+            is_read = largest_difference(before, run_model(model, x))[0] > 0
+            (read if is_read else unused).append(name)
+        notes = []
+        if unused:
+            notes.append(f"{list_names(unused)} was not called on these inputs, so they say nothing about it")
+        return tuple(read), notes
 
     @torch.no_grad()
     def targets(self, batch: Inputs) -> tuple[Difference, ...]:
@@ -243,6 +250,16 @@ class ModelPair:
         return tuple(found[name] for name in names if name in found)
 
 
+def _parameters_of_alone(model: nn.Module, module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a module that no module outside of it has."""
+    inside = set(module.modules())
+    elsewhere: set[Any] = set()
+    for part in model.modules():
+        if part not in inside:
+            elsewhere.update(part._parameters.values())
+    return set(module.parameters()) - elsewhere
+
+
 def _compare_module(
     name: str, module: nn.Module, output: Any, other: Any, atol: float, largest_input: float
 ) -> Difference:
@@ -258,9 +275,8 @@ def _compare_module(
         shape = tuple(outputs[first].shape) if outputs else ()
         row = TensorDifference(first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes")
         return Difference.of(name, [row], atol, kind)
-    chosen = {path: outputs[path] for path in shared}
-    counterparts = {path: others[path] for path in shared}
-    rows = compare_tensors((chosen, counterparts), (chosen, counterparts), atol, by_channel=False)
+    pair = {path: outputs[path] for path in shared}, {path: others[path] for path in shared}
+    rows = compare_tensors(pair, pair, atol, by_channel=False)
     return Difference.of(name, [replace(row, rounding=rounding) for row in rows], atol, kind)
 
 
@@ -287,7 +303,7 @@ def _in_mode(model: nn.Module, x: Inputs, mode: str) -> _Run:
     if mode == "channels_last":
         inputs = map_floats(x, _to_channels_last)
         return _Run(model.to(memory_format=torch.channels_last), inputs)
-    devices = [tensor.device.type for _, tensor in leaves(x) if isinstance(tensor, Tensor)]
+    devices = [tensor.device.type for tensor in tensors_at(x).values()]
     return _Run(model, x, partial(torch.autocast, devices[0] if devices else "cpu", torch.bfloat16))
 
 
@@ -296,8 +312,8 @@ def _to_channels_last(x: Tensor) -> Tensor:
 
 
 def _is_same(inputs: Inputs, others: Inputs) -> bool:
-    before = [x for _, x in leaves(inputs) if isinstance(x, Tensor)]
-    after = [x for _, x in leaves(others) if isinstance(x, Tensor)]
+    before = tensors_at(inputs).values()
+    after = tensors_at(others).values()
     return len(before) == len(after) and all(map(_is_identical, before, after))
 
 

@@ -29,9 +29,11 @@ def _patched_methods(module: nn.Module) -> list[str]:
 
 def describe_attachments(module: nn.Module) -> str | None:
     """Return a description of the hooks, patched methods or parametrization of one module, or None."""
-    if hooks := hooks_on(module):
+    hooks = hooks_on(module)
+    if hooks:
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
-    if methods := _patched_methods(module):
+    methods = _patched_methods(module)
+    if methods:
         return f"a patched {' and a patched '.join(methods)}"
     return "a parametrized weight" if is_parametrized(module) else None
 
@@ -44,15 +46,16 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     Raises: UserError if one would be lost.
     """
     carried = dict(replacement.named_modules(remove_duplicate=False))
-
-    def attached(part: nn.Module | None) -> Any:
-        return part is not None and (type(part), len(hooks_on(part)), _patched_methods(part))
-
     for path, part in original.named_modules(remove_duplicate=False):
         attachments = describe_attachments(part)
-        if attachments and attached(carried.get(path)) != attached(part):
-            full = ".".join(filter(None, (name, path))) or "the model"
+        if attachments and _attached(carried.get(path)) != _attached(part):
+            full = f"{name}.{path}".strip(".") or "the model"
             raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
+
+
+def _attached(part: nn.Module | None) -> Any:
+    """Return what two modules with the same attachments have in common."""
+    return part is not None and (type(part), len(hooks_on(part)), _patched_methods(part))
 
 
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
@@ -72,12 +75,22 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
     """Return how a module differs from a plain layer of the class `kind`, or None; `name` is the class in messages."""
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
-    if methods := " and ".join(overridden_methods(module, kind)):
+    methods = " and ".join(overridden_methods(module, kind))
+    if methods:
         return f"{type(module).__name__} overrides {methods} of {name}"
-    tensors = {n: t for n, t in {**module._parameters, **module._buffers}.items() if t is not None}
-    if extra := [n for n in (*tensors, *module._modules) if n not in ("weight", "bias")]:
+    tensors = {name: tensor for name, tensor in _tensors_of(module).items() if tensor is not None}
+    extra = [part for part in (*tensors, *module._modules) if part not in ("weight", "bias")]
+    if extra:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
-    return next((reason for n, tensor in tensors.items() if (reason := _tensor_mismatch(n, tensor))), None)
+    for part, tensor in tensors.items():
+        reason = _tensor_mismatch(part, tensor)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return {**module._parameters, **module._buffers}
 
 
 def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
@@ -102,12 +115,16 @@ def describe_stand_in(module: nn.Module) -> str | None:
         return f"is quantised ({class_name(module)}); change the model before it is quantised"
     if isinstance(module, nn.Linear):
         return None
-    size = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    size = _size_of(module)
     for name, part in module.named_children():
-        if isinstance(part, nn.Linear) and (part.in_features, part.out_features) == size:
+        if isinstance(part, nn.Linear) and _size_of(part) == size:
             what = f"is an adapter ({class_name(module)}) around its {name}"
             return f"{what}; merge it first (peft: merge_and_unload), or recast before it is added"
     return None
+
+
+def _size_of(layer: nn.Module) -> tuple[Any, Any]:
+    return getattr(layer, "in_features", None), getattr(layer, "out_features", None)
 
 
 def first_quantised_part(layer: nn.Module) -> str | None:
@@ -120,9 +137,13 @@ def first_quantised_part(layer: nn.Module) -> str | None:
 
 def first_altered_part(layer: nn.Module) -> str | None:
     """Return the first linear layer or convolution inside a layer that is not plain, with the reason, or None."""
-    parts = [(path, part) for path, part in layer.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-    altered = (f"its {path}: {reason}" for path, part in parts if (reason := layer_mismatch(part, type(part), "")))
-    return next(altered, None)
+    for path, part in layer.named_modules():
+        if not isinstance(part, nn.Linear | nn.Conv2d):
+            continue
+        reason = layer_mismatch(part, type(part), "")
+        if reason is not None:
+            return f"its {path}: {reason}"
+    return None
 
 
 def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:
@@ -160,16 +181,35 @@ def plain_layer(module: Any) -> nn.Module:
         return linear
     if not _has_another_form(module):
         return module
-    padding = (_equal_sides(module) or (0, 0)) if _pads_same(module) else module.padding
-    window = (module.kernel_size, module.stride, padding, module.dilation, module.groups)
-    conv = nn.Conv2d(module.in_channels, module.out_channels, *window, bias=False, device="meta")
-    conv.weight, conv.bias = module.weight, module.bias
+    padding = module.padding
+    if _pads_same(module):
+        padding = _equal_sides(module) or (0, 0)
+    conv = nn.Conv2d(
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,
+        module.stride,
+        padding,
+        module.dilation,
+        module.groups,
+        bias=False,
+        device="meta",
+    )
+    conv.weight = module.weight
+    conv.bias = module.bias
     if type(module) is not Conv2dSame:
-        gain = (module.gain * module.scale).view(-1).double() if hasattr(module, "gain") else None
-        rows = module.weight.double().reshape(1, module.out_channels, -1)
-        rows = F.batch_norm(rows, None, None, weight=gain, training=True, momentum=0.0, eps=module.eps)
-        conv.weight = nn.Parameter(rows.reshape_as(module.weight).to(module.weight))
+        conv.weight = nn.Parameter(_standardised(module))
     return conv.train(module.training)
+
+
+def _standardised(conv: Any) -> Tensor:
+    """Return the weight that the standardisation of timm's convolutions gives now. Shape: -> (out, in, k, k)"""
+    gain = None
+    if hasattr(conv, "gain"):
+        gain = (conv.gain * conv.scale).view(-1).double()
+    rows = conv.weight.double().reshape(1, conv.out_channels, -1)
+    rows = F.batch_norm(rows, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
+    return rows.reshape_as(conv.weight).to(conv.weight)
 
 
 def _pads_same(module: nn.Module) -> bool:
@@ -183,16 +223,20 @@ def _equal_sides(conv: nn.Conv2d) -> tuple[int, int] | None:
 
 def _half_extents(conv: nn.Conv2d) -> tuple[int, int] | None:
     """Return the rows and columns that a kernel reads on each side of its middle, or None if sides differ."""
-    rows, columns = (d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True))
-    return None if rows % 2 or columns % 2 else (rows // 2, columns // 2)
+    rows = conv.dilation[0] * (conv.kernel_size[0] - 1)
+    columns = conv.dilation[1] * (conv.kernel_size[1] - 1)
+    if rows % 2 or columns % 2:
+        return None
+    return rows // 2, columns // 2
 
 
 def same_padding(module: Any) -> SamePadding | None:
     """Return the padding that comes before the plain layer of a convolution, or None: the layer pads itself."""
     if not _has_another_form(module) or not _pads_same(module):
         return None
-    fixed = _equal_sides(module) or module.kernel_size == (1, 1)
-    return None if fixed else SamePadding(module.kernel_size, module.stride, module.dilation)
+    if _equal_sides(module) or module.kernel_size == (1, 1):
+        return None
+    return SamePadding(module.kernel_size, module.stride, module.dilation)
 
 
 def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
@@ -211,9 +255,10 @@ _BATCH_NORMS = (
 
 def is_plain_norm(module: nn.Module) -> bool:
     """True for BatchNorm with running statistics and no activation or dropout, which timm's may have."""
-    extras = (getattr(module, name, None) for name in ("act", "drop"))
-    plain = type(module) in _BATCH_NORMS and module.running_mean is not None
-    return plain and all(extra is None or type(extra) is nn.Identity for extra in extras)
+    if type(module) not in _BATCH_NORMS or module.running_mean is None:
+        return False
+    extras = (getattr(module, "act", None), getattr(module, "drop", None))
+    return all(extra is None or type(extra) is nn.Identity for extra in extras)
 
 
 def linear_mismatch(module: nn.Module) -> str | None:
@@ -222,7 +267,8 @@ def linear_mismatch(module: nn.Module) -> str | None:
         return layer_mismatch(module, nn.Linear, "nn.Linear")
     if not isinstance(module, nn.Conv2d):
         return f"{type(module).__name__} is not a linear layer or convolution"
-    if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
+    reason = layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
+    if reason is not None:
         return reason
     if module.padding_mode != "zeros":
         return f"padding_mode={module.padding_mode!r} is not 'zeros'"

@@ -88,9 +88,11 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
     root = Site(check_model(model))
-    return _judge(
-        rule, [root.at(name) for name, module in root.model.named_modules() if matches_where(where, name, module)]
-    )
+    sites = []
+    for name, module in root.model.named_modules():
+        if matches_where(where, name, module):
+            sites.append(root.at(name))
+    return _judge(rule, sites)
 
 
 def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
@@ -129,16 +131,30 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
     return _select(model, rule, where, exclude).accepted
 
 
+class _Choice(NamedTuple):
+    """What a user chooses: a rule, and which of the sites that a model has."""
+
+    rule: Rule
+    where: Where
+    exclude: Where
+    sites: list[Site]
+
+    @property
+    def own(self) -> list[str]:
+        """Names of the modules of the rule's kind."""
+        return [site.name for site in self.sites if site.name and _is_of_kind(self.rule, site)]
+
+
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
     _check_rule(rule)
     sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
-    own = [site.name for site in sites if site.name and _is_of_kind(rule, site)]
-    for globs in (where, exclude):
-        _check_globs(globs, [site.name for site in sites], own)
-    selected = _matching(sites, where, exclude)
+    choice = _Choice(rule, where, exclude, sites)
+    _check_globs(where, choice)
+    _check_globs(exclude, choice)
+    selected = _selected(choice)
     found = _judge(rule, selected)
     if not found.accepted and not found.rejected:
-        raise UserError(_why_none(rule, sites, selected, own, where, exclude))
+        raise UserError(_why_none(choice, selected))
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
         raise UserError(f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}")
@@ -164,48 +180,46 @@ def _sites(model: nn.Module, parts: bool) -> list[Site]:
     return [root.at(name) for name in names]
 
 
-def _matching(sites: Sequence[Site], where: Where, exclude: Where) -> list[Site]:
-    """Return the selected sites, each module under its first name; of a joint projection no parts, or no whole."""
+def _selected(choice: _Choice) -> list[Site]:
+    """Return the selected sites, each module under its first name; of a joint projection the whole, or parts."""
     selected: dict[tuple[nn.Module, str], Site] = {}
-    for site in sites:
-        if not matches_where(where, site.name, site.module) or is_excluded(exclude, site.name, site.module):
+    for site in choice.sites:
+        if not matches_where(choice.where, site.name, site.module):
             continue
-        if site.part and (site.module, "") in selected:
+        if is_excluded(choice.exclude, site.name, site.module):
             continue
-        selected.setdefault((site.module, site.part), site)
+        is_in_whole = site.part and (site.module, "") in selected
+        if not is_in_whole:
+            selected.setdefault((site.module, site.part), site)
     return list(selected.values())
 
 
-def _why_none(
-    rule: Rule, sites: Sequence[Site], selected: Sequence[Site], own: Sequence[str], where: Where, exclude: Where
-) -> str:
+def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
     """Return why a rule fits none of the selected modules: what it recasts, what they are, and what to select."""
+    rule = choice.rule
     recasts = f"{type(rule).__name__} recasts {' and '.join(rule.kind_names()) or 'other modules'}"
-    if where == "*" and not exclude and not own:
+    if choice.where == "*" and not choice.exclude and not choice.own:
         return f"{recasts}, and the model has none"
-    recasts_but = f"{recasts}, but {describe_where(where)} matches"
+    matches = f"{recasts}, but {describe_where(choice.where)} matches"
     if not selected:
-        return f"{recasts_but} no module{nearest_names(where, own)}"
+        return f"{matches} no module{nearest_names(choice.where, choice.own)}"
     own_names = [kind.__name__ for kind in rule.kind]
     shown = sorted({class_name(site.module, own_names) for site in selected})
-    instead = _what_instead(rule, sites, selected, own, where, exclude)
-    return f"{recasts_but} only other classes ({', '.join(shown)}){instead}"
+    return f"{matches} only other classes ({', '.join(shown)}){_what_instead(choice, selected)}"
 
 
-def _what_instead(
-    rule: Rule, sites: Sequence[Site], selected: Sequence[Site], own: Sequence[str], where: Where, exclude: Where
-) -> str:
+def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     for site in selected:
         stands_in = describe_stand_in(site.module)
         if stands_in is not None:
             return f"; {site.name} {stands_in}"
-    if exclude != ():
+    if choice.exclude != ():
         return "; exclude leaves out the others"
     around = tuple(f"{site.name}." for site in selected)
-    inside = _judge(rule, [site for site in sites if site.name.startswith(around)]).accepted
+    inside = _judge(choice.rule, [site for site in choice.sites if site.name.startswith(around)]).accepted
     if inside:
         return f"; name what is inside: {list_names(inside)}"
-    return nearest_names(where, own)
+    return nearest_names(choice.where, choice.own)
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
@@ -224,13 +238,16 @@ def _check_apart(names: Sequence[str]) -> None:
                 raise UserError(f"target {name} is inside target {around}; select only one of them")
 
 
-def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
-    if callable(where) or isinstance(where, str):
+def _check_globs(globs: Where, choice: _Choice) -> None:
+    """Raise UserError for one of several globs that matches nothing."""
+    if callable(globs) or isinstance(globs, str):
         return
-    if not (isinstance(where, Sequence) and all(isinstance(glob, str) for glob in where)):
-        raise UserError(f"where={where!r} selects nothing; give globs, or a function (name, module) -> bool")
-    if unmatched := [glob for glob in where if not any(fnmatchcase(name, glob) for name in names)]:
-        raise UserError(f"{unmatched[0]!r} in where matches no module{nearest_names(unmatched[0], own or names)}")
+    if not (isinstance(globs, Sequence) and all(isinstance(glob, str) for glob in globs)):
+        raise UserError(f"where={globs!r} selects nothing; give globs, or a function (name, module) -> bool")
+    names = [site.name for site in choice.sites]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}")
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -243,12 +260,15 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
         return replacement
     old = dict(original.named_parameters())
     if old:
-        first = next(iter(old.values()))
-        mixed = any(parameter.dtype != first.dtype for parameter in old.values())
-        replacement.to(device=first.device, dtype=None if mixed else first.dtype)
-    trained = not old or any(parameter.requires_grad for parameter in old.values())
+        device = next(iter(old.values())).device
+        dtypes = {parameter.dtype for parameter in old.values()}
+        replacement.to(device=device, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    is_trained = not old or any(parameter.requires_grad for parameter in old.values())
     for name, parameter in replacement.named_parameters():
-        parameter.requires_grad_(old[name].requires_grad if name in old else trained and parameter.requires_grad)
+        if name in old:
+            parameter.requires_grad_(old[name].requires_grad)
+        elif not is_trained:
+            parameter.requires_grad_(False)
     replacement.train(original.training)  # LeViT's returns None
     return replacement
 
@@ -287,7 +307,8 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
         if not site.part:
             check_finite(site.module, name)
     new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
-    if skipped := [f"{name} ({reason})" for name, reason in found.rejected.items()]:
+    skipped = [f"{name} ({reason})" for name, reason in found.rejected.items()]
+    if skipped:
         add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
     return new
 
@@ -380,7 +401,9 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
 @contextmanager
 def float32_on(original: nn.Module) -> Iterator[None]:
     """Context in which layers are made for an original, whatever defaults of torch the caller has changed."""
-    dtype, device = torch.get_default_dtype(), next((p.device for p in original.parameters()), torch.device("cpu"))
+    dtype = torch.get_default_dtype()
+    parameter = next(original.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
     torch.set_default_dtype(torch.float32)
     try:
         with torch.inference_mode(False), device:
@@ -395,7 +418,7 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
-    if any(not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last) for p in original.parameters()):
+    if any(map(_is_channels_last, original.parameters())):
         replacement.to(memory_format=torch.channels_last)
     for hook in original._forward_hooks.values():
         if records_outputs(hook) and hook not in replacement._forward_hooks.values():
@@ -417,3 +440,7 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
             elif module is not None:
                 waiting.append(module)
     return model
+
+
+def _is_channels_last(parameter: nn.Parameter) -> bool:
+    return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)

@@ -19,13 +19,19 @@ _REVERT_METHODS = ("to_original", "to_conv", "to_attention")
 
 
 def _reverted(layer: nn.Module, atol: float) -> nn.Module:
-    while method := _revert_method(layer):  # an inserted block first, then what is before it
+    method = _revert_method(layer)
+    while method is not None:  # an inserted block first, then what is before it
         layer = method(atol)
+        method = _revert_method(layer)
     return layer
 
 
 def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
-    return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
+    for name in _REVERT_METHODS:
+        method = getattr(layer, name, None)
+        if callable(method):
+            return method
+    return None
 
 
 @dataclass(frozen=True)
@@ -70,35 +76,59 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     check_model(model)
     model = copy_model(model)
     ties = Ties(model)
-    possible = {name: module for name, module in model.named_modules() if _revert_method(module)}
-    names = [name for name, module in possible.items() if matches_where(where, name, module)]
-    if not names:
-        hint = f"layers that can be: {list_names(list(possible))}" if any(possible) else "for pyramids use fuse"
-        raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
-    layers = [model.get_submodule(name) for name in names]
-    reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers}
-    inner_first = sorted(zip(names, layers, strict=True), key=lambda pair: -pair[0].count("."))
-    for name, layer in inner_first:
-        try:
-            with float32_on(layer), kept_random_state(layer):
-                original = _reverted(layer, atol)
-        except ValueError as error:
-            others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""
-            raise UserError(f"{name or 'the model'}: {error}{others}") from None
-        except (RuntimeError, TypeError, KeyError):  # torch's errors for weights that cannot be merged
-            if reason := first_altered_part(layer):
-                raise UserError(f"{name or 'the model'} cannot be reverted: {reason}") from None
-            raise
+    layers = _layers_to_revert(model, where)
+    reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers.values()}
+    for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):  # inner ones first
+        original = _original_of(name, layer, atol, alone=len(layers) == 1)
         model = replace_module(model, name, layer, original)
     add_notes(model, *ties.restore(model))
-    kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
-    last = Edit(Revert(), tuple(name for name in names if name in kept))
-    inside = {name for edit in edits(model) for name in edit.names if any(name.startswith(f"{r}.") for r in reverted)}
-    gone = {name for name in inside if Site(model).find(name) is None}
-    changed = [*_without(edits(model), reverted - kept | gone), last]
+    kept = {name for name, layer in layers.items() if not getattr(layer, "replaces_plain", True)}
+    gone = _names_inside(model, reverted)
+    remaining = _without(edits(model), reverted - kept | gone)
+    if kept:
+        remaining.append(Edit(Revert(), tuple(name for name in layers if name in kept)))
     attach(model)  # the edits before: their rules remove the connections of what is reverted
-    update_record(model, edits=tuple(edit for edit in changed if edit.names))
+    update_record(model, edits=tuple(edit for edit in remaining if edit.names))
     return model
+
+
+def _layers_to_revert(model: nn.Module, where: Where) -> dict[str, nn.Module]:
+    """Return the selected layers that have an original form. Raises: UserError if there are none."""
+    possible = {name: module for name, module in model.named_modules() if _revert_method(module)}
+    layers = {name: module for name, module in possible.items() if matches_where(where, name, module)}
+    if layers:
+        return layers
+    hint = "for pyramids use fuse"
+    if any(possible):
+        hint = f"layers that can be: {list_names(list(possible))}"
+    raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
+
+
+def _original_of(name: str, layer: nn.Module, atol: float, alone: bool) -> nn.Module:
+    """Return the original form of a layer. Raises: UserError if it computes something else now."""
+    try:
+        with float32_on(layer), kept_random_state(layer):
+            return _reverted(layer, atol)
+    except ValueError as error:
+        others = "" if alone else "; to revert only the other layers, select them with `where`"
+        raise UserError(f"{name or 'the model'}: {error}{others}") from None
+    except (RuntimeError, TypeError, KeyError):  # torch's errors for weights that cannot be merged
+        reason = first_altered_part(layer)
+        if reason is None:
+            raise
+        raise UserError(f"{name or 'the model'} cannot be reverted: {reason}") from None
+
+
+def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
+    """Return the names of edits inside reverted layers that the model no longer has."""
+    beginnings = tuple(f"{name}." for name in reverted)
+    root = Site(model)
+    gone = set()
+    for edit in edits(model):
+        for name in edit.names:
+            if name.startswith(beginnings) and root.find(name) is None:
+                gone.add(name)
+    return gone
 
 
 def _without(made: Sequence[Edit], names: set[str]) -> list[Edit]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -145,11 +146,14 @@ RESCALE = (1e-6, 1e6)
 
 def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
     """Check that a value is a number within bounds. Raises: UserError otherwise."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = number and bounds[0] <= value <= bounds[1]
-    kind = "" if number and abs(value) < float("inf") else "a finite number "
-    above = "above 0, " if number and value <= 0 < bounds[0] else ""
-    _require(fits, name, value, f"must be {kind}{above}from {bounds[0]:g} to {bounds[1]:g}")
+    least, most = bounds
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    said = f"from {least:g} to {most:g}"
+    if is_number and value <= 0 < least:
+        said = f"above 0, {said}"
+    if not is_number or not abs(value) < math.inf:
+        said = f"a finite number {said}"
+    _require(is_number and least <= value <= most, name, value, f"must be {said}")
 
 
 def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
@@ -176,18 +180,22 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
     """Check a grid of tokens and the number of prefix tokens; None is allowed. Raises: UserError otherwise."""
     if grid_size is not None:
-        pair = isinstance(grid_size, Sequence) and not isinstance(grid_size, str) and len(grid_size) == 2
-        _require(pair, "grid_size", grid_size, "must be (height, width)")
-        for name, size in zip(("height", "width"), grid_size, strict=True):
-            check_int(f"grid_size {name}", size, GRID)
+        is_pair = isinstance(grid_size, Sequence) and not isinstance(grid_size, str) and len(grid_size) == 2
+        _require(is_pair, "grid_size", grid_size, "must be (height, width)")
+        height, width = grid_size
+        check_int("grid_size height", height, GRID)
+        check_int("grid_size width", width, GRID)
     if prefix_tokens is not None:
         check_int("prefix_tokens", prefix_tokens, PREFIX)
 
 
 def _require(fits: bool, name: str, value: Any, said: str) -> None:
-    if not fits:
-        text = repr(value)
-        raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")
+    if fits:
+        return
+    shown = repr(value)
+    if len(shown) > 40:
+        shown = f"{shown[:37]}..."
+    raise UserError(f"{name} {shown} {said}")
 
 
 # Rules by the name of their class, in order of registration.
@@ -229,8 +237,9 @@ def build_rule(name: str, **fields: Any) -> Rule:
         raise UserError(f"{name} is not a rule; {hint}")
     given = {field: value for field, value in fields.items() if value is not None}
     known = [field.name for field in dataclasses.fields(RULES[name])]  # type: ignore[arg-type]
-    if unknown := [field for field in given if field not in known]:
-        raise UserError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
+    for field in given:
+        if field not in known:
+            raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
     return RULES[name](**given)
 
 

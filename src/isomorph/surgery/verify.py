@@ -18,14 +18,19 @@ from isomorph.surgery.calls import (
     cast_floats,
     check_not_empty,
     describe_shape,
-    leaves,
     map_floats,
     map_tensors,
     other_inputs,
     relative,
     run_model,
+    tensors_at,
 )
-from isomorph.surgery.comparison import compare_tensors, measure_fidelity, tensors_by_path
+from isomorph.surgery.comparison import (
+    TensorDifference,
+    compare_tensors,
+    measure_fidelity,
+    tensors_by_path,
+)
 from isomorph.surgery.first_difference import FirstDifference, Operations, first_difference
 from isomorph.surgery.model_pair import ModelPair, NotCompared, normal_like
 from isomorph.surgery.modules import list_names
@@ -108,7 +113,8 @@ def compare_outputs(
     if atol is None and getattr(recast, "fidelity", None) is not None:
         return _compare_int8(original, recast, batches)
     if atol is None:
-        atol = max([edit.rule.accepted_difference for edit in edits_since(recast, original)], default=ATOL)
+        made = edits_since(recast, original)
+        atol = max((edit.rule.accepted_difference for edit in made), default=ATOL)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         redraw = partial(normal_like, generator=torch.Generator().manual_seed(seed))
@@ -133,8 +139,9 @@ def compare_outputs(
 
 
 def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> list[Inputs]:
-    several = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping)
-    batches: list[Any] = list(inputs) if several else [inputs]
+    batches: list[Any] = [inputs]
+    if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping):
+        batches = list(inputs)
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
     if isinstance(atol, str) or (atol is not None and not atol >= 0):
@@ -225,8 +232,9 @@ def _is_small_image(batch: Tensor) -> bool:
 
 def _modes(batch: Inputs) -> list[str]:
     modes = ["float16", "autocast to bfloat16"]
-    is_images = any(isinstance(x, Tensor) and x.ndim == 4 for _, x in leaves(batch))
-    return [*modes, "channels_last"] if is_images else modes
+    if any(x.ndim == 4 for x in tensors_at(batch).values()):
+        modes.append("channels_last")
+    return modes
 
 
 def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
@@ -240,8 +248,11 @@ def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[st
         return
     if pair.is_random(batch):
         yield "the original is random: it differs from itself in a second call"
-    rows = [row for each in report.inputs for row in each.tensors if not each.mode]
-    agree = [row for row in rows if not row.is_within(report.atol) and row.fp64 <= 1e-7 * row.scale]
-    if agree and all(row in agree or row.is_within(report.atol) for row in rows):
+    differing: list[TensorDifference] = []
+    for each in report.inputs:
+        if not each.mode:
+            differing += [row for row in each.tensors if not row.is_within(report.atol)]
+    agree = [row for row in differing if row.fp64 <= 1e-7 * row.scale]
+    if agree and len(agree) == len(differing):
         names = list_names([row.path or "the output" for row in agree])
         yield f"{names}: float64 agrees and float32 does not, so rounding decides, as between almost equal numbers"

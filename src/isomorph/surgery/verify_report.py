@@ -43,9 +43,17 @@ class Difference:
     ) -> "Difference":
         """Return the difference of outputs, which is that of the tensor that differs most."""
         worst = max(tensors, key=lambda row: (row.excess(atol), row.scale))
-        where = "" if worst.is_within(atol) else worst.path
-        numbers = (worst.fp32, worst.fp64, worst.scale, worst.rounding)
-        return cls(name, *numbers, kind=kind, where=where, tensors=tuple(tensors), **facts)
+        return cls(
+            name,
+            worst.fp32,
+            worst.fp64,
+            worst.scale,
+            worst.rounding,
+            kind=kind,
+            where="" if worst.is_within(atol) else worst.path,
+            tensors=tuple(tensors),
+            **facts,
+        )
 
     @property
     def deviation(self) -> float:
@@ -67,9 +75,13 @@ class Difference:
 
     def details(self, atol: float) -> list[str]:
         """Return a line for each tensor that differs, where there are several."""
+        if len(self.tensors) == 1:
+            return []
         differing = [row for row in self.tensors if not row.is_within(atol)]
-        lines = [f"  {row}" for row in differing[:8]] if len(self.tensors) > 1 else []
-        return [*lines, f"  and {len(differing) - 8} more"] if len(differing) > 8 else lines
+        lines = [f"  {row}" for row in differing[:8]]
+        if len(differing) > 8:
+            lines.append(f"  and {len(differing) - 8} more")
+        return lines
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,13 +164,18 @@ class VerifyReport:
         if self.atol >= 1:
             return f"any difference is accepted, as atol is {self.atol:g}: {apart}"
         within = f"{self.atol:g}" if max(single, double) <= self.atol else "rounding"
-        ties = ", with the choices of the original" if any(row.ties for row in self.inputs) else ""
-        return f"equal within {within}: {apart}{ties}"
+        verdict = f"equal within {within}: {apart}"
+        if any(row.ties for row in self.inputs):
+            verdict += ", with the choices of the original"
+        return verdict
 
     @property
     def _not_finite(self) -> str:
-        rows = [row for each in self.inputs for row in each.tensors if row.problem]
-        return f"; {rows[0].path or 'the output'}: {rows[0].problem}" if rows else ""
+        for difference in self.inputs:
+            for row in difference.tensors:
+                if row.problem:
+                    return f"; {row.path or 'the output'}: {row.problem}"
+        return ""
 
     def _place(self, worst: Difference) -> str:
         """Return where a difference is, if it is not the one of all inputs that the verdict names."""
@@ -178,8 +195,11 @@ class VerifyReport:
             lines.append(f"  {self.first}")
         for row in (*self.inputs, *self.targets):
             lines.append(f"  {row}")
-            lines += [f"  {line}" for line in row.details(self.atol)]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+            for line in row.details(self.atol):
+                lines.append(f"  {line}")
+        for note in self.notes:
+            lines.append(f"  note: {note}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -199,4 +219,5 @@ class NotEqual(UserError):
 
     def __init__(self, report: VerifyReport, advice: str | None = None) -> None:
         super().__init__(str(report) if advice is None else report.verdict + advice)
-        self.report, self.exit_status = report, 2 if report.finite else 1
+        self.report = report
+        self.exit_status = 2 if report.finite else 1

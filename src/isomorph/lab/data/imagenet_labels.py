@@ -13,7 +13,8 @@ from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source, image_name, with_changes
 
 LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")  # written by benchmarks/imagenet_labels.py
-_WNID, _NUMBER = re.compile(r"n\d{8}"), re.compile(r"\d+")
+_WNID = re.compile(r"n\d{8}")
+_NUMBER = re.compile(r"\d+")
 _NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"
 _IMAGE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
@@ -72,7 +73,8 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
         found = [_label_of_wnid(name, title) for name in names.values()]
     labels[list(names)] = found
     allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
-    if unknown := [name for name, label in zip(names.values(), found, strict=True) if label not in allowed]:
+    unknown = [name for name, label in zip(names.values(), found, strict=True) if label not in allowed]
+    if unknown:
         hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
         others = f"{len(unknown)} classes that are not among the {len(allowed)} of {suite}"
         raise UserError(f"{title} has {others}, for example {unknown[0]}; {hint}")

@@ -18,7 +18,15 @@ from isomorph.errors import UserError, first_line
 from isomorph.lab.data.formats.naming import composed
 from isomorph.lab.data.sources import Source, image_name
 
-_LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)  # of torch.load
+# of torch.load
+_LOAD_ERRORS = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    KeyError,
+    pickle.UnpicklingError,
+)
 
 
 class MapLabels(NamedTuple):
@@ -43,7 +51,8 @@ def random_label_maps(labels: Tensor, classes: int, kept: int = 5, side: int = 1
 
     Shape: labels (B,) -> maps (B, 2, kept, side, side)
     """
-    count, device = len(labels), labels.device
+    count = len(labels)
+    device = labels.device
     shape = (count, kept, side, side)
     scores = torch.rand(shape, device=device)
     likeliest = torch.randint(classes, shape, device=device)
@@ -61,7 +70,8 @@ def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tenso
     Shape: -> image, (4,): top, left, bottom, right as fractions of the image, flipped
     Raises: UserError for a transform that does not crop and resize once.
     """
-    boxes, flipped = [], False
+    boxes = []
+    flipped = False
     for step in getattr(transform, "transforms", ()):
         if isinstance(step, RandomResizedCropAndInterpolation):
             image, box = _random_resized_crop(step, image)
@@ -94,18 +104,25 @@ class LabelMapSource(Source):
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
         super().__init__(source.images, source.labels, source.classes)
-        self.ids, self.split, self.folder, self.num_classes = source.ids, source.split, folder, num_classes
+        self.ids = source.ids
+        self.split = source.split
+        self.folder = folder
+        self.num_classes = num_classes
         _check_files_exist(folder, map(self._relative_path, range(len(self))))
         self.label_map(0)
 
     def _relative_path(self, index: int) -> str:
         """Return CLASS/IMAGE.pt: what follows the class in the image's name, or else the whole name."""
-        name, owner = image_name(self.images, index), self.classes[int(self.labels[index])]
+        name = image_name(self.images, index)
+        owner = self.classes[int(self.labels[index])]
         if name is None:
             raise UserError("token_labels.maps needs named files: data.source must be imagefolder, tar or webdataset")
         *folders, file = name.split("/")
         named = list(map(composed, folders))
-        below = folders[named.index(owner) :] if owner in named else [owner, *folders]
+        if owner in named:
+            below = folders[named.index(owner) :]
+        else:
+            below = [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
 
     def label_map(self, index: int) -> Tensor:
@@ -133,7 +150,10 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
     except _LOAD_ERRORS as error:
         raise UserError(f"cannot read the label map {path}: {first_line(error)}") from None
     if not isinstance(loaded, Tensor) or loaded.ndim != 4 or len(loaded) != 2 or not loaded.numel():
-        given = f"a tensor of {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
+        if isinstance(loaded, Tensor):
+            given = f"a tensor of {tuple(loaded.shape)}"
+        else:
+            given = type(loaded).__name__
         raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
     if not loaded.isfinite().all():
         raise UserError(f"{path} is not a label map: it has values that are not finite")

@@ -41,15 +41,25 @@ class IsolatedDataLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Any:
-        with SafeChildProcesses(), handler_kept(getattr(signal, "SIGCHLD", signal.SIGINT)), _explain_killed_worker():
-            return _explained(super().__iter__()) if self.num_workers else super().__iter__()
+        with (
+            SafeChildProcesses(),
+            handler_kept(getattr(signal, "SIGCHLD", signal.SIGINT)),
+            _explain_killed_worker(),
+        ):
+            if self.num_workers:
+                return _explained(super().__iter__())
+            return super().__iter__()
 
 
 @contextmanager
 def _explain_killed_worker() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ConnectionResetError, ConnectionRefusedError) as error:  # those while a batch is handed over
+    except (
+        RuntimeError,
+        ConnectionResetError,
+        ConnectionRefusedError,
+    ) as error:  # those while a batch is handed over
         if not getattr(error, "errno", 0) and "worker (pid" not in str(error) and "Pin memory thread" not in str(error):
             raise
         raise UserError("a data-loading process was killed, perhaps as memory ran out; use fewer workers") from None
@@ -107,7 +117,10 @@ def transformed(source: Examples, transform: Callable[[Image.Image], Any]) -> Ex
 
 
 def ordered_loader(
-    examples: Any, batches: Sequence[Sequence[int]], workers: int, collate: Callable[[Any], Any] | None = None
+    examples: Any,
+    batches: Sequence[Sequence[int]],
+    workers: int,
+    collate: Callable[[Any], Any] | None = None,
 ) -> DataLoader[Any]:
     """Return a loader of the given batches of anything with an index."""
     return IsolatedDataLoader(
@@ -121,7 +134,11 @@ def ordered_loader(
 
 
 def loader_of_share(
-    examples: Any, batch_size: int, workers: int, runtime: Runtime, collate: Callable[[Any], Any] | None = None
+    examples: Any,
+    batch_size: int,
+    workers: int,
+    runtime: Runtime,
+    collate: Callable[[Any], Any] | None = None,
 ) -> DataLoader[Any]:
     """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
     if len(examples) < runtime.world:
@@ -213,7 +230,10 @@ def train_transform(
     transform = _in_channels(config, transform)
     if not crop_padding:
         return transform
-    crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
+    crop = [
+        transforms.Resize((height, width)),
+        transforms.RandomCrop((height, width), padding=crop_padding),
+    ]
     return transforms.Compose([*crop, transform])
 
 
@@ -221,7 +241,8 @@ class SeededDataset(Dataset[Example]):
     """The images of a source by index and augmentation seed; an unreadable one is replaced by the next."""
 
     def __init__(self, source: Source, unreadable: int) -> None:
-        self.source, self.unreadable = source, unreadable
+        self.source = source
+        self.unreadable = unreadable
 
     def __getitem__(self, seeded: SeededIndex) -> Example:
         index, seed = seeded

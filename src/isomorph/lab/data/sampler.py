@@ -43,7 +43,8 @@ class BatchOrder:
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the images of an epoch and the seeds of their augmentation. Shape: -> (steps * batch,), the same"""
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-        order, count = torch.randperm(self.images, generator=generator), self.steps * self.batch
+        order = torch.randperm(self.images, generator=generator)
+        count = self.steps * self.batch
         if self.repeats > 1:
             order = order[: -(-self.images // self.repeats)].repeat_interleave(self.repeats)
         return order[:count], torch.randint(2**62, (count,), generator=generator)
@@ -64,18 +65,29 @@ class TrainSampler(Sampler[list[SeededIndex]]):
     """Sampler of one process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
 
     def __init__(self, order: BatchOrder, epochs: int, first: int = 0, parts: BatchParts = BatchParts()) -> None:
-        self.order, self.epochs, self.first, self.parts = order, epochs, first, parts
+        self.order = order
+        self.epochs = epochs
+        self.first = first
+        self.parts = parts
 
     def __len__(self) -> int:
         return (self.epochs * self.order.steps - self.first) * len(self.parts.own)
 
     def __iter__(self) -> Iterator[list[SeededIndex]]:
-        start, steps, batch = self.first, self.order.steps, self.order.batch
+        start = self.first
+        steps = self.order.steps
+        batch = self.order.batch
         for epoch in range(start // steps, self.epochs):
             images, seeds = self.order.epoch(epoch)
             for position in range(start - epoch * steps, steps):
                 step = slice(position * batch, (position + 1) * batch)
                 for part in self.parts.own:
                     every_nth = slice(part, None, self.parts.total)
-                    yield list(zip(images[step][every_nth].tolist(), seeds[step][every_nth].tolist(), strict=True))
+                    yield list(
+                        zip(
+                            images[step][every_nth].tolist(),
+                            seeds[step][every_nth].tolist(),
+                            strict=True,
+                        )
+                    )
             start = (epoch + 1) * steps

@@ -38,8 +38,10 @@ class ImageSubset(Sequence[ImageLike]):
 
     def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
         if isinstance(images, ImageSubset):
-            indices, images = images.indices[indices], images.images
-        self.images, self.indices = images, indices
+            indices = images.indices[indices]
+            images = images.images
+        self.images = images
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -56,14 +58,18 @@ def _describe_image(images: Sequence[ImageLike], index: int) -> str:
     if hasattr(images, "name"):
         return images.name(index)
     image = images[index]
-    return str(image) if isinstance(image, Path) else f"image {index}"
+    if isinstance(image, Path):
+        return str(image)
+    return f"image {index}"
 
 
 def image_name(images: Sequence[ImageLike], index: int) -> str | None:
     """Return the name of an image's file below its folder, in its archive or in its data set; None without one."""
     if isinstance(images, ImageSubset):
         return image_name(images.images, int(images.indices[index]))
-    return images.file_name(index) if hasattr(images, "file_name") else None
+    if hasattr(images, "file_name"):
+        return images.file_name(index)
+    return None
 
 
 def decode(image: ImageLike) -> Image.Image:
@@ -87,13 +93,17 @@ def upright(image: Image.Image) -> Image.Image:
     """
     image.load()  # PNG may store EXIF data behind the pixels; TIFF is turned here
     turn = _TURNS.get(_orientation(image))
-    return image if turn is None else image.transpose(turn)
+    if turn is None:
+        return image
+    return image.transpose(turn)
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return width and height of an opened image as `upright` returns it, without decoding it."""
     turned = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
-    return (image.height, image.width) if turned else image.size
+    if turned:
+        return (image.height, image.width)
+    return image.size
 
 
 def _orientation(image: Image.Image) -> int:
@@ -182,8 +192,15 @@ class Source(Dataset[tuple[Any, int]]):
     10
     """
 
-    def __init__(self, images: Sequence[ImageLike], labels: Sequence[int] | np.ndarray, classes: Iterable[str]) -> None:
-        self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
+    def __init__(
+        self,
+        images: Sequence[ImageLike],
+        labels: Sequence[int] | np.ndarray,
+        classes: Iterable[str],
+    ) -> None:
+        self.images = images
+        self.labels = np.asarray(labels, np.int64)
+        self.classes = tuple(classes)
         if len(images) != len(self.labels):
             raise UserError(f"a source needs as many labels as images; it has {len(self.labels)} and {len(images)}")
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
@@ -205,7 +222,8 @@ class Source(Dataset[tuple[Any, int]]):
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """Return the given images in the given order; their `ids` stay their indices in the whole source."""
         chosen = np.asarray(indices, np.int64)
-        images, ids = ImageSubset(self.images, chosen), np.asarray(self.ids)[chosen]
+        images = ImageSubset(self.images, chosen)
+        ids = np.asarray(self.ids)[chosen]
         return with_changes(self, images=images, labels=self.labels[chosen], ids=ids)
 
 
@@ -226,7 +244,9 @@ def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
 
 def spaced_images(source: Source, count: int | None) -> Source:
     """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
-    return source if count is None or count >= len(source) else source.subset(spaced_indices(source.labels, count))
+    if count is None or count >= len(source):
+        return source
+    return source.subset(spaced_indices(source.labels, count))
 
 
 def random_indices(length: int, count: int, seed: int = 0) -> np.ndarray:

@@ -15,12 +15,23 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from isomorph.distributed import derive_seed, seed_generators
 from isomorph.errors import UserError
-from isomorph.lab.data.formats.huggingface import DatasetSplit, explain_dataset_errors, open_split
+from isomorph.lab.data.formats.huggingface import DatasetSplit, explain_dataset_errors, open_dataset_split
 from isomorph.lab.data.formats.naming import SPLITS
 from isomorph.lab.data.formats.registry import data_root
-from isomorph.lab.data.loaders import Example, IsolatedDataLoader, Labels, collate, ignore_stop_signals
+from isomorph.lab.data.loaders import (
+    Example,
+    IsolatedDataLoader,
+    Labels,
+    collate,
+    ignore_stop_signals,
+)
 from isomorph.lab.data.sampler import BatchParts, TrainSampler
-from isomorph.lab.data.sources import ImageLike, decode, explain_decode_errors, unreadable_image_error
+from isomorph.lab.data.sources import (
+    ImageLike,
+    decode,
+    explain_decode_errors,
+    unreadable_image_error,
+)
 
 STREAMS = ("huggingface-stream",)
 _ROWS_PER_READ = 16
@@ -71,7 +82,8 @@ class Stream:
         if seed is None:
             return islice(self._rows_of_share(range(self._num_files), share, shares), skip, None)
         order = np.random.default_rng([seed, epoch]).permutation(self._num_files).tolist()
-        rows, rng = self._rows_of_share(order, share, shares), np.random.default_rng([seed, epoch, share, shares])
+        rows = self._rows_of_share(order, share, shares)
+        rng = np.random.default_rng([seed, epoch, share, shares])
         return islice(_shuffle_through_buffer(rows, self.buffer, rng), skip, None)
 
     def image(self, stored: ImageLike, identity: int) -> Image.Image:
@@ -137,7 +149,11 @@ def _shuffle_through_buffer(
 
 
 def open_stream(
-    name: str, split: str, root: str | Path | None = None, images: int | None = None, classes: int | None = None
+    name: str,
+    split: str,
+    root: str | Path | None = None,
+    images: int | None = None,
+    classes: int | None = None,
 ) -> Stream:
     """Open the `train` or `test` split of a stream: `huggingface-stream`, with `root` as in `open_source`.
 
@@ -155,7 +171,7 @@ def open_stream(
         raise UserError(f"split {split!r} is unknown; choose 'train' or 'test'")
     if min(images or 1, classes or 1) < 1 or 0 in (images, classes):
         raise UserError(f"images={images} and classes={classes} must be 1 or more where given")
-    found = open_split(split, data_root(root), streaming=True)
+    found = open_dataset_split(split, data_root(root), streaming=True)
     names, _ = found.numbering()
     if not (names or classes):
         raise UserError(f"{found.title} has no names of classes; give their number as classes=")
@@ -172,7 +188,9 @@ def workers_of_part(parts: BatchParts, workers: int) -> int:
 
 def _worker_position() -> tuple[int, int]:
     info = get_worker_info()
-    return (info.id, info.num_workers) if info else (0, 1)
+    if info:
+        return (info.id, info.num_workers)
+    return (0, 1)
 
 
 class _TrainBatches(IterableDataset[_StreamBatch]):
@@ -184,11 +202,16 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
     """
 
     def __init__(self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int) -> None:
-        self.stream, self.transform, self.sampler, self.unreadable = stream, transform, sampler, unreadable
+        self.stream = stream
+        self.transform = transform
+        self.sampler = sampler
+        self.unreadable = unreadable
         self.size = sampler.order.batch // sampler.parts.total  # images of a part of a batch
 
     def __iter__(self) -> Iterator[_StreamBatch]:
-        steps, parts, first = self.sampler.order.steps, self.sampler.parts.own, self.sampler.first
+        steps = self.sampler.order.steps
+        parts = self.sampler.parts.own
+        first = self.sampler.first
         worker, workers = _worker_position()
         turn = (worker + first * len(parts)) % workers  # the loader asks worker 0 first, at whichever step it starts
         for epoch in range(first // steps, self.sampler.epochs):
@@ -196,7 +219,8 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
             for number in range(epoch * steps * len(parts), (epoch + 1) * steps * len(parts)):
                 if number % workers != turn:
                     continue
-                step, part = number // len(parts), parts[number % len(parts)]
+                step = number // len(parts)
+                part = parts[number % len(parts)]
                 if part not in shares:
                     shares[part] = self._share(epoch, part, step, workers)
                 samples = list(islice(shares[part], self.size))
@@ -205,10 +229,12 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
 
     def _share(self, epoch: int, part: int, step: int, workers: int) -> Iterator[StreamSample]:
         each = workers_of_part(self.sampler.parts, workers)
-        index, shares = part * each + step % each, self.sampler.parts.total * each
+        index = part * each + step % each
+        shares = self.sampler.parts.total * each
         for number in count():
             samples = self.stream.samples(derive_seed("round", epoch, number), self.sampler.order.seed, index, shares)
-            if (first := next(samples, None)) is None:
+            first = next(samples, None)
+            if first is None:
                 raise UserError(
                     f"the stream has too few images for {shares} shares; use fewer data.workers or scale.accumulate"
                 )
@@ -220,7 +246,10 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         examples: list[Example] = []
         problems: list[str] = []
         for position, (stored, label, identity) in enumerate(samples):
-            seed_generators(derive_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
+            seed_generators(
+                derive_seed("streamed", self.sampler.order.seed, step, part, position),
+                devices=False,
+            )
             try:
                 examples.append((self.transform(self.stream.image(stored, identity)), label, []))
             except UserError as error:
@@ -235,17 +264,24 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
 
 class _StreamTestImages(IterableDataset[tuple[Any, int]]):
     def __init__(self, stream: Stream, transform: Transform, parts: BatchParts) -> None:
-        self.stream, self.transform, self.parts = stream, transform, parts
+        self.stream = stream
+        self.transform = transform
+        self.parts = parts
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         worker, workers = _worker_position()
-        share, shares = self.parts.own[0] * workers + worker, self.parts.total * workers
+        share = self.parts.own[0] * workers + worker
+        shares = self.parts.total * workers
         for stored, label, identity in self.stream.samples(0, None, share, shares):
             yield self.transform(self.stream.image(stored, identity)), label
 
 
 def stream_loader(
-    stream: Stream, transform: Transform, sampler: TrainSampler, workers: int = 0, unreadable: int = 0
+    stream: Stream,
+    transform: Transform,
+    sampler: TrainSampler,
+    workers: int = 0,
+    unreadable: int = 0,
 ) -> DataLoader[Any]:
     """Return a loader of training batches from a stream, like those of `train_loader`.
 

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from isomorph.analysis import attention_spans, gates
 from isomorph.analysis.cost import count_macs
 from isomorph.lab.demo.run import LAYERS, SHOWN, VERIFIED, Demo
-from isomorph.lab.report.attention_viewer import Viewer, ViewerModel, build_viewer, capture_layer_maps
+from isomorph.lab.report.attention_viewer import (
+    Viewer,
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
+)
 from isomorph.lab.report.charts import Chart, Dots, Line, Panel
 from isomorph.lab.report.html import Section, write_page
 from isomorph.lab.report.page_images import PageImage

@@ -28,7 +28,11 @@ from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
 
 LAYERS = "layer3.*.conv?"  # the convolutions that the demo recasts: all six of the CNN's last stage
 
-VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}  # recipe: name on the page
+# recipe: name on the page
+VITS = {
+    "digits_vit": "ViT",
+    "digits_convit": "ViT, convolutional at initialisation",
+}
 
 VERIFIED = 100  # test images to compare outputs on, in float32 and float64; predictions are compared on all
 
@@ -86,7 +90,8 @@ class Demo:
 
 def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
     """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
-    start, threads = time.perf_counter(), torch.get_num_threads()
+    start = time.perf_counter()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other come to a standstill next to other busy processes
     try:
         with TemporaryDirectory(prefix="isomorph-demo-") as runs:
@@ -140,7 +145,13 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     cnn, tcnn, vit = (folder / f"{name}.safetensors" for name in ("cnn", "tcnn", "convit"))
     commands: list[tuple[str, list[Any]]] = [
         ("check the equality yourself", ["verify", cnn, tcnn, "--data", "digits"]),
-        ("a page about one model and one image", ["analyze", vit, "--image", folder / "digit-1.png"]),
-        ("recast the CNN and train it further", ["train", "digits_annealed", "--model.weights", cnn]),
+        (
+            "a page about one model and one image",
+            ["analyze", vit, "--image", folder / "digit-1.png"],
+        ),
+        (
+            "recast the CNN and train it further",
+            ["train", "digits_annealed", "--model.weights", cnn],
+        ),
     ]
     return [(what, shlex.join(map(str, [*program, *arguments]))) for what, arguments in commands]

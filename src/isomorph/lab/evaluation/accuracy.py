@@ -44,13 +44,15 @@ class PredictionCounts(_Counts):
 
     def __init__(self, num_classes: int) -> None:
         self.total = torch.zeros(num_classes, dtype=torch.int64)
-        self.correct, self.correct_top5 = torch.zeros_like(self.total), torch.zeros_like(self.total)
+        self.correct = torch.zeros_like(self.total)
+        self.correct_top5 = torch.zeros_like(self.total)
         self.bins = torch.zeros(3, _ECE_BINS, dtype=torch.float64)
         self.nll = torch.zeros((), dtype=torch.float64)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch; negative labels do not count. Shape: (B, num_classes), (B,). Raises: UserError for too large."""
-        classes, labels = logits.shape[1], labels.long()
+        classes = logits.shape[1]
+        labels = labels.long()
         if len(labels) and labels.max() >= classes:
             raise UserError(
                 f"the data has class {int(labels.max())}, but the model has {classes} classes; "
@@ -60,7 +62,8 @@ class PredictionCounts(_Counts):
         logits, labels = logits[labelled].float(), labels.to(logits.device)[labelled]
         ranked = logits.topk(min(5, classes)).indices.eq(labels[:, None])  # (B, 5)
         log_p = logits.log_softmax(-1)
-        nll, confidence = -log_p.gather(1, labels[:, None])[:, 0], log_p.amax(-1).exp()
+        nll = -log_p.gather(1, labels[:, None])[:, 0]
+        confidence = log_p.amax(-1).exp()
         top1, top5, *sums = torch.stack([ranked[:, 0].float(), ranked.any(1).float(), nll, confidence]).cpu().double()
         nll, confidence = ((values / _STEP).round() * _STEP for values in sums)
         self.total += (seen := labels.cpu()).bincount(minlength=len(self.total))
@@ -78,7 +81,10 @@ class PredictionCounts(_Counts):
         """
         images = _require_images(int(self.total.sum()))
         _, confidence, correct = self.bins
-        top5 = {"top5": 100 * self.correct_top5.sum().item() / images} if len(self.total) > 5 else {}
+        if len(self.total) > 5:
+            top5 = {"top5": 100 * self.correct_top5.sum().item() / images}
+        else:
+            top5 = {}
         return {
             "top1": 100 * self.correct.sum().item() / images,
             **top5,
@@ -102,7 +108,8 @@ class MultiLabelCounts(_Counts):
         labels = labels.to(logits.device)
         labelled = (labels >= 0).any(1)
         correct = (labels == logits.argmax(1, keepdim=True)).any(1) & labelled
-        self.images, self.correct = self.images + int(labelled.sum()), self.correct + int(correct.sum())
+        self.images = self.images + int(labelled.sum())
+        self.correct = self.correct + int(correct.sum())
 
     def metrics(self) -> dict[str, float]:
         """Return top1 (%), images. Raises: UserError when no image was counted."""
@@ -136,7 +143,10 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
 def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
     pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
     if not pair or batch[1].ndim != 1 or batch[1].is_floating_point():
-        shape = f"{str(batch[1].dtype).removeprefix('torch.')} labels of shape {tuple(batch[1].shape)}" if pair else ""
+        if pair:
+            shape = f"{str(batch[1].dtype).removeprefix('torch.')} labels of shape {tuple(batch[1].shape)}"
+        else:
+            shape = ""
         given = shape or f"a {type(batch).__name__}"
         raise UserError(
             f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "

@@ -22,8 +22,19 @@ from isomorph.lab.data.formats.naming import ImageFiles, composed
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.formats.tar import TarImages
 from isomorph.lab.data.loaders import eval_loader
-from isomorph.lab.data.sources import Source, first_classes, random_indices, spaced_indices, with_changes
-from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
+from isomorph.lab.data.sources import (
+    Source,
+    first_classes,
+    random_indices,
+    spaced_indices,
+    with_changes,
+)
+from isomorph.lab.evaluation.accuracy import (
+    MultiLabelCounts,
+    PredictionCounts,
+    for_each_batch,
+    sum_counts,
+)
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.models.input_sizes import (
     check_own_classes,
@@ -48,7 +59,9 @@ def default_data(model: nn.Module) -> str:
     named = source in registry.SOURCES or not Path(str(source)).exists()  # a file may name no folder of this machine
     if source and source not in _WEIGHT_LOCATIONS and named:
         return source
-    return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
+    if "cifar10" in (config.get("tag") or ""):
+        return "cifar10"
+    return "imagefolder"
 
 
 def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
@@ -61,7 +74,9 @@ def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
 def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
     """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
     own: Any = None if data or root else record(model).data_root
-    return Path(own) if own and Path(own).is_dir() else root
+    if own and Path(own).is_dir():
+        return Path(own)
+    return root
 
 
 def open_test_images(
@@ -87,7 +102,11 @@ def open_test_images(
 
 
 def open_split(
-    model: nn.Module, split: str, data: str | None, root: Path | None, test_fraction: float | None = None
+    model: nn.Module,
+    split: str,
+    data: str | None,
+    root: Path | None,
+    test_fraction: float | None = None,
 ) -> Source:
     """Open the `train` or `test` images of a data source or folder, by default of the model's own.
 
@@ -149,7 +168,8 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
     if not unknown:
         for names, whose in ((own, "the model"), (source.classes, "the data")):
             for name in source.classes:
-                if (count := names.count(name)) > 1:
+                count = names.count(name)
+                if count > 1:
                     raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
         labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
         return with_changes(source, labels=labels, classes=own)
@@ -166,7 +186,9 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
 def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
     own = tuple(map(composed, config_labels(model)))
-    return own if set(own) & set(classes) else ()
+    if set(own) & set(classes):
+        return own
+    return ()
 
 
 def sample_images(source: Source, samples: int) -> Source:
@@ -188,7 +210,10 @@ def evaluation_data(
     """
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
-    where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))} (data=NAME is not given)"
+    if data or root:
+        where = ""
+    else:
+        where = f" in {registry.data_root(data_root(model, data, root))} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config
 
@@ -209,7 +234,8 @@ def evaluate_classifier(
     elif test_fraction is not None:
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
     elif isinstance(data, Source):
-        source, config = with_model_labels(data, model), evaluation_config(model, size)
+        source = with_model_labels(data, model)
+        config = evaluation_config(model, size)
         check_own_classes(model, source.classes, size=size)
     elif size:
         raise UserError("size is that of images from a folder or a source; leave it out for a loader")
@@ -252,7 +278,10 @@ class TestSet:
     def spaced(self, count: int) -> "TestSet":
         """Return `count` images, as `spaced_indices`, with their scorings. Raises: UserError for a count below 1."""
         indices = spaced_indices(self.source.labels, count)
-        return TestSet(self.source.subset(indices), [replace(s, labels=s.labels[indices]) for s in self.scorings])
+        return TestSet(
+            self.source.subset(indices),
+            [replace(s, labels=s.labels[indices]) for s in self.scorings],
+        )
 
     @property
     def title(self) -> str:
@@ -316,7 +345,13 @@ def run_sweep(
             if isinstance(own, PredictionCounts):
                 found = zip(scoring.classes, own.total.tolist(), own.correct.tolist(), strict=True)
                 class_rows += [
-                    {**head, "class": name, "images": seen, "right": right, "top1": 100 * right / seen}
+                    {
+                        **head,
+                        "class": name,
+                        "images": seen,
+                        "right": right,
+                        "top1": 100 * right / seen,
+                    }
                     for name, seen, right in found
                     if seen
                 ]

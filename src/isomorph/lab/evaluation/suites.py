@@ -73,7 +73,13 @@ class Suite:
             labels = imagenet_classes(source, self.name, self.class_indices, title)[source.labels]  # (n,)
             self._check_complete(len(np.unique(labels)), len(indices), "classes", title, partial)
             classes = [wnids[index] for index in indices]
-            scoring = Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
+            scoring = Scoring(
+                self.name,
+                np.searchsorted(indices, labels),
+                classes,
+                self.class_indices,
+                NUM_CLASSES,
+            )
         self._check_complete(len(source), self.images, "images", title, partial)
         return scoring
 
@@ -85,7 +91,10 @@ class Suite:
 
 _IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
 _V2_FOLDERS = {
-    "imagenet-v2-matched-frequency": ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency"),
+    "imagenet-v2-matched-frequency": (
+        "imagenetv2-matched-frequency-format-val",
+        "imagenetv2-matched-frequency",
+    ),
     "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
     "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
 }
@@ -106,7 +115,10 @@ NUM_CLASSES = 1000
 
 
 def open_suites(
-    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None, partial: bool = False
+    wanted: Sequence[str],
+    root: str | Path | None = None,
+    form: str | None = None,
+    partial: bool = False,
 ) -> list[TestSet]:
     """Open test suites by name. Suites with the same images (imagenet, real) share a test set.
 

@@ -23,7 +23,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 # Options of other commands, and the recipe fields that they are.
 _OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
-_OTHER_NAMES |= {"weights": "model.weights", "arch": "model.name", "num_classes": "model.num_classes"}
+_OTHER_NAMES |= {
+    "weights": "model.weights",
+    "arch": "model.name",
+    "num_classes": "model.num_classes",
+}
 
 
 def recipe_values(name: str) -> dict[str, Any]:
@@ -74,7 +78,9 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
 
     Raises: UserError for a field without a value, or one that is given twice.
     """
-    assignments, rest, given = [], list(tokens), set[str]()
+    assignments = []
+    rest = list(tokens)
+    given = set[str]()
     while rest:
         token = rest.pop(0)
         field = token.removeprefix("--")
@@ -84,7 +90,8 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if not token.startswith("--"):
                 raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
-        name, option = field.partition("=")[0].replace("-", "_"), token.partition("=")[0]
+        name = field.partition("=")[0].replace("-", "_")
+        option = token.partition("=")[0]
         if name in _OTHER_NAMES:
             name = _OTHER_NAMES[name]
             field = f"{name}={field.partition('=')[2]}"

@@ -17,7 +17,10 @@ SURGERIES: dict[str, dict[str, Any]] = {
 
 
 def _cifar_recipe(surgery: str) -> dict[str, Any]:
-    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if surgery == "annealed" else {}
+    if surgery == "annealed":
+        anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0]))
+    else:
+        anneal = {}
     return dict(
         model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),
         data=dict(source="cifar10", batch_size=128),
@@ -32,8 +35,12 @@ def _cifar_recipe(surgery: str) -> dict[str, Any]:
 def _digits_recipe(surgery: str) -> dict[str, Any]:
     recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
-    anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
-    data, augment = dict(source="digits", size=[24, 24], batch_size=64), dict(crop_padding=2, hflip=0.0)
+    if "anneal" in recipe:
+        anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)}
+    else:
+        anneal = {}
+    data = dict(source="digits", size=[24, 24], batch_size=64)
+    augment = dict(crop_padding=2, hflip=0.0)
     return recipe | anneal | dict(data=data, augment=augment, epochs=3, source="isomorph demo")
 
 
@@ -42,7 +49,15 @@ CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="
 
 
 def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    shape = dict(img_size=24, patch_size=4, embed_dim=54, depth=3, num_heads=9, class_token=False, global_pool="avg")
+    shape = dict(
+        img_size=24,
+        patch_size=4,
+        embed_dim=54,
+        depth=3,
+        num_heads=9,
+        class_token=False,
+        global_pool="avg",
+    )
     return dict(
         model=dict(name="vit_tiny_patch16_224", kwargs=shape, **(surgery or {})),
         data=dict(source="digits", size=[24, 24], batch_size=32),
@@ -62,7 +77,12 @@ RECIPES["digits_cnn"]["model"] |= dict(start="random")
 # CoAtNet of 0.36M parameters for 32 px: its two stages of attention are on maps of 8 x 8 and 4 x 4. Without a hidden
 # layer before the classifier, as when the figures of the docs were made.
 HYBRID = dict(
-    img_size=32, head_hidden=False, stem_stride=1, head_dim=16, depths=[2, 1, 2, 3, 1], widths=[16, 16, 32, 64, 128]
+    img_size=32,
+    head_hidden=False,
+    stem_stride=1,
+    head_dim=16,
+    depths=[2, 1, 2, 3, 1],
+    widths=[16, 16, 32, 64, 128],
 )
 RECIPES["cifar_coatnet"] = dict(
     model=dict(name="coatnet_0", kwargs=HYBRID),

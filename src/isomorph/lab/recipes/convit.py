@@ -25,8 +25,13 @@ TABLE_1: dict[str, tuple[tuple[str, str], tuple[str, str] | None, int, float]] =
     "convit_b_plus": (("82.5", "95.9"), ("77.5", "93.5"), 512, 4e-4),
 }
 # fraction of the images of each class: top-1 and top-5 of ConViT-S (Table 2)
-TABLE_2 = {0.05: ("47.8", "70.7"), 0.1: ("59.6", "80.3"), 0.3: ("73.7", "90.7"), 0.5: ("78.2", "93.8")}
-TABLE_2[1.0] = ("81.4", "95.8")
+TABLE_2 = {
+    0.05: ("47.8", "70.7"),
+    0.1: ("59.6", "80.3"),
+    0.3: ("73.7", "90.7"),
+    0.5: ("78.2", "93.8"),
+    1.0: ("81.4", "95.8"),
+}
 
 LEARNED_GATES: Fields = {}
 FIXED_GATES = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.gate"])
@@ -42,18 +47,27 @@ TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
 # The grid of Fig. 8.
-LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
+LOCALITY_STRENGTHS = (0.5, 1.0, 2.0)
+GPSA_LAYER_COUNTS = (0, 3, 6, 9, 10)
 
 
 def _recipe(
-    model: Fields, batch: int, lr: float, source: str, result: str, top5: str = "", fraction: float = 1.0
+    model: Fields,
+    batch: int,
+    lr: float,
+    source: str,
+    result: str,
+    top5: str = "",
+    fraction: float = 1.0,
 ) -> Fields:
     return from_scratch(model, batch, lr, f"ConViT {source}", top1(result, top5=top5), fraction)
 
 
 def _ablation(change: Fields, local_init: bool, source: str, result: str, fraction: float = 1.0) -> Fields:
-    kwargs = change.get("kwargs", {}) | ({} if local_init else dict(local_init=False))
-    model = dict(name="convit_s_plus", **(change | dict(kwargs=kwargs)))
+    kwargs = dict(change.get("kwargs", {}))
+    if not local_init:
+        kwargs["local_init"] = False
+    model = dict(name="convit_s_plus") | change | dict(kwargs=kwargs)
     return _recipe(model, 512, 4e-4, source, result, fraction=fraction)
 
 
@@ -65,11 +79,12 @@ def _tables_1_and_2() -> dict[str, Fields]:
     recipes: dict[str, Fields] = {}
     for name, (results, plain, batch, lr) in TABLE_1.items():
         recipes[name] = _recipe(dict(name=name), batch, lr, "Table 1", *results)
-        if plain:
-            model = dict(name=name, kwargs=PLAIN)
-            recipes[name.replace("convit", "vit")] = _recipe(model, batch, lr, "Table 1, DeiT", *plain)
-        else:
+        if not plain:
             recipes[name]["keep_every"] = KEEP_EPOCHS
+            continue
+        model = dict(name=name, kwargs=PLAIN)
+        plain_name = name.replace("convit", "vit")
+        recipes[plain_name] = _recipe(model, batch, lr, "Table 1, DeiT", *plain)
     for fraction, results in TABLE_2.items():
         recipe = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", *results, fraction=fraction)
         recipes[f"convit_s_{round(100 * fraction)}pct"] = recipe
@@ -79,26 +94,37 @@ def _tables_1_and_2() -> dict[str, Fields]:
 def _table_3() -> dict[str, Fields]:
     recipes: dict[str, Fields] = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
-        recipes[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
-        recipes[f"convit_ablation_{row}_10pct"] = _ablation(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
+        name = f"convit_ablation_{row}"
+        source = f"Table 3 [{row}]"
+        recipes[name] = _ablation(change, local_init, source, full)
+        recipes[f"{name}_10pct"] = _ablation(change, local_init, f"{source}, 10%", tenth, 0.1)
     return recipes
 
 
 def _figure_8() -> dict[str, Fields]:
     recipes: dict[str, Fields] = {}
     for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
-        if not layers and alpha != 1:  # a plain ViT has no locality
+        if layers == 0 and alpha != 1:  # a plain ViT has no locality
             continue
-        kwargs: Fields = {} if layers == 10 else dict(local_up_to_layer=layers)
-        kwargs |= {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
+        name = "convit"
+        kwargs: Fields = {}
+        if layers < 10:
+            name += f"_layers_{layers}"
+            kwargs["local_up_to_layer"] = layers
+        if alpha != 1 or layers == 10:
+            name += f"_locality_{alpha:g}"
+            kwargs["locality_strength"] = alpha
         recipe = _ablation(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
-        parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
-        recipes["_".join(["convit", *parts])] = recipe | dict(data=recipe["data"] | dict(classes=100))
+        recipe["data"]["classes"] = 100
+        recipes[name] = recipe
     return recipes
 
 
 def _small(kwargs: Fields, source: str) -> Fields:
-    return _recipe(dict(name="convit_s") | (dict(kwargs=kwargs) if kwargs else {}), 1024, 1e-3, source, "")
+    model: Fields = dict(name="convit_s")
+    if kwargs:
+        model["kwargs"] = kwargs
+    return _recipe(model, 1024, 1e-3, source, "")
 
 
 def _variations() -> dict[str, Fields]:
@@ -108,12 +134,14 @@ def _variations() -> dict[str, Fields]:
     (SM. A), and that CIFAR-100 reaches "high performance" (SM. C).
     """
     distilled = _ablation(LEARNED_GATES, True, "section 3, hard distillation", "82.9")
+    distilled["distill"] = TEACHER
     cifar = _small({}, "section 3, SM. C")
+    cifar["data"] = dict(source="cifar100", batch_size=1024, workers=8)
     return {
-        "convit_s_plus_distilled": distilled | dict(distill=TEACHER),
+        "convit_s_plus_distilled": distilled,
         "convit_s_no_pos_embed": _small(dict(use_pos_embed=False), "SM. F, no absolute positions"),
         "convit_s_psa": _small(dict(local_attention="psa"), "SM. A, PSA (eq. 4)"),
-        "convit_s_cifar100": cifar | dict(data=dict(source="cifar100", batch_size=1024, workers=8)),
+        "convit_s_cifar100": cifar,
     }
 
 

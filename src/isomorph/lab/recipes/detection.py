@@ -23,7 +23,11 @@ def _coco(
     network: str = "tdrl_vit_ti",
 ) -> dict[str, Any]:
     return dict(
-        model=dict(name="mask_rcnn", kwargs={"backbone": network, "backbone_kwargs": backbone}, start="weights"),
+        model=dict(
+            name="mask_rcnn",
+            kwargs={"backbone": network, "backbone_kwargs": backbone},
+            start="weights",
+        ),
         task=dict(name="detection", skip_annotations=10),  # a few have no area
         data=dict(source="coco", batch_size=64, workers=8, size=[size, size]),
         optim=_OPTIM | (dict(lr=1e-4, weight_decay=0.05) if distilled else dict(lr=3e-4, weight_decay=0.1)),

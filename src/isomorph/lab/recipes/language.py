@@ -56,7 +56,13 @@ def _fine_tuning(dataset: str, refined: bool, narrow: bool) -> dict[str, Any]:
         task=dict(name="text_classification", dataset=dataset) | (dict(length=64) if narrow else {}),
         model=network,
         data=dict(source="glue", batch_size=32),
-        optim=dict(lr=3e-4, weight_decay=0.01, layer_decay=0.8, schedule="linear", warmup_epochs=epochs / 10)
+        optim=dict(
+            lr=3e-4,
+            weight_decay=0.01,
+            layer_decay=0.8,
+            schedule="linear",
+            warmup_epochs=epochs / 10,
+        )
         | dict(clip_grad=1.0),
         epochs=epochs,
         source=f"Refiner Table 6{' in small' if narrow else ''}, {dataset}",

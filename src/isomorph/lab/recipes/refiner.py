@@ -57,11 +57,18 @@ def _at_released_rate(recipe: Fields) -> Fields:
 
 def _table_1() -> dict[str, Fields]:
     """Return the expansion ratios; ratio 1 with the convolution of the others, and without it, as talking heads."""
-    rows = {1: ("82.3", 300), 2: ("82.8", 300), 3: ("82.8", 273), 4: ("82.9", 270), 6: ("83.0", 261)}
+    rows = {
+        1: ("82.3", 300),
+        2: ("82.8", 300),
+        3: ("82.8", 273),
+        4: ("82.9", 270),
+        6: ("83.0", 261),
+    }
     recipes = {}
     for ratio, (result, epochs) in rows.items():
-        expected = top1(result, f", converged after {epochs} epochs")
-        recipes[f"refiner_ratio_{ratio}"] = _ablation(dict(ratio=ratio), "Table 1", result) | dict(expected=expected)
+        recipe = _ablation(dict(ratio=ratio), "Table 1", result)
+        recipe["expected"] = top1(result, f", converged after {epochs} epochs")
+        recipes[f"refiner_ratio_{ratio}"] = recipe
     talking = _ablation(dict(ratio=1, kernel=1), "Table 1, talking heads", "82.3")
     recipes["refiner_ratio_1_kernel_1"] = talking
     return recipes
@@ -69,13 +76,19 @@ def _table_1() -> dict[str, Fields]:
 
 def _table_2() -> dict[str, Fields]:
     """Return plain ViTs with and without distributed local attention, and Fig. 2's DeiT; MLPs as wide as published."""
-    results = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
-    results[32, 384] = ("79.2", "81.1")
+    results = {
+        (12, 768): ("79.5", "81.2"),
+        (16, 384): ("78.9", "80.3"),
+        (24, 384): ("79.3", "80.9"),
+        (32, 384): ("79.2", "81.1"),
+    }
     recipes = {}
-    for (depth, width), (plain, dla) in results.items():
+    for (depth, width), (plain, with_local) in results.items():
+        name = f"refiner_vit_{depth}b"
         shape = dict(depth=depth, embed_dim=width, mlp_ratio=4 if width == 768 else 3)
-        for name, form, expected in (("", PLAIN_VIT, plain), ("_dla", LOCAL_ATTENTION_ONLY, dla)):
-            recipes[f"refiner_vit_{depth}b{name}"] = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
+        recipes[name] = _ablation(shape | PLAIN_VIT, "Table 2", plain, "refined_vit_b")
+        local = shape | LOCAL_ATTENTION_ONLY
+        recipes[f"{name}_dla"] = _ablation(local, "Table 2", with_local, "refined_vit_b")
     shape = dict(depth=16, embed_dim=384, mlp_ratio=3)
     recipes["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
     return recipes
@@ -93,12 +106,13 @@ def _tables_3_to_13() -> dict[str, Fields]:
     for heads, plain, refined in ((8, "79.9", "82.5"), (16, "80.0", "82.8")):
         recipes[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
         recipe = _ablation(PLAIN_VIT | dict(num_heads=heads), "Table 12, ViT-Small", "")
-        expected = f"not published; CaiT has {plain} by its own training"
-        recipes[f"refiner_plain_heads_{heads}"] = recipe | dict(expected=expected)
+        recipe["expected"] = f"not published; CaiT has {plain} by its own training"
+        recipes[f"refiner_plain_heads_{heads}"] = recipe
     shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("NaN (diverges) for", "82.6"))
     for share, (plain, refined) in enumerate(shared):
-        recipes[f"refiner_share_{share}"] = _ablation(RATIO_6 | dict(share=share), "Table 13", refined)
-        recipes[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | dict(share=share), "Table 13, SA", plain)
+        shared_maps = dict(share=share)
+        recipes[f"refiner_share_{share}"] = _ablation(RATIO_6 | shared_maps, "Table 13", refined)
+        recipes[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | shared_maps, "Table 13, SA", plain)
     for kernel in (1, 3, 5, 7):
         recipes[f"refiner_kernel_{kernel}"] = _ablation(RATIO_6 | dict(kernel=kernel), "Fig. 6", "")
     return recipes
@@ -114,10 +128,12 @@ def _tables_9_and_11() -> dict[str, Fields]:
         "_convs": (DEIT_SETTING, convs, "Table 11, convolutions", "82.2", "83.1"),
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
-        about = f"Table 9, {source}" if kwargs else source
-        about = f"{about}, Refined-ViT"
-        recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
-        recipes[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, about, refined)
+        plain_kwargs = kwargs | PLAIN_VIT
+        recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", plain_kwargs, setting, source, plain)
+        if kwargs:
+            source = f"Table 9, {source}"
+        source = f"{source}, Refined-ViT"
+        recipes[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, source, refined)
     recipes["refiner_deep_narrow"] = _ablation(RATIO_6, "Table 9, 16 x 384", "83.0")
     return recipes
 
@@ -146,14 +162,24 @@ def _as_released(letter: str, maps: bool, **more: Any) -> Fields:
     The penalty compares the first 12 pairs of neighbouring blocks with label maps, and the first 2 without, where the
     code ignores the script's 12. The ten additional epochs at the final learning rate are left out.
     """
-    tokens = dict(token_labels=dict(weight=0.5, mix=True)) if maps else {}
-    similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
-    kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
-    (result, flops) = TABLE_7[letter][2][224]
-    setting = dict(drop_path=RELEASED_DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
-    unknown = f"not published; {result} is taken to be of the script with label maps"
-    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", "", **setting)
-    return recipe | dict(expected=_row_7(result, flops) if maps else unknown)
+    name = f"refined_vit_{letter}_released"
+    results = TABLE_7[letter][2]
+    result, flops = results[224]
+    plain_path, path_with_maps = RELEASED_DROP_PATH[letter]
+    setting: Fields = dict(ema=0.99996)
+    if maps:
+        setting["drop_path"] = path_with_maps
+        setting["token_labels"] = dict(weight=0.5, mix=True)
+        setting["map_similarity"] = dict(weight=0.1, pairs=12)
+        recipe = _recipe(name, {}, RELEASED, "code, with label maps", "", **setting, **more)
+        recipe["expected"] = _row_7(result, flops)
+        return recipe
+    setting["drop_path"] = plain_path
+    setting["map_similarity"] = dict(weight=0.1, pairs=2)
+    kwargs = dict(dense_head=False)
+    recipe = _recipe(name, kwargs, RELEASED, "code, with the images' labels", "", **setting, **more)
+    recipe["expected"] = f"not published; {result} is taken to be of the script with label maps"
+    return recipe
 
 
 def _fine_tune(name: str, size: int, expected: str) -> Fields:
@@ -173,19 +199,30 @@ def _fine_tune(name: str, size: int, expected: str) -> Fields:
 def _table_7() -> dict[str, Fields]:
     recipes = {}
     for letter, (blocks, crop_pct, results) in TABLE_7.items():
-        paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
-        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct=crop_pct))
-        expected = dict(expected=_row_7(*results[224]))
-        recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", "", **drop, **data) | expected
+        paper = f"refined_vit_{letter}"
+        released = f"refined_vit_{letter}_released"
+        drop_path = round(0.1 * blocks / 12, 3)
+        data = images(512, crop_pct=crop_pct)
+        recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", "", drop_path=drop_path, data=data)
+        recipes[paper]["expected"] = _row_7(*results[224])
         recipes[f"{paper}_released_lr"] = _at_released_rate(recipes[paper])
-        recipes[released] = _as_released(letter, maps=True, **data)
-        recipes[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
-        for size in results.keys() - {224}:
-            tuned = _row_7(*results[size], ", from trained --model.weights")
-            recipes |= {f"{name}_{size}": _fine_tune(name, size, tuned) for name in (paper, released)}
+        recipes[released] = _as_released(letter, maps=True, data=data)
+        recipes[f"{released}_image_labels"] = _as_released(letter, maps=False, data=data)
+        for size, row in results.items():
+            if size == 224:
+                continue
+            expected = _row_7(*row, ", from trained --model.weights")
+            for name in (paper, released):
+                recipes[f"{name}_{size}"] = _fine_tune(name, size, expected)
     recipes["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
     recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(recipes["refined_vit_s_standard"])
     return recipes
 
 
-RECIPES: dict[str, Fields] = {**_table_1(), **_table_2(), **_tables_3_to_13(), **_tables_9_and_11(), **_table_7()}
+RECIPES: dict[str, Fields] = {
+    **_table_1(),
+    **_table_2(),
+    **_tables_3_to_13(),
+    **_tables_9_and_11(),
+    **_table_7(),
+}

@@ -20,7 +20,12 @@ _OPTIM |= dict(schedule_from="start", warmup_iterations=1500, warmup_start=1e-6)
 
 
 def _ade20k(
-    arguments: dict[str, Any], layer_decay: float, source: str, expected: str, distilled: bool = False, **model: Any
+    arguments: dict[str, Any],
+    layer_decay: float,
+    source: str,
+    expected: str,
+    distilled: bool = False,
+    **model: Any,
 ) -> dict[str, Any]:
     kwargs = {"backbone": "tdrl_vit_ti", "backbone_kwargs": arguments, **model}
     return dict(
@@ -45,7 +50,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "upernet_plain_ti": _ade20k(PLAIN, 0.65, "Table 2, G2SD-Ti; appendix B.9, baseline", "41.4"),
     "upernet_plain_ti_distilled": _ade20k(PLAIN, 0.65, "Table 2, G2SD-Ti, dagger", "44.5", distilled=True),
     "upernet_batchnorm_ti": _ade20k(
-        PYRAMIDS | dict(layout="naive-W1", rectify="none"), 0.75, "appendix B.9, BatchNorm alone", "37.8"
+        PYRAMIDS | dict(layout="naive-W1", rectify="none"),
+        0.75,
+        "appendix B.9, BatchNorm alone",
+        "37.8",
     ),
     "upernet_teacher_b": _ade20k(dict(init_values=1.0), 0.65, "Table 2, the teacher", "48.1", **_TEACHER),
 }

@@ -8,7 +8,14 @@ paper leaves open: docs/guides/readings.md.
 
 from isomorph.lab.recipes.deit import DEIT, Fields, images, top1
 
-OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr="1000x", warmup_epochs=5, schedule_from="start")
+OPTIM = dict(
+    name="adamw",
+    lr=1e-4,
+    weight_decay=0.05,
+    gate_lr="1000x",
+    warmup_epochs=5,
+    schedule_from="start",
+)
 SURGERY: Fields = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper"))
 
 # backbone: fine-tuning resolution; top-1 and TTT of the CNN alone, then of the T-CNN; table. TTT is the time of the
@@ -45,7 +52,10 @@ def _fine_tune(model: Fields, size: int, table: str, expected: str) -> Fields:
 def _row(backbone: str, surgery: Fields = SURGERY) -> Fields:
     size, alone, time_alone, transformed, time, table = BACKBONES[backbone]
     result, total = (transformed, time) if "recast" in surgery else (alone, time_alone)
-    expected = top1("" if surgery is UNSTRIDED else result, f", {total} times ResNet50-RS's training" if total else "")
+    expected = top1(
+        "" if surgery is UNSTRIDED else result,
+        f", {total} times ResNet50-RS's training" if total else "",
+    )
     return _fine_tune(dict(name=backbone, pretrained=True, **surgery), size, table, expected)
 
 

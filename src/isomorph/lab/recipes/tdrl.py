@@ -27,9 +27,15 @@ AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2
 G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
 MAE_TEACHER = dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae")
-TEACHER: Fields = dict(teacher="vit_base_patch16_224.mae", weights="mae_finetuned_vit_base.pth", kind="hard")
 # MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1).
-TEACHER |= dict(kwargs=dict(global_pool="avg", num_classes=1000), share=0.5, token=True)
+TEACHER: Fields = dict(
+    teacher="vit_base_patch16_224.mae",
+    weights="mae_finetuned_vit_base.pth",
+    kind="hard",
+    kwargs=dict(global_pool="avg", num_classes=1000),
+    share=0.5,
+    token=True,
+)
 
 
 def _mlp(layout: str, **more: Any) -> Fields:
@@ -47,28 +53,53 @@ HEAD_STD = 2e-5
 
 
 def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
-    pooling = {} if distilled else AVERAGED
-    name = "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti"
-    decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
-    warmup, distill = 10 if epochs >= 300 else 5, dict(distill=TEACHER) if distilled else {}
-    return dict(
-        model=_model(kwargs | pooling, name, head_std=HEAD_STD, start="weights"),
+    if distilled:
+        model = _model(kwargs, "tdrl_vit_ti_distilled", head_std=HEAD_STD, start="weights")
+    else:
+        model = _model(kwargs | AVERAGED, head_std=HEAD_STD, start="weights")
+    recipe: Fields = dict(
+        model=model,
         data=images(1024),
         augment=AUGMENT,
-        optim=dict(lr=4e-3, weight_decay=0.05, layer_decay=decay, warmup_epochs=warmup, schedule="cosine", min_lr=1e-6),
+        optim=dict(
+            lr=4e-3,
+            weight_decay=0.05,
+            layer_decay=_layer_decay(kwargs == PLAIN, distilled),
+            warmup_epochs=10 if epochs >= 300 else 5,
+            schedule="cosine",
+            min_lr=1e-6,
+        ),
         epochs=epochs,
         amp="bf16",
         source=f"TDRL {source}",
         expected=f"{expected}; from pre-trained --model.weights",
-        **distill,
     )
+    if distilled:
+        recipe["distill"] = TEACHER
+    return recipe
+
+
+def _layer_decay(plain: bool, distilled: bool) -> float:
+    if not plain:
+        return 0.65
+    return 0.75 if distilled else 0.85
 
 
 def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit_ti", **more: Any) -> Fields:
     """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
-    about = dict(source=f"TDRL {source}", expected=expected)
-    run = dict(epochs=300, evaluate_every=10, amp="bf16", optim=G2SD_OPTIM, mask=MAE_TEACHER)
-    return dict(model=_model(kwargs, model), data=images(4096), augment=dict(scale=[0.2, 1.0])) | run | about | more
+    recipe: Fields = dict(
+        model=_model(kwargs, model),
+        data=images(4096),
+        augment=dict(scale=[0.2, 1.0]),
+        epochs=300,
+        evaluate_every=10,
+        amp="bf16",
+        optim=G2SD_OPTIM,
+        mask=MAE_TEACHER,
+        source=f"TDRL {source}",
+        expected=expected,
+    )
+    return recipe | more
 
 
 # A Linear and a BatchNorm in place of each linear layer of MHSA and FFN.
@@ -80,7 +111,11 @@ PRETRAININGS: dict[str, tuple[Any, ...]] = {
     "plain": (PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
     "naive": (_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
     "regular": (_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
-    "batchnorm": (BATCH_NORM_ALONE, "appendix B.9, BatchNorm alone", "37.8 mIoU after upernet_batchnorm_ti"),
+    "batchnorm": (
+        BATCH_NORM_ALONE,
+        "appendix B.9, BatchNorm alone",
+        "37.8 mIoU after upernet_batchnorm_ti",
+    ),
     "vit_s": ({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", "tdrl_vit_s"),
     "plain_s": (PLAIN, "Table 3", "80.8 top-1 after tdrl_plain_s_100ep", "tdrl_vit_s"),
 }
@@ -108,23 +143,41 @@ def _tables() -> dict[str, Fields]:
     recipes["tdrl_plain_g2sd"]["monitor_every"] = 100  # the baseline of Fig. 3c
     recipes["tdrl_fused_g2sd"] = _pretrain(_mlp("P-W1S"), "Table 9", fused, epochs=220)
     for name, (kwargs, epochs, source, result) in FINE_TUNINGS.items():
-        recipes[f"tdrl_{name}"] = _fine_tune(kwargs, epochs, source, top1(result), name.endswith("_distilled"))
-    cifar = dict(source="cifar10", batch_size=1024, workers=8, size=[224, 224])
-    forms: tuple[tuple[Any, ...], ...] = (
-        ("vit_s", "vit_ti", "cifar10", {}, "81.3", "65.9", "70.9"),
-        ("plain_s", "plain", "plain_cifar10", PLAIN, "80.8", "63.5", "69.9"),
-    )
-    for small, tiny, few, kwargs, *results in forms:
-        recipe = _fine_tune(kwargs, 100, "Table 3", top1(results[0]))
-        optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
-        model = recipe["model"] | dict(name="tdrl_vit_s")
-        recipes[f"tdrl_{small}_100ep"] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
-        scratch = recipe | dict(model=_model(kwargs | AVERAGED), optim=recipe["optim"] | dict(layer_decay=1))
-        about = dict(source="TDRL B.4, without pre-training", expected=top1(results[1]))
-        recipes[f"tdrl_{tiny}_scratch"] = scratch | about
-        about = dict(source="TDRL B.8", expected=f"{results[2]} top-1 on CIFAR-10")
-        recipes[f"tdrl_{few}"] = scratch | about | dict(data=cifar)
+        distilled = name.endswith("_distilled")
+        recipes[f"tdrl_{name}"] = _fine_tune(kwargs, epochs, source, top1(result), distilled)
+    recipes["tdrl_vit_s_100ep"] = _small_100ep({}, "81.3")
+    recipes["tdrl_vit_ti_scratch"] = _scratch({}, "65.9")
+    recipes["tdrl_cifar10"] = _cifar10({}, "70.9")
+    recipes["tdrl_plain_s_100ep"] = _small_100ep(PLAIN, "80.8")
+    recipes["tdrl_plain_scratch"] = _scratch(PLAIN, "63.5")
+    recipes["tdrl_plain_cifar10"] = _cifar10(PLAIN, "69.9")
     return recipes
+
+
+def _small_100ep(kwargs: Fields, result: str) -> Fields:
+    recipe = _fine_tune(kwargs, 100, "Table 3", top1(result))
+    recipe["model"]["name"] = "tdrl_vit_s"
+    recipe["augment"] = G2SD_AUGMENT
+    recipe["optim"] |= dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
+    recipe["drop_path"] = 0.1
+    return recipe
+
+
+def _scratch(kwargs: Fields, result: str) -> Fields:
+    recipe = _fine_tune(kwargs, 100, "", "")
+    recipe["model"] = _model(kwargs | AVERAGED)
+    recipe["optim"]["layer_decay"] = 1
+    recipe["source"] = "TDRL B.4, without pre-training"
+    recipe["expected"] = top1(result)
+    return recipe
+
+
+def _cifar10(kwargs: Fields, result: str) -> Fields:
+    recipe = _scratch(kwargs, "")
+    recipe["data"] = dict(source="cifar10", batch_size=1024, workers=8, size=[224, 224])
+    recipe["source"] = "TDRL B.8"
+    recipe["expected"] = f"{result} top-1 on CIFAR-10"
+    return recipe
 
 
 DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
@@ -135,7 +188,14 @@ SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=
 MOBILE: Fields = dict(
     data=images(256),
     augment=dict(smoothing=0.1, small_sizes=[160, 192], small_epochs=[37, 112]),
-    optim=dict(name="momentum", lr=0.1, min_lr=1e-6, weight_decay=1e-4, min_weight_decay=1e-5, warmup_epochs=5),
+    optim=dict(
+        name="momentum",
+        lr=0.1,
+        min_lr=1e-6,
+        weight_decay=1e-4,
+        min_weight_decay=1e-5,
+        warmup_epochs=5,
+    ),
     epochs=300,
     ema=0.9995,
     drop_path=0.0,
@@ -159,23 +219,49 @@ DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baselin
 # the network's arguments; settings.
 APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
     "deit_b": (DEIT_B, {}, {}),
-    "swin_t": (("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"), {}, SWIN),
-    "mobileone_s0": (("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"), {}, MOBILE),
-    "vanillanet_5": (("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"), dict(drop_rate=0.05), VANILLA),
+    "swin_t": (
+        ("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"),
+        {},
+        SWIN,
+    ),
+    "mobileone_s0": (
+        ("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"),
+        {},
+        MOBILE,
+    ),
+    "vanillanet_5": (
+        ("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"),
+        dict(drop_rate=0.05),
+        VANILLA,
+    ),
 }
 
 
 def _applications() -> dict[str, Fields]:
     """Return Table 3 and B.5, from scratch; the paper trains each network with its authors' own code."""
     recipes: dict[str, Fields] = {}
-    common = dict(data=images(1024), augment=DEIT, optim=DEIT_OPTIM, epochs=100, drop_path=0.1, amp="bf16")
-    for name, ((network, where, *results, source), kwargs, settings) in APPLICATIONS.items():
+    for name, ((network, where, result, baseline, source), kwargs, settings) in APPLICATIONS.items():
+        model = dict(name=network, kwargs=kwargs, weight_init="mae")
         pyramids = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where)
-        for form, recast, result in zip(("", "plain_"), (pyramids, None), results, strict=True):
-            model = dict(name=network, kwargs=kwargs, recast=recast, weight_init="mae")
-            about = dict(source=f"TDRL {source}{', baseline' * (recast is None)}", expected=top1(result))
-            recipes[f"tdrl_{form}{name}"] = dict(model=model) | common | about | settings
+        recast = _from_scratch(model | dict(recast=pyramids), source, result)
+        recipes[f"tdrl_{name}"] = recast | settings
+        plain = _from_scratch(model | dict(recast=None), f"{source}, baseline", baseline)
+        recipes[f"tdrl_plain_{name}"] = plain | settings
     return recipes
+
+
+def _from_scratch(model: Fields, source: str, result: str) -> Fields:
+    return dict(
+        model=model,
+        data=images(1024),
+        augment=DEIT,
+        optim=DEIT_OPTIM,
+        epochs=100,
+        drop_path=0.1,
+        amp="bf16",
+        source=f"TDRL {source}",
+        expected=top1(result),
+    )
 
 
 def _figure_2() -> dict[str, Fields]:
@@ -184,18 +270,28 @@ def _figure_2() -> dict[str, Fields]:
     P-WNS in the MLP is tdrl_fig4_ffn_wN_g2sd (marked * in Fig. 2b: tdrl_fig4_ffn_wN_100ep), R-D2W1S tdrl_regular_g2sd,
     the values alone tdrl_fig5_v_12_g2sd and all layers tdrl_vit_ti_g2sd. Fig. 2c is `iso.analysis.branch_similarity`.
     """
-    without = {"P-W2": "tdrl_fig4_ffn_w2", "R-D1W2": "tdrl_fig2_ffn_r_d1w2s", "R-D2W1": "tdrl_regular"}
-    points = {
-        layout: (_mlp(layout), "Fig. 2a, no skip", f"below {other}_g2sd's {FUSED}") for layout, other in without.items()
+    with_skip = {
+        "P-W2": "tdrl_fig4_ffn_w2",
+        "R-D1W2": "tdrl_fig2_ffn_r_d1w2s",
+        "R-D2W1": "tdrl_regular",
     }
+    recipes = {}
+    for layout, other in with_skip.items():
+        expected = f"below {other}_g2sd's {FUSED}"
+        recipes[_figure_2_name(layout)] = _pretrain(_mlp(layout), "Fig. 2a, no skip", expected)
     for layout in ("R-D1W2S", "R-D1W4S", "R-D3W1S"):
-        points[layout] = (_mlp(layout), "Fig. 2b", f"below that of P-WNS of the same size {FUSED}")
-    recipes = {f"tdrl_fig2_ffn_{key.lower().replace('-', '_')}_g2sd": _pretrain(*row) for key, row in points.items()}
+        expected = f"below that of P-WNS of the same size {FUSED}"
+        recipes[_figure_2_name(layout)] = _pretrain(_mlp(layout), "Fig. 2b", expected)
     parts = {"patch_embed": ["patch_embed.proj"], "qk": QK_LAYERS, "mhsa": ["blocks.*.attn.qkv"]}
     for part, where in parts.items():
-        expected = "about" if part == "patch_embed" else "above"
-        recipes[f"tdrl_fig2_{part}_g2sd"] = _pretrain(dict(where=where), "Fig. 2d", f"{expected} 76.24 top-1 {FUSED}")
+        relation = "about" if part == "patch_embed" else "above"
+        expected = f"{relation} 76.24 top-1 {FUSED}"
+        recipes[f"tdrl_fig2_{part}_g2sd"] = _pretrain(dict(where=where), "Fig. 2d", expected)
     return recipes
+
+
+def _figure_2_name(layout: str) -> str:
+    return f"tdrl_fig2_ffn_{layout.lower().replace('-', '_')}_g2sd"
 
 
 def _figure_3() -> dict[str, Fields]:
@@ -218,10 +314,12 @@ def _figure_4() -> dict[str, Fields]:
     """Return Fig. 4: with and without rectification, which queries and keys always have, and in all pyramids."""
     without: Fields = dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none"))
     points = {"all_none": (without, "0.21 below tdrl_vit_ti_100ep's")}
-    for width, below in ((1, "about that of"), (2, "0.13 below that of"), (3, "at most 0.18 below that of")):
-        points[f"ffn_w{width}"] = (_mlp(f"P-W{width}S"), "an unpublished one")
+    differences = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}
+    for width, below in differences.items():
+        layout = f"P-W{width}S"
+        points[f"ffn_w{width}"] = (_mlp(layout), "an unpublished one")
         expected = f"{below} tdrl_fig4_ffn_w{width}_100ep"
-        points[f"ffn_w{width}_none"] = (_mlp(f"P-W{width}S", rectify="none"), expected)
+        points[f"ffn_w{width}_none"] = (_mlp(layout, rectify="none"), expected)
     recipes: dict[str, Fields] = {}
     for name, (kwargs, expected) in points.items():
         recipes[f"tdrl_fig4_{name}_g2sd"] = _pretrain(kwargs, "Fig. 4", f"top-1 after its fine-tuning: {expected}")
@@ -232,11 +330,12 @@ def _figure_4() -> dict[str, Fields]:
 def _figure_5() -> dict[str, Fields]:
     """Return Fig. 5: pyramids in the values of the first blocks, fused after pre-training."""
     expected = f"more than 76.24 top-1 {FUSED}, and the more the more blocks"
-    values = {blocks: [f"blocks.{i}.attn.v" for i in range(blocks)] for blocks in (4, 8, 12)}
-    return {
-        f"tdrl_fig5_v_{blocks}_g2sd": _pretrain(dict(where=where), f"Fig. 5, -V-{blocks}", expected)
-        for blocks, where in values.items()
-    }
+    recipes = {}
+    for blocks in (4, 8, 12):
+        values = [f"blocks.{i}.attn.v" for i in range(blocks)]
+        source = f"Fig. 5, -V-{blocks}"
+        recipes[f"tdrl_fig5_v_{blocks}_g2sd"] = _pretrain(dict(where=values), source, expected)
+    return recipes
 
 
 # Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation.
@@ -250,27 +349,30 @@ def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, **more: Any) ->
         optim=dict(lr=lr, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
         epochs=epochs,
         source="TDRL section 4.1 at CIFAR scale, docs/training.md",
-    ) | dict(more)
+        **more,
+    )
 
 
 def _cifar_labels(layout: str, weights: str | None = None) -> Fields:
     data = dict(fraction=0.2, test_crop="whole")
     recipe = _cifar(dict(layout=layout), data, 3e-3, 5, augment=dict(crop_padding=4))
     if weights:
-        recipe["model"] |= dict(weights=weights)
+        recipe["model"]["weights"] = weights
         recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
     return recipe
 
 
 def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
-    data, augment = dict(fraction=0.5, test_crop="whole"), dict(scale=[0.5, 1.0])
+    data = dict(fraction=0.5, test_crop="whole")
+    augment = dict(scale=[0.5, 1.0])
     return _cifar(kwargs, data, 2e-3, epochs, augment=augment, mask=mask, evaluate_every=2)
 
 
 def _cifar_recipes() -> dict[str, Fields]:
     student: Fields = dict(depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
+    teacher = dict(depth=4, width=64, heads=4)
     recipes = {
-        "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), 6),
+        "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), teacher, 6),
         "cifar_tdrl_scratch": _cifar_labels("P-W2S"),
     }
     for name, layout in (("cifar_tdrl", "P-W2S"), ("cifar_tdrl_plain", "plain")):

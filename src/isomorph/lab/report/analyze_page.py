@@ -1,14 +1,22 @@
 """The sections of the page of `isomorph analyze`: one model, or two side by side."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, gammas, gates, logit_stats, prefix_attention
+from isomorph.analysis import (
+    attention_spans,
+    branch_similarity,
+    gammas,
+    gates,
+    logit_stats,
+    prefix_attention,
+)
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.cost import count_once, count_parameters, static_cost
@@ -18,6 +26,7 @@ from isomorph.lab.report import guides
 from isomorph.lab.report.attention_viewer import (
     EQUAL_BOUNDS,
     MAX_MAP_CHARACTERS,
+    Viewer,
     ViewerModel,
     build_viewer,
     capture_layer_maps,
@@ -66,10 +75,11 @@ def _largest_attention(*arguments: Any) -> dict[str, Tensor]:
 
 def _branch_similarities(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     """Return the similarity of every two branches of each pyramid, but for the skip. Shape: -> {name: (pairs,)}"""
-    found = {}
+    similarities = {}
     for name, matrix in branch_similarity(model, batch).items():
         layer = model.get_submodule(name)
-        pyramids = [each for each in getattr(layer, "pyramids", [layer]) if isinstance(each, Pyramid)]
+        parts = getattr(layer, "pyramids", [layer])
+        pyramids = [part for part in parts if isinstance(part, Pyramid)]
         matrices = matrix if matrix.ndim == 3 else matrix[None]
         values = []
         for pyramid, own in zip(pyramids, matrices, strict=True):
@@ -77,8 +87,8 @@ def _branch_similarities(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
             first, second = torch.triu_indices(count, count, offset=1)
             values += own[first, second].tolist()
         if values:
-            found[name] = torch.tensor(values)
-    return found
+            similarities[name] = torch.tensor(values)
+    return similarities
 
 
 GATING = (
@@ -96,44 +106,42 @@ BRANCHES = HeadMeasure("Similarity of pyramid branches", "linear CKA of two bran
 
 
 def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.1f}"
+    if count is None:
+        return "-"
+    return f"{count / 2**20:,.1f}"
 
 
 def _millions(row: CostRow, key: str) -> str:
-    return f"{row[key] / 1e6:,.1f}" if key in row else "-"
+    if key in row:
+        return f"{row[key] / 1e6:,.1f}"
+    return "-"
 
 
 def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
     """Return rows of `iso.cost_table` as text: the costs of one image, of a pass if any, and of batches if measured."""
     by_size = {(row["model"], f"{row['height']}x{row['width']}"): row for row in rows}
-    image = [
-        [*key, f"{row['parameters']:,}", _millions(row, "macs"), _mebibytes(row["saved_bytes"])]
-        for key, row in by_size.items()
+    image = [["one image", "size", "parameters", "M MACs", "saved MiB"]]
+    one_pass = [["M MACs", "size", *PASS_COSTS.values()]]
+    for (model, size), row in by_size.items():
+        saved = _mebibytes(row["saved_bytes"])
+        image.append([model, size, f"{row['parameters']:,}", _millions(row, "macs"), saved])
+        if row["step_macs"] or "branch_macs" in row:
+            one_pass.append([model, size, *(_millions(row, cost) for cost in PASS_COSTS)])
+    batch = [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"]]
+    batch += [_batch_row(row) for row in rows if "batch" in row]
+    return [table for table in (image, one_pass, batch) if len(table) > 1]
+
+
+def _batch_row(row: CostRow) -> list[str]:
+    return [
+        row["model"],
+        f"{row['batch']} x {row['height']}x{row['width']}",
+        _mebibytes(row["peak_bytes"]),
+        _mebibytes(row["training_peak_bytes"]),
+        f"{row['images_per_second']:,.1f}",
+        f"{row['low']:,.1f}-{row['high']:,.1f}",
+        f"{row['ratio']:.2f}",
     ]
-    one_pass = [
-        [*key, *(_millions(row, cost) for cost in PASS_COSTS)]
-        for key, row in by_size.items()
-        if row["step_macs"] or "branch_macs" in row
-    ]
-    batch = [
-        [
-            row["model"],
-            f"{row['batch']} x {row['height']}x{row['width']}",
-            _mebibytes(row["peak_bytes"]),
-            _mebibytes(row["training_peak_bytes"]),
-            f"{row['images_per_second']:,.1f}",
-            f"{row['low']:,.1f}-{row['high']:,.1f}",
-            f"{row['ratio']:.2f}",
-        ]
-        for row in rows
-        if "batch" in row
-    ]
-    tables = [
-        [["one image", "size", "parameters", "M MACs", "saved MiB"], *image],
-        [["M MACs", "size", *PASS_COSTS.values()], *one_pass],
-        [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *batch],
-    ]
-    return [table for table in tables if len(table) > 1]
 
 
 def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> str:
@@ -141,8 +149,10 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
     first, second = logits
     if first is None or second is None or first.shape != second.shape:
         return ""
-    difference, largest = float((first - second).abs().max()), float(first.abs().max())
-    images, same = count_of(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
+    difference = float((first - second).abs().max())
+    largest = float(first.abs().max())
+    images = count_of(len(first), "image")
+    same = int((first.argmax(1) == second.argmax(1)).sum())
     if not difference < torch.inf:
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
@@ -154,13 +164,18 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
 
 def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
     """Return in how many heads two models differ, from `largest_differences` by layer; empty without any."""
-    heads = {(name, i): max(of) for name, own in differences.items() for i, of in enumerate(zip(*own, strict=True), 1)}
+    heads = {}
+    for name, by_image in differences.items():
+        for head, values in enumerate(zip(*by_image, strict=True), 1):
+            heads[name, head] = max(values)
     if not heads:
         return ""
-    (layer, head), largest = max(heads.items(), key=lambda item: item[1])
-    if bounds := [bound for bound in EQUAL_BOUNDS if largest <= bound]:
-        within = f"{bounds[0]:.0e}".replace("e-0", "e-")
-        return f"The attention maps of both models are equal within {within} in all {len(heads)} heads."
+    layer, head = max(heads, key=heads.__getitem__)
+    largest = heads[layer, head]
+    for bound in EQUAL_BOUNDS:
+        if largest <= bound:
+            within = f"{bound:.0e}".replace("e-0", "e-")
+            return f"The attention maps of both models are equal within {within} in all {len(heads)} heads."
     count = sum(value > EQUAL_BOUNDS[-1] for value in heads.values())
     return (
         f"The attention maps of {names[1]} and {names[0]} differ in {count} of {len(heads)} heads, most in {layer}, "
@@ -170,11 +185,13 @@ def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float
 
 def cost_finding(rows: Sequence[CostRow]) -> str:
     """Return parameters and MACs of one model, or how much the second differs from the first."""
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
         cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
         return f"{first['model']} has {cost}."
-    parameters, macs = (100 * (last[key] / first[key] - 1) for key in ("parameters", "macs"))
+    parameters = 100 * (last["parameters"] / first["parameters"] - 1)
+    macs = 100 * (last["macs"] / first["macs"] - 1)
     return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
 
 
@@ -185,47 +202,68 @@ def _measure_charts(
     for measure in measures:
         series = {}
         for m in models:
-            with suppress(UserError):  # it does not apply to the model
-                layers = measure.of(m.model, *(argument[m.name] for argument in arguments))
+            own_arguments = [argument[m.name] for argument in arguments]
+            try:
+                layers = measure.of(m.model, *own_arguments)
+            except UserError:  # it does not apply to the model
+                continue
+            if layers:
                 series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
-        if series := {name: layers for name, layers in series.items() if layers}:
+        if series:
             charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
     return charts
 
 
 def _gating_section(charts: Sequence[Dots]) -> Section:
-    spans = {name: layers.values() for chart in charts[1:] for name, layers in chart.series.items()}
-    lost = {name: sum(value != value for heads in layers for value in heads) for name, layers in spans.items()}
-    why = "without a centre (locality not positive), and so without a span"
-    texts = [f"Heads of {name} {why}: {count}." for name, count in lost.items() if count]
+    texts = []
+    for chart in charts[1:]:
+        for name, layers in chart.series.items():
+            spans = chain.from_iterable(layers.values())
+            lost = sum(map(math.isnan, spans))
+            if lost:
+                why = "without a centre (locality not positive), and so without a span"
+                texts.append(f"Heads of {name} {why}: {lost}.")
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
 def _cost(subject: PageModel) -> dict[str, Any]:
     if subject.inputs is None:
         return static_cost(subject.model, subject.config["input_size"])
-    one = to_model(subject.read(torch.zeros(1, *subject.config["input_size"])), subject.model)
-    macs = count_once(subject.model, one)
-    return {"parameters": count_parameters(subject.model), "macs": macs, "step_macs": 0, "saved_bytes": None}
+    image = torch.zeros(1, *subject.config["input_size"])
+    inputs = to_model(subject.read(image), subject.model)
+    return {
+        "parameters": count_parameters(subject.model),
+        "macs": count_once(subject.model, inputs),
+        "step_macs": 0,
+        "saved_bytes": None,
+    }
 
 
 def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
     height, width = models[0].config["input_size"][-2:]
-    costs = {m.name: _cost(m) for m in models}
-    rows = [{"model": name, "height": height, "width": width, **cost} for name, cost in costs.items()]
-    first, *passes = cost_tables(rows)
-    sections = [Section("Cost", "Of one image.", first, finding=cost_finding(rows), guide=guides.COST)]
-    return sections + [Section("Cost per pass", table=table, guide=guides.PASS_COST) for table in passes]
+    rows = []
+    for m in models:
+        rows.append({"model": m.name, "height": height, "width": width} | _cost(m))
+    one_image, *passes = cost_tables(rows)
+    finding = cost_finding(rows)
+    sections = [Section("Cost", "Of one image.", one_image, finding=finding, guide=guides.COST)]
+    for table in passes:
+        sections.append(Section("Cost per pass", table=table, guide=guides.PASS_COST))
+    return sections
 
 
 def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
     layers_of: dict[str, list[str]] = {}
     for model, reasons in problems.items():
         for layer, reason in reasons.items():
-            layers_of.setdefault(reason, []).append(f"{model}: {layer}" if len(problems) > 1 else layer)
+            name = f"{model}: {layer}" if len(problems) > 1 else layer
+            layers_of.setdefault(reason, []).append(name)
+    if not layers_of:
+        return None
     count = sum(map(len, layers_of.values()))
+    title = "1 attention layer is not drawn" if count == 1 else f"{count} attention layers are not drawn"
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
-    return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
+    return Details(title, lines)
 
 
 @dataclass(frozen=True)
@@ -250,7 +288,10 @@ class AnalyzeOptions:
 
 
 def _cka_section(
-    first: PageModel, second: PageModel, pairs: Iterable[tuple[Inputs, Inputs]], options: AnalyzeOptions
+    first: PageModel,
+    second: PageModel,
+    pairs: Iterable[tuple[Inputs, Inputs]],
+    options: AnalyzeOptions,
 ) -> Section:
     """Return the similarity of layers, or, where the images are too few, the sentence that says so."""
     try:
@@ -269,13 +310,19 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
-        first, second = models[0], models[-1]
-        loaders = [options.cka_batches[m.name] for m in (first, second)]
-        pairs = zip(*map(batches, loaders), strict=True)
+        first = models[0]
+        second = models[-1]
+        pairs = zip(
+            batches(options.cka_batches[first.name]),
+            batches(options.cka_batches[second.name]),
+            strict=True,
+        )
         sections.append(_cka_section(first, second, pairs, options))
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
-        lines = {name: Line(range(1, len(of) + 1), list(of.values())) for name, of in options.evolution.items()}
+        lines = {}
+        for name, values in options.evolution.items():
+            lines[name] = Line(range(1, len(values) + 1), list(values.values()))
         chart = Panel("Feature evolution", "layer k", "F_k", lines)
         sections.append(Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION))
     return sections
@@ -288,41 +335,83 @@ def _attention_section(
     gates_of: Mapping[str, Any],
     options: AnalyzeOptions,
 ) -> Section:
-    shown, outputs, problems = list[ViewerModel](), list[Tensor | None](), dict[str, dict[str, str]]()
+    shown = list[ViewerModel]()
+    outputs = list[Tensor | None]()
+    problems = dict[str, dict[str, str]]()
     for m in models:
         options.report_progress(f"attention of {m.name}")
         batch = batches[m.name]
-        maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact=len(models) == 2)
-        outputs.append(logits := class_logits(m.model, batch))
-        finite = logits is not None and bool(logits.isfinite().all())
-        predictions = name_classes(m.model, logits) if logits is not None and finite else ()
-        shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions, register_count(m.model)))
-    viewer, details = build_viewer(shown, images, options.max_map_characters), _undrawn_layers(problems)
-    names, framing = [m.name for m in models], framing_text(models[0].config)
-    found = [outputs_finding(names, outputs)] if len(models) == 2 else []
-    if not any(found):
-        found = [f"{m.name} predicts {m.predictions[0]} for {images[0].name}." for m in shown if m.predictions]
-        lost = [name for name, y in zip(names, outputs, strict=True) if y is not None and not y.isfinite().all()]
-        found += [f"The outputs of {name} are not finite." for name in lost]
-    if viewer:
-        layers = viewer.data["layers"]
-        found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
-        found += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
-    undrawn = "" if viewer else ", and none of its attention can be drawn"
-    nothing = f"{' and '.join(names)} give{'s' * (len(names) == 1)} no classes{undrawn}."
-    finding = " ".join(filter(None, found)) or nothing
+        keep_exact = len(models) == 2
+        maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact)
+        logits = class_logits(m.model, batch)
+        outputs.append(logits)
+        predictions: Sequence[str] = ()
+        if logits is not None and logits.isfinite().all():
+            predictions = name_classes(m.model, logits)
+        gates = gates_of.get(m.name, {})
+        shown.append(ViewerModel(m.name, maps, gates, predictions, register_count(m.model)))
+
+    viewer = build_viewer(shown, images, options.max_map_characters)
+    details = _undrawn_layers(problems)
+    finding = _attention_finding(shown, outputs, images, viewer)
+    framing = framing_text(models[0].config)
     if viewer:
         text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
-        guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])
+        guide = guides.MAPS
+        if len(models) > 1:
+            guide = f"{guides.MAPS} {guides.DIFFERENCE}"
         return Section("Attention", text, viewer=viewer, details=details, finding=finding, guide=guide)
     reason = "The model has no attention to draw; isomorph recast adds some."
-    reason = "None of its attention layers can be drawn." if details else reason
-    cards = []
-    for i, image in enumerate(images):
-        lines = [f"{m.name}: " * (len(models) > 1) + m.predictions[i] for m in shown if m.predictions]
-        cards.append(ImageCard(image.data_uri(), image.name, lines))
-    text, guide = f"{framing} {reason}", guides.PREDICTIONS
-    return Section("Predictions", text, images=cards, details=details, finding=finding, guide=guide)
+    if details:
+        reason = "None of its attention layers can be drawn."
+    return Section(
+        "Predictions",
+        f"{framing} {reason}",
+        images=[_image_card(image, i, shown) for i, image in enumerate(images)],
+        details=details,
+        finding=finding,
+        guide=guides.PREDICTIONS,
+    )
+
+
+def _attention_finding(
+    shown: Sequence[ViewerModel],
+    outputs: Sequence[Tensor | None],
+    images: Sequence[PageImage],
+    viewer: Viewer | None,
+) -> str:
+    """Return how far two models' outputs and maps are apart, or what each predicts for the first image."""
+    names = [m.name for m in shown]
+    sentences = []
+    if len(shown) == 2:
+        sentences.append(outputs_finding(names, outputs))
+    if not any(sentences):
+        for m in shown:
+            if m.predictions:
+                sentences.append(f"{m.name} predicts {m.predictions[0]} for {images[0].name}.")
+        for name, logits in zip(names, outputs, strict=True):
+            if logits is not None and not logits.isfinite().all():
+                sentences.append(f"The outputs of {name} are not finite.")
+    if viewer:
+        layers = viewer.data["layers"]
+        differences = {layer["name"]: layer["differences"] for layer in layers if layer["differences"]}
+        sentences.append(maps_finding(names, differences))
+        sentences += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
+    text = " ".join(filter(None, sentences))
+    if text:
+        return text
+    verb = "gives" if len(names) == 1 else "give"
+    undrawn = "" if viewer else ", and none of its attention can be drawn"
+    return f"{' and '.join(names)} {verb} no classes{undrawn}."
+
+
+def _image_card(image: PageImage, number: int, shown: Sequence[ViewerModel]) -> ImageCard:
+    lines = []
+    for m in shown:
+        if m.predictions:
+            line = m.predictions[number]
+            lines.append(f"{m.name}: {line}" if len(shown) > 1 else line)
+    return ImageCard(image.data_uri(), image.name, lines)
 
 
 def analyze_sections(
@@ -341,24 +430,33 @@ def analyze_sections(
     Raises: UserError when the option `layers` matches no attention layer.
     """
     options = options or AnalyzeOptions()
-    batches = {m.name: to_model(m.read(normalise_images(images, dict(m.config))), m.model) for m in models}
+    batches = {}
+    for m in models:
+        pixels = normalise_images(images, dict(m.config))
+        batches[m.name] = to_model(m.read(pixels), m.model)
     gating = _measure_charts(GATING, models)
-    sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
-    sections += [_gating_section(gating)] if gating else []
-    if charts := _measure_charts((GAMMAS,), models):
+    gates_of = gating[0].series if gating else {}
+    sections = [_attention_section(models, images, batches, gates_of, options)]
+    if gating:
+        sections.append(_gating_section(gating))
+    charts = _measure_charts((GAMMAS,), models)
+    if charts:
         sections.append(Section("Inserted blocks", charts=charts, guide=guides.GAMMAS))
-    if charts := _measure_charts((BRANCHES,), models, batches):
+    charts = _measure_charts((BRANCHES,), models, batches)
+    if charts:
         text = "Of the images above, every two branches but the skip; in eval mode."
         sections.append(Section("Pyramid branches", text, charts=charts, guide=guides.BRANCHES))
     options.report_progress("attention statistics")
     where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
-    if charts := _measure_charts(STATISTICS, models, batches, where):
-        title, text = "Attention distance and entropy", "On the images above."
+    charts = _measure_charts(STATISTICS, models, batches, where)
+    if charts:
+        title = "Attention distance and entropy"
+        text = "On the images above."
         sections.append(Section(title, text, charts=charts, guide=guides.DISTANCE))
     sections += _similarity_sections(models, options)
     options.report_progress("cost")
     sections += _cost_sections(models)
-    return sections + [
-        Section(f"Model history: {m.name}", listing=model_history(m), guide=guides.HISTORY * (m is models[0]))
-        for m in models
-    ]
+    for m in models:
+        guide = guides.HISTORY if m is models[0] else ""
+        sections.append(Section(f"Model history: {m.name}", listing=model_history(m), guide=guide))
+    return sections

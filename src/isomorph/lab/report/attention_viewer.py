@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -50,29 +50,41 @@ class LayerMaps:
     @property
     def keys(self) -> tuple[int, int]:
         """Rows and columns of the grid of keys, without padding."""
-        (height, width), (ph, pw) = self.where.keys, self.where.padding
-        return height - 2 * ph, width - 2 * pw
+        height, width = self.where.keys
+        rows, columns = self.where.padding
+        return height - 2 * rows, width - 2 * columns
 
     @property
     def rounding(self) -> float:
         """The largest error of a rounded value."""
-        return float((self.ranges[..., 1] - self.ranges[..., 0]).max()) / LEVELS / 2
+        widths = self.ranges[..., 1] - self.ranges[..., 0]
+        return float(widths.max()) / LEVELS / 2
 
     def stored_positions(self, step: tuple[int, int]) -> list[list[int]]:
         """Return rows and columns of the stored queries: the middle of every block of step[0] x step[1] queries."""
-        sides = zip(self.where.queries, step, strict=True)
-        return [list(range(min(each // 2, size - 1), size, each)) for size, each in sides]
+        positions = []
+        for side, distance in zip(self.where.queries, step, strict=True):
+            first = min(distance // 2, side - 1)
+            positions.append(list(range(first, side, distance)))
+        return positions
 
     def stored_queries(self, step: tuple[int, int]) -> list[int]:
         """Return the stored queries: the prefix tokens, and those of `stored_positions`."""
-        (rows, columns), prefix = self.stored_positions(step), self.where.prefix
-        return [*range(prefix), *(prefix + row * self.where.queries[1] + column for row in rows for column in columns)]
+        rows, columns = self.stored_positions(step)
+        prefix = self.where.prefix
+        width = self.where.queries[1]
+        queries = list(range(prefix))
+        for row in rows:
+            queries += [prefix + row * width + column for column in columns]
+        return queries
 
     def pack(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
         """Return the maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
         queries = self.stored_queries(step)
-        ranges, levels = (array[image][:, queries] for array in (self.ranges, self.levels))
-        return base64.b64encode(zlib.compress(ranges.astype("<f4").tobytes() + levels.tobytes(), 9)).decode()
+        ranges = self.ranges[image][:, queries].astype("<f4")
+        levels = self.levels[image][:, queries]
+        packed = zlib.compress(ranges.tobytes() + levels.tobytes(), 9)
+        return base64.b64encode(packed).decode()
 
 
 def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +92,11 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
 
     Shape: (..., keys) -> uint8 (..., keys), (..., 2)
     """
-    low, high = maps.amin(-1).clamp(max=0), maps.amax(-1).clamp(min=0)
+    low = maps.amin(-1).clamp(max=0)
+    high = maps.amax(-1).clamp(min=0)
     scale = torch.where(high > low, high - low, 1)
-    levels = ((maps - low[..., None]) / scale[..., None] * LEVELS).round().to(torch.uint8)
+    shares = (maps - low[..., None]) / scale[..., None]
+    levels = (shares * LEVELS).round().to(torch.uint8)
     return levels, torch.stack([low, high], -1)
 
 
@@ -97,7 +111,9 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
         return None
     heads = min(a.exact.shape[1], b.exact.shape[1])
     differences = (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3))
-    return differences.tolist() if bool(differences.isfinite().all()) else None
+    if bool(differences.isfinite().all()):
+        return differences.tolist()
+    return None
 
 
 def capture_layer_maps(
@@ -109,37 +125,61 @@ def capture_layer_maps(
 
     Raises: UserError when `layers` is given and selects no layer with a map.
     """
-    problems: dict[str, str] = {}
-    grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
-    windows_of |= observed_windows(model, batch, _unplaced_layers(model, batch, windows_of))
-    room = MAX_EXACT_BYTES * keep_exact
-    images = count_images(batch)
-
-    def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
-        nonlocal room
-        try:
-            maps, windows = applied.map().float(), windows_of.get(frame.name)
-            if windows and len(maps) == images * len(windows.members):
-                where, maps = TokenGrid(windows.grid, windows.grid), windows.on_grid(maps)
-            elif len(maps) != images:
-                raise UserError(f"it attends in {len(maps) // images} windows per image of unknown position")
-            else:
-                where = find_token_grid(frame, applied.shape, grid)
-                maps, windows = torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], -1), None
-        except UserError as error:
-            problems[frame.name] = str(error)
-            return None
-        levels, ranges = round_rows(maps)
-        room -= maps.nbytes
-        exact = maps.cpu() if room >= 0 else None
-        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows, exact)
-
+    reader = _MapReader(model, batch, MAX_EXACT_BYTES if keep_exact else 0)
+    where = "*" if layers is None else layers
     try:
-        return capture_attention(model, batch, read_layer, "*" if layers is None else layers), problems
+        return capture_attention(model, batch, reader.read, where), reader.problems
     except UserError:
         if layers is not None:
             raise
-        return {}, problems
+        return {}, reader.problems
+
+
+class _MapReader:
+    """Reads the maps of the layers of a model, as a function for `capture_attention`.
+
+    `problems` says of other layers why they have none; `room` is the number of bytes left for maps before rounding.
+    """
+
+    def __init__(self, model: nn.Module, batch: Inputs, room: int) -> None:
+        self.problems: dict[str, str] = {}
+        self.room = room
+        self.images = count_images(batch)
+        self.grid = image_grid(model, batch)
+        self.windows = attention_windows(model, batch)
+        unplaced = _unplaced_layers(model, batch, self.windows)
+        self.windows |= observed_windows(model, batch, unplaced)
+
+    def read(self, frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
+        try:
+            maps, where, windows = self._on_grid(frame, applied)
+        except UserError as error:
+            self.problems[frame.name] = str(error)
+            return None
+        levels, ranges = round_rows(maps)
+        self.room -= maps.nbytes
+        return LayerMaps(
+            name=frame.name,
+            where=where,
+            levels=levels.cpu().numpy(),
+            ranges=ranges.cpu().numpy(),
+            windows=windows,
+            exact=maps.cpu() if self.room >= 0 else None,
+        )
+
+    def _on_grid(self, frame: LayerCall, applied: AppliedAttention) -> tuple[Tensor, TokenGrid, WindowMembers | None]:
+        """Return a layer's maps by prefix tokens and grid positions. Raises: UserError where these are not known."""
+        maps = applied.map().float()
+        windows = self.windows.get(frame.name)
+        if windows and len(maps) == self.images * len(windows.members):
+            return windows.on_grid(maps), TokenGrid(windows.grid, windows.grid), windows
+        if len(maps) != self.images:
+            count = len(maps) // self.images
+            raise UserError(f"it attends in {count} windows per image of unknown position")
+        where = find_token_grid(frame, applied.shape, self.grid)
+        prefix = maps[..., : where.prefix]
+        positions = where.on_map(maps).flatten(-2)
+        return torch.cat([prefix, positions], -1), where, None
 
 
 def _unplaced_layers(model: nn.Module, batch: Inputs, known: Mapping[str, Any]) -> list[str]:
@@ -157,11 +197,18 @@ def pack_layer_maps(
     """Return steps along rows and columns with which maps fit in `max_characters`, and texts by (layer, image)."""
     step = (1, 1)
     while True:
-        packed = {(i, b): layer.pack(b, step) for i, layer in enumerate(layers) for b in range(images)}
+        packed = {}
+        for number, layer in enumerate(layers):
+            for image in range(images):
+                packed[number, image] = layer.pack(image, step)
+        characters = sum(map(len, packed.values()))
         thinnest = all(len(layer.stored_queries(step)) <= layer.where.prefix + 1 for layer in layers)
-        if sum(map(len, packed.values())) <= max_characters or thinnest:
+        if characters <= max_characters or thinnest:
             return step, packed
-        step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)
+        if step[0] == step[1]:
+            step = (step[0] + 1, step[1])
+        else:
+            step = (step[0], step[1] + 1)
 
 
 # Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32.
@@ -191,17 +238,22 @@ class Viewer:
 def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMaps | None]]]:
     """Return the models' maps side by side: by layer name, or by depth where two models share no name."""
     names = [list(model.maps) for model in models]
-    if len(names) == 2 and all(names) and not set(names[0]) & set(names[1]):
-        rows = [(" | ".join(name or "-" for name in pair), pair) for pair in zip_longest(*names)]
-    else:
-        rows = [(name, (name,) * len(models)) for name in dict.fromkeys(name for own in names for name in own)]
-    return [(title, [m.maps.get(n) for m, n in zip(models, of, strict=True)]) for title, of in rows]
+    if len(names) == 2 and all(names) and set(names[0]).isdisjoint(names[1]):
+        first, second = (model.maps for model in models)
+        return [(f"{a or '-'} | {b or '-'}", [first.get(a), second.get(b)]) for a, b in zip_longest(*names)]
+    distinct = dict.fromkeys(chain.from_iterable(names))
+    return [(name, [model.maps.get(name) for model in models]) for name in distinct]
 
 
 def _layer_geometry(maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]) -> dict[str, Any]:
     """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
-    members = maps.windows and maps.windows.members
     stored = maps.stored_positions(step)
+    windows = None
+    padded = any(maps.where.padding)
+    if maps.windows:
+        members = maps.windows.members
+        windows = layouts.index(members.tolist())
+        padded = padded or bool((members < 0).any())
     return {
         "heads": maps.levels.shape[1],
         "prefix": maps.where.prefix,
@@ -209,53 +261,73 @@ def _layer_geometry(maps: LayerMaps, step: tuple[int, int], layouts: list[list[l
         "first": [positions[0] for positions in stored],
         "stored": list(map(len, stored)),
         "keys": maps.keys,
-        "padded": any(maps.where.padding) or bool(members is not None and (members < 0).any()),
-        "windows": None if members is None else layouts.index(members.tolist()),
+        "padded": padded,
+        "windows": windows,
         "signed": bool((maps.ranges < 0).any()),
     }
 
 
 def build_viewer(
-    models: Sequence[ViewerModel], images: Sequence[PageImage], max_map_characters: int = MAX_MAP_CHARACTERS
+    models: Sequence[ViewerModel],
+    images: Sequence[PageImage],
+    max_map_characters: int = MAX_MAP_CHARACTERS,
 ) -> Viewer | None:
     """Return the viewer of some models' maps of the same images; None if no model has any map."""
     pairs = _pair_layers(models)
     all_maps = [maps for _, of in pairs for maps in of if maps is not None]
     if not all_maps:
         return None
-    distinct = {maps.windows.members.numpy().tobytes(): maps.windows.members for maps in all_maps if maps.windows}
-    layouts = [members.tolist() for members in distinct.values()]
-    step, packed = pack_layer_maps(all_maps, len(images), max_map_characters - len(json.dumps(layouts)))
-    number = {id(maps): i for i, maps in enumerate(all_maps)}
+    layouts = _window_layouts(all_maps)
+    room = max_map_characters - len(json.dumps(layouts))
+    step, packed = pack_layer_maps(all_maps, len(images), room)
+    numbers = {id(maps): number for number, maps in enumerate(all_maps)}
     layers = []
     for name, of in pairs:
-        by_model = [
-            maps
-            and _layer_geometry(maps, step, layouts)
-            | {"maps": number[id(maps)], "gates": json_numbers(model.gates.get(maps.name, ())) or None}
-            for model, maps in zip(models, of, strict=True)
-        ]
+        by_model = []
+        for model, maps in zip(models, of, strict=True):
+            if maps is None:
+                by_model.append(None)
+                continue
+            layer = _layer_geometry(maps, step, layouts)
+            layer["maps"] = numbers[id(maps)]
+            layer["gates"] = json_numbers(model.gates.get(maps.name, ())) or None
+            by_model.append(layer)
         differences = largest_differences(*of) if len(of) == 2 else None
         layers.append({"name": name, "byModel": by_model, "differences": differences})
     data = {
         "models": [model.name for model in models],
         "registers": max(model.registers for model in models),
         "layers": layers,
-        "images": [
-            {
-                "name": image.name,
-                "uri": image.data_uri(),
-                "size": list(image.pixels.shape[1:]),
-                "predictions": [model.predictions[i] if model.predictions else "" for model in models],
-            }
-            for i, image in enumerate(images)
-        ],
+        "images": [_image_data(image, i, models) for i, image in enumerate(images)],
         "step": step,
         "windows": layouts,
         "equalBounds": EQUAL_BOUNDS,
     }
     blobs = {f"{layer}-{image}": text for (layer, image), text in packed.items()}
     return Viewer(data, blobs, rounding_note(all_maps, step))
+
+
+def _window_layouts(all_maps: Sequence[LayerMaps]) -> list[list[list[int]]]:
+    """Return the different layouts of windows, as lists of the members of each window."""
+    layouts = []
+    for maps in all_maps:
+        if maps.windows:
+            members = maps.windows.members.tolist()
+            if members not in layouts:
+                layouts.append(members)
+    return layouts
+
+
+def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:
+    predictions = []
+    for model in models:
+        predictions.append(model.predictions[number] if model.predictions else "")
+    return {
+        "name": image.name,
+        "uri": image.data_uri(),
+        "size": list(image.pixels.shape[1:]),
+        "predictions": predictions,
+    }
 
 
 def rounding_note(layers: Sequence[LayerMaps], step: tuple[int, int]) -> str:

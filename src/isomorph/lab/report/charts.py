@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -84,17 +85,32 @@ class Panel(Chart):
     def parts(self) -> dict[str, Any]:
         xs = [x for line in self.lines.values() for x in line.x]
         ys = [y for line in self.lines.values() for y in line.values()]
-        series = [_series(name, [zip(*filter(None, line), strict=True)]) for name, line in self.lines.items()]
-        x = _axis(self.x_label, xs) | {"whole": all(float(value).is_integer() for value in xs)}
-        return {"kind": "plane", "x": x, "y": _axis(self.y_label, ys), "series": series, "ordered": self.ordered}
+        series = []
+        for name, line in self.lines.items():
+            columns = [line.x, line.y]
+            if line.low is not None and line.high is not None:
+                columns += [line.low, line.high]
+            series.append(_series(name, [zip(*columns, strict=True)]))
+        x = _axis(self.x_label, xs)
+        x["whole"] = all(float(value).is_integer() for value in xs)
+        return {
+            "kind": "plane",
+            "x": x,
+            "y": _axis(self.y_label, ys),
+            "series": series,
+            "ordered": self.ordered,
+        }
 
     def table(self) -> Table:
-        xs = sorted({x for line in self.lines.values() for x in line.x})
+        lines = [dict(zip(line.x, line.y, strict=True)) for line in self.lines.values()]
+        xs = sorted(set(chain.from_iterable(lines)))
         if len(xs) > MAX_TABLE_POINTS:
             return []
-        lines = [dict(zip(line.x, line.y, strict=True)) for line in self.lines.values()]
-        rows = [[format_number(x), *(format_number(line.get(x)) for line in lines)] for x in xs]
-        return [[self.x_label, *self.lines], *rows]
+        table = [[self.x_label, *self.lines]]
+        for x in xs:
+            values = [line.get(x) for line in lines]
+            table.append([format_number(x), *map(format_number, values)])
+        return table
 
     def constant_text(self) -> str:
         values = {name: line.values() for name, line in self.lines.items()}
@@ -123,22 +139,42 @@ class Dots(Chart):
         return _names(self.series)
 
     def parts(self) -> dict[str, Any]:
-        number, series = {layer: i for i, layer in enumerate(self.layers)}, []
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+        middle = (len(self.series) - 1) / 2
+        series = []
+        heights = [0.0]
         for k, (name, layers) in enumerate(self.series.items()):
-            at = {layer: number[layer] + SERIES_SHIFT * (k - (len(self.series) - 1) / 2) for layer in layers}
-            known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
-            means = sorted((at[layer], fmean(heads)) for layer, heads in known.items() if heads)
-            series.append(_series(name, [means], [(at[layer], v, layer) for layer in layers for v in layers[layer]]))
-        values = [value for layers in self.series.values() for heads in layers.values() for value in heads]
-        x = {"label": "layer", "range": [-0.5, len(number) - 0.5], "names": list(number)}
-        y = _axis(self.y_label, [*values, 0, *([] if self.limit is None else [self.limit])])
-        return {"kind": "plane", "x": x, "y": y, "series": series, "stops": [(i, None) for i in number.values()]}
+            means = []
+            dots = []
+            for layer, heads in layers.items():
+                x = numbers[layer] + SERIES_SHIFT * (k - middle)
+                dots += [(x, value, layer) for value in heads]
+                known = list(filter(math.isfinite, heads))
+                if known:
+                    means.append((x, fmean(known)))
+                heights += heads
+            series.append(_series(name, [sorted(means)], dots))
+        if self.limit is not None:
+            heights.append(self.limit)
+        return {
+            "kind": "plane",
+            "x": {"label": "layer", "range": [-0.5, len(numbers) - 0.5], "names": list(numbers)},
+            "y": _axis(self.y_label, heights),
+            "series": series,
+            "stops": [(number, None) for number in numbers.values()],
+        }
 
     def table(self) -> Table:
-        return series_table("layer", self.series, lambda heads: ", ".join(map(format_number, heads or ())) or "-")
+
+        def text(heads: Sequence[float] | None) -> str:
+            if not heads:
+                return "-"
+            return ", ".join(map(format_number, heads))
+
+        return series_table("layer", self.series, text)
 
     def constant_text(self) -> str:
-        values = {name: [v for heads in layers.values() for v in heads] for name, layers in self.series.items()}
+        values = {name: chain.from_iterable(layers.values()) for name, layers in self.series.items()}
         return _constant_sentence(self.title, values, "in every head of every layer", self.resolution)
 
 
@@ -159,10 +195,15 @@ class Bars(Chart):
         return _names(self.series)
 
     def parts(self) -> dict[str, Any]:
-        values = {name: [of.get(group, math.nan) for group in self.groups] for name, of in self.series.items()}
-        axis = _axis(self.y_label, [0, *(v for of in values.values() for v in of)])
-        series = [{"name": name, "values": json_numbers(of)} for name, of in values.items()]
-        return {"kind": "bars", "axis": axis, "groups": self.groups, "series": series}
+        groups = self.groups
+        series = []
+        heights = [0.0]
+        for name, value_of in self.series.items():
+            values = [value_of.get(group, math.nan) for group in groups]
+            series.append({"name": name, "values": json_numbers(values)})
+            heights += values
+        axis = _axis(self.y_label, heights)
+        return {"kind": "bars", "axis": axis, "groups": groups, "series": series}
 
     def table(self) -> Table:
         return series_table("", self.series)
@@ -186,16 +227,25 @@ class Matrix(Chart):
     high: float = 1.0
 
     def parts(self) -> dict[str, Any]:
-        names = {"rows": list(self.rows), "columns": list(self.columns), "x": self.column_label, "y": self.row_label}
-        values = list(map(json_numbers, self.values))
-        return {"kind": "matrix", **names, "values": values, "low": self.low, "high": self.high}
+        return {
+            "kind": "matrix",
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            "x": self.column_label,
+            "y": self.row_label,
+            "values": list(map(json_numbers, self.values)),
+            "low": self.low,
+            "high": self.high,
+        }
 
     def table(self) -> Table:
-        rows = [[name, *map(format_number, row)] for name, row in zip(self.rows, self.values, strict=True)]
-        return [[f"{self.row_label} \\ {self.column_label}", *self.columns], *rows]
+        table = [[f"{self.row_label} \\ {self.column_label}", *self.columns]]
+        for name, values in zip(self.rows, self.values, strict=True):
+            table.append([name, *map(format_number, values)])
+        return table
 
     def constant_text(self) -> str:
-        values = [value for row in self.values for value in row]
+        values = chain.from_iterable(self.values)
         return _constant_sentence(self.title, {self.title: values}, "in every cell", 0.0)
 
 
@@ -215,26 +265,46 @@ class Paths(Chart):
     @property
     def reach(self) -> float:
         """The largest distance from the query along rows or columns, at least 1."""
-        paths = (path for heads in self.series.values() for path in heads)
-        return max([1.0, *(abs(value) for path in paths for position in path for value in position)])
+        reach = 1.0
+        for paths in self.series.values():
+            for row, column in chain.from_iterable(paths):
+                reach = max(reach, abs(row), abs(column))
+        return reach
 
     def parts(self) -> dict[str, Any]:
-        series, stops = [], []
-        for layer, heads in self.series.items():
-            lines = [[(column, row) for row, column in path] for path in heads]
-            series.append(_series(layer, lines, [(*line[-1], layer) for line in lines if line]))
-            stops += [line[-1] if line else None for line in lines]
+        series = []
+        stops = []
+        for layer, paths in self.series.items():
+            lines = []
+            ends = []
+            for path in paths:
+                line = [(column, row) for row, column in path]
+                lines.append(line)
+                stops.append(line[-1] if line else None)
+                if line:
+                    ends.append((*line[-1], layer))
+            series.append(_series(layer, lines, ends))
         limits = [-1.08 * self.reach, 1.08 * self.reach]
-        axes = {"x": _axis("column, grid steps", limits), "y": _axis("row", limits)}
-        return {"kind": "plane", **axes, "series": series, "stops": stops, "ordered": True, "square": True}
+        return {
+            "kind": "plane",
+            "x": _axis("column, grid steps", limits),
+            "y": _axis("row", limits),
+            "series": series,
+            "stops": stops,
+            "ordered": True,
+            "square": True,
+        }
 
     def table(self) -> Table:
-        rows = [
-            [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
-            for layer, heads in self.series.items()
-            for i, path in enumerate(heads)
-        ]
-        return [["row, column", "first", "last"], *rows]
+        table = [["row, column", "first", "last"]]
+        for layer, paths in self.series.items():
+            for head, path in enumerate(paths, 1):
+                first = last = "-"
+                if path:
+                    first = ", ".join(map(format_number, path[0]))
+                    last = ", ".join(map(format_number, path[-1]))
+                table.append([f"{layer}, head {head}", first, last])
+        return table
 
 
 @dataclass(frozen=True)
@@ -251,18 +321,28 @@ class Scatter(Chart):
     series: Mapping[str, Mapping[str, tuple[float, float]]]
 
     def parts(self) -> dict[str, Any]:
-        stops = [point for points in self.series.values() for point in points.values()]
-        x, y = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
-        series = [_series(name, [], [(*at, label) for label, at in of.items()]) for name, of in self.series.items()]
-        return {"kind": "plane", "x": x, "y": y, "series": series, "stops": stops, "labelled": True}
+        series = []
+        stops = []
+        for name, points in self.series.items():
+            labelled = [(x, y, label) for label, (x, y) in points.items()]
+            series.append(_series(name, [], labelled))
+            stops += points.values()
+        return {
+            "kind": "plane",
+            "x": _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]),
+            "y": _axis(self.y_label, [y for _, y in stops]),
+            "series": series,
+            "stops": stops,
+            "labelled": True,
+        }
 
     def table(self) -> Table:
-        rows = [
-            [f"{name}, {series}" if len(self.series) > 1 else name, *map(format_number, point)]
-            for series, points in self.series.items()
-            for name, point in points.items()
-        ]
-        return [["", self.x_label, self.y_label], *rows]
+        table = [["", self.x_label, self.y_label]]
+        for series, points in self.series.items():
+            for name, point in points.items():
+                label = f"{name}, {series}" if len(self.series) > 1 else name
+                table.append([label, *map(format_number, point)])
+        return table
 
 
 def is_number(value: Any) -> bool:
@@ -272,7 +352,9 @@ def is_number(value: Any) -> bool:
 
 def format_number(value: float | None) -> str:
     """Return the number to four digits, a dash for None and for what is not finite."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.4g}"
 
 
 def json_numbers(values: Iterable[float]) -> list[float | None]:
@@ -281,46 +363,61 @@ def json_numbers(values: Iterable[float]) -> list[float | None]:
 
 
 def _names(series: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for values in series.values() for name in values))
+    return list(dict.fromkeys(chain.from_iterable(series.values())))
 
 
 def series_table(
     corner: str, series: Mapping[str, Mapping[str, Any]], text: Callable[[Any], str] = format_number
 ) -> Table:
     """Return a table with a row for each name and a column for each series; `text` gets None for what one lacks."""
-    rows = [[name, *(text(of.get(name)) for of in series.values())] for name in _names(series)]
-    return [[corner, *series], *rows]
+    table = [[corner, *series]]
+    for name in _names(series):
+        values = [column.get(name) for column in series.values()]
+        table.append([name, *map(text, values)])
+    return table
 
 
 def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> dict[str, Any]:
     """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
     numbers = [[json_numbers(point) for point in line] for line in lines]
-    return {"name": name, "lines": numbers, "points": [[*json_numbers((x, y)), label] for x, y, label in points]}
+    return {
+        "name": name,
+        "lines": numbers,
+        "points": [[*json_numbers((x, y)), label] for x, y, label in points],
+    }
 
 
 def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
-    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(known), max(known)
+    known = list(filter(math.isfinite, values)) or [0.0, 1.0]
+    low = min(known)
+    high = max(known)
     if high - low <= ROUNDING * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 0.5
-        low, high = low - margin, high + margin
+        low = low - margin
+        high = high + margin
     return {"label": label, "range": [low, high]}
 
 
 def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float) -> str:
     """Return a sentence with each series' constant value; empty if one varies beyond the resolution, or many differ."""
-    found = {}
+    constants = {}
     for name, values in series.items():
-        known = [value for value in values if math.isfinite(value)]
+        known = list(filter(math.isfinite, values))
         if not known:
             return ""
-        low, high = min(known), max(known)
+        low = min(known)
+        high = max(known)
         if high - low > max(resolution, ROUNDING * max(abs(low), abs(high))):
             return ""
         middle = (low + high) / 2
-        found[name] = format_number(round(middle / resolution) * resolution + 0.0 if resolution else middle)  # not -0
-    if len(set(found.values())) == 1:
-        return f"{title}: {next(iter(found.values()))} {where}."
-    if not found or len(found) > MAX_NAMED_CONSTANTS:
+        if resolution:
+            middle = round(middle / resolution) * resolution + 0.0  # not -0
+        constants[name] = format_number(middle)
+    if not constants:
         return ""
-    return f"{title}: {', '.join(f'{value} for {name}' for name, value in found.items())}, {where}."
+    if len(set(constants.values())) == 1:
+        return f"{title}: {next(iter(constants.values()))} {where}."
+    if len(constants) > MAX_NAMED_CONSTANTS:
+        return ""
+    texts = [f"{value} for {name}" for name, value in constants.items()]
+    return f"{title}: {', '.join(texts)}, {where}."

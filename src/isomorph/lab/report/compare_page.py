@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -11,7 +11,16 @@ from torch import Tensor
 
 from isomorph.analysis import GatingHistory
 from isomorph.lab.report import guides
-from isomorph.lab.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
+from isomorph.lab.report.charts import (
+    Chart,
+    Line,
+    Panel,
+    Paths,
+    Scatter,
+    Table,
+    format_number,
+    is_number,
+)
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
 from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
@@ -33,10 +42,12 @@ def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
     """Return the mean and range of a layer's heads, at the epochs at which any is finite. Shape: (T,), (T, heads)"""
     known = heads.isfinite()
     measured = known.any(1)
-    heads, known = heads[measured].double(), known[measured]
-    low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
+    heads = heads[measured].double()
+    known = known[measured]
     mean = heads.where(known, 0).sum(1) / known.sum(1)
-    return Line(*(values.tolist() for values in (epochs[measured], mean, low.amin(1), high.amax(1))))
+    low = heads.where(known, torch.inf).amin(1)
+    high = heads.where(known, -torch.inf).amax(1)
+    return Line(epochs[measured].tolist(), mean.tolist(), low.tolist(), high.tolist())
 
 
 def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Tensor]) -> Panel:
@@ -48,11 +59,15 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
     """Return a table for each measure and run: layers down, epochs across, means over heads."""
     tables = []
     for key, runs in histories.items():
+        measure = MEASURES[key]
         for run, history in runs.items():
-            head = f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"
+            title = f"{run}: {measure.title.lower()} ({measure.unit})"
             epochs = [f"epoch {epoch:g}" for epoch in history.epochs.tolist()]
-            rows = [[layer, *map(format_number, heads.nanmean(1).tolist())] for layer, heads in history.values.items()]
-            tables.append([[head, *epochs], *rows])
+            table = [[title, *epochs]]
+            for layer, heads in history.values.items():
+                means = heads.nanmean(1).tolist()
+                table.append([layer, *map(format_number, means)])
+            tables.append(table)
     return tables
 
 
@@ -91,27 +106,46 @@ CURVES = (
 def curve(rows: LogRows, x: str, y: str) -> Line | None:
     """Return `y` by `x` where finite, thinned to means; of values by layer the largest of a maximum, else the mean."""
 
-    def number(row: dict[str, Any], key: str) -> Any:
-        value = row.get(key)
-        if not isinstance(value, Mapping):
-            return value
-        known = list(filter(is_number, value.values()))
-        return (max if key.startswith("max_") else fmean)(known) if known else None
-
-    pairs = ((number(row, x), number(row, y)) for row in rows)
-    points = sorted((float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b))
+    points = []
+    for row in rows:
+        position = _logged_number(row, x)
+        value = _logged_number(row, y)
+        if is_number(position) and is_number(value):
+            points.append((float(position), float(value)))
+    points.sort()
+    if not points:
+        return None
     if len(points) > MAX_CURVE_POINTS:
         cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
-        parts = [points[a:b] for a, b in pairwise(cuts)]
-        points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
-    return Line(*map(list, zip(*points, strict=True))) if points else None
+        points = [_mean_point(points[first:last]) for first, last in pairwise(cuts)]
+    return Line([point[0] for point in points], [point[1] for point in points])
+
+
+def _logged_number(row: dict[str, Any], key: str) -> Any:
+    value = row.get(key)
+    if not isinstance(value, Mapping):
+        return value
+    known = list(filter(is_number, value.values()))
+    if not known:
+        return None
+    if key.startswith("max_"):
+        return max(known)
+    return fmean(known)
+
+
+def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return fmean(x for x, _ in points), fmean(y for _, y in points)
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
     charts: list[Chart] = []
     for title, rows, key, unit in CURVES:
         x = "epoch" if rows == "epochs" else "step"
-        lines = {log.name: line for log in logs if (line := curve(getattr(log, rows), x, key))}
+        lines = {}
+        for log in logs:
+            line = curve(getattr(log, rows), x, key)
+            if line:
+                lines[log.name] = line
         if any(len(line.x) > 1 for line in lines.values()):
             charts.append(Panel(title, x, unit, lines))
     return charts
@@ -119,13 +153,18 @@ def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
 
 def runs_finding(best: Mapping[str, float | None], images: int | None = None) -> str:
     """Return the best top-1 of the runs, its interval on a number of images, and its lead, or that several reach it."""
-    known = sorted(((round(value, 2), name) for name, value in best.items() if value is not None), reverse=True)
-    missing = f" {count_of(len(best) - len(known), 'run')} without a top-1." if len(known) < len(best) else ""
+    known = [(round(value, 2), name) for name, value in best.items() if value is not None]
     if not known:
         return "No run has measured its top-1."
+    known.sort(reverse=True)
+    missing = ""
+    if len(known) < len(best):
+        missing = f" {count_of(len(best) - len(known), 'run')} without a top-1."
     (value, name), *others = known
     ties = sum(other == value for other, _ in known)
-    reached = f"{value:.2f} %" + (f" (95% interval {interval_text(value, images)})" if images else "")
+    reached = f"{value:.2f} %"
+    if images:
+        reached += f" (95% interval {interval_text(value, images)})"
     if not others:
         return f"{name} reaches a top-1 of {reached} in its best epoch on the test images.{missing}"
     if ties > 1:
@@ -140,83 +179,119 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
 def _results_table(logs: Sequence[RunLog]) -> Table:
     measured = {key for log in logs for row in log.epochs for key, value in row.items() if is_number(value)}
     keys = [key for key in METRIC_FORMATS if key in measured and key != "images"]
-    rows = []
-    for log in logs:
-        last = {key: row[key] for row in log.epochs for key in keys if is_number(row.get(key))}
-        seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
-        epochs = f"{sum(row.get('epoch') != 0 for row in log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = log.recipe.get("model") or {}
-        rule = (model.get("recast") or {}).get("rule")
-        start = str(model.get("name") or model.get("weights") or "-")
-        recipe = [str(log.recipe.get("name", "-")), start + f", {rule}" * bool(rule)]
-        top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
-        if log.test_images and log.best_top1 is not None:
-            top += f" ({interval_text(log.best_top1, log.test_images)})"
-        cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
-        rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
     labels = [METRIC_FORMATS[key][0] for key in keys]
-    return [["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"], *rows]
+    head = ["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"]
+    return [head, *(_result_row(log, keys) for log in logs)]
+
+
+def _result_row(log: RunLog, keys: Sequence[str]) -> list[str]:
+    recipe = str(log.recipe.get("name", "-"))
+    trained = sum(row.get("epoch") != 0 for row in log.epochs)
+    epochs = f"{trained} of {log.recipe.get('epochs', '?')}"
+    last = {}
+    seconds = 0.0
+    for row in log.epochs:
+        last |= {key: row[key] for key in keys if is_number(row.get(key))}
+        if is_number(row.get("seconds")):
+            seconds += row["seconds"]
+    cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
+    return [log.name, recipe, _model_text(log), epochs, _best_text(log), *cells, f"{seconds:,.0f}"]
+
+
+def _model_text(log: RunLog) -> str:
+    model = log.recipe.get("model") or {}
+    name = str(model.get("name") or model.get("weights") or "-")
+    recast = model.get("recast") or {}
+    if recast.get("rule"):
+        return f"{name}, {recast['rule']}"
+    return name
+
+
+def _best_text(log: RunLog) -> str:
+    if log.best_top1 is None:
+        return "-"
+    if not log.test_images:
+        return f"{log.best_top1:.2f}"
+    return f"{log.best_top1:.2f} ({interval_text(log.best_top1, log.test_images)})"
 
 
 def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
     """Return the fields of a recipe by dotted name, as JSON text."""
-    if isinstance(values, Mapping) and values:
-        inner = (flatten_recipe(value, f"{name}.{key}" if name else str(key)) for key, value in values.items())
-        return {dotted: text for fields in inner for dotted, text in fields.items()}
-    return {name: json.dumps(values)}
+    if not isinstance(values, Mapping) or not values:
+        return {name: json.dumps(values)}
+    fields = {}
+    for key, value in values.items():
+        dotted = f"{name}.{key}" if name else str(key)
+        fields |= flatten_recipe(value, dotted)
+    return fields
 
 
 def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     """Return the centres of each head at the epochs at which they are finite. Shape: (T, heads, 2)"""
-    heads = (head[head.isfinite().all(1)].tolist() for head in centres.transpose(0, 1))
-    return [[(row, column) for row, column in path] for path in heads]
+    paths = []
+    for head in centres.transpose(0, 1):
+        known = head[head.isfinite().all(1)]
+        paths.append([(row, column) for row, column in known.tolist()])
+    return paths
 
 
 def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     charts = list[Chart]()
     texts = ["Before training and after every epoch; centres from the first (ring) to the last (dot)."]
     for run, history in gating.items():
-        when = "along training" if len(history.epochs) > 1 else "at the end"
+        when = "at the end"
         if len(history.epochs) > 1:
+            when = "along training"
             epochs = history.epochs
-            charts.append(_along_panel(f"Gates along training: {run}", "sigma(gate)", epochs, history.gates))
-            charts.append(_along_panel(f"Spans along training: {run}", "1 / locality", epochs, history.spans))
+            charts.append(_along_panel(f"Gates {when}: {run}", "sigma(gate)", epochs, history.gates))
+            charts.append(_along_panel(f"Spans {when}: {run}", "1 / locality", epochs, history.spans))
         paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
         charts.append(Paths(f"Centres {when}: {run}", paths))
-        last = [(spans[-1], history.gates[name][-1]) for name, spans in history.spans.items()]
-        if lost := sum(int((span.isnan() & ~gate.isnan()).sum()) for span, gate in last):
+        lost = 0
+        for name, spans in history.spans.items():
+            without = spans[-1].isnan() & ~history.gates[name][-1].isnan()
+            lost += int(without.sum())
+        if lost:
             why = "without a centre at the end (locality not positive), and so without a span"
             texts.append(f"{run}: heads {why}: {lost}.")
-    title, guide = "Gates, spans and centres along training", f"{guides.CENTRES} {guides.RANGE}"
-    return [Section(title, " ".join(texts), charts=charts, guide=guide)] if charts else []
+    title = "Gates, spans and centres along training"
+    guide = f"{guides.CENTRES} {guides.RANGE}"
+    if charts:
+        return [Section(title, " ".join(texts), charts=charts, guide=guide)]
+    return []
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
-    charts = [
-        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
-        for key, runs in histories.items()
-        for run, history in runs.items()
-    ]
+    charts = []
+    for key, runs in histories.items():
+        measure = MEASURES[key]
+        for run, history in runs.items():
+            title = f"{measure.title} along training: {run}"
+            charts.append(_along_panel(title, measure.unit, history.epochs, history.values))
+    if not charts:
+        return []
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
     guide = f"{guides.RANGE} {guides.DISTANCE}"
-    return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
+    return [Section("Attention along training", text, charts=charts, guide=guide)]
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
     if len(points) < 2:
         return []
-    costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
-    charts = []
-    for title, (label, cost, scale) in costs.items():
-        series: dict[str, dict[str, tuple[float, float]]] = {}
-        for point in points:
-            series.setdefault(point.data, {})[point.name] = (getattr(point, cost) / scale, point.top1)
-        charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
-    rows = [
-        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
-        for p in sorted(points, key=lambda point: point.macs)
+    by_macs: dict[str, dict[str, tuple[float, float]]] = {}
+    by_parameters: dict[str, dict[str, tuple[float, float]]] = {}
+    for point in points:
+        by_macs.setdefault(point.data, {})[point.name] = (point.macs / 1e9, point.top1)
+        by_parameters.setdefault(point.data, {})[point.name] = (point.parameters / 1e6, point.top1)
+    charts = [
+        Scatter("Top-1 against MACs", "GMACs per image", "top-1 (%)", by_macs),
+        Scatter("Top-1 against parameters", "parameters (M)", "top-1 (%)", by_parameters),
     ]
-    table = [["", "test set", "top-1 (%)", *(label for label, _, _ in costs.values())], *rows]
+    table = [["", "test set", "top-1 (%)", "GMACs per image", "parameters (M)"]]
+    for point in sorted(points, key=lambda point: point.macs):
+        macs = format_number(point.macs / 1e9)
+        parameters = format_number(point.parameters / 1e6)
+        table.append([point.name, point.data, f"{point.top1:.2f}", macs, parameters])
     return [Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)]
 
 
@@ -224,16 +299,35 @@ def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
     if len(logs) < 2:
         return []
     recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
-    rows = [
-        [name, *(recipe.get(name, "-") for recipe in recipes)]
-        for name in dict.fromkeys(name for recipe in recipes for name in recipe)
-        if len({recipe.get(name, "null") for recipe in recipes}) > 1
-    ]
+    rows = []
+    for name in dict.fromkeys(chain.from_iterable(recipes)):
+        values = {recipe.get(name, "null") for recipe in recipes}
+        if len(values) > 1:
+            rows.append([name, *(recipe.get(name, "-") for recipe in recipes)])
     if not rows:
         return [Section("Recipe differences", finding="The recipes are equal in every field.")]
     finding = f"The recipes differ in {count_of(len(rows), 'field')}."
     table = [["field", *(log.name for log in logs)], *rows]
     return [Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)]
+
+
+def _results_section(logs: Sequence[RunLog]) -> Section:
+    problems: list[str] = []
+    for log in logs:
+        problems += [f"{log.name}: {problem}." for problem in log.problems]
+    details = None
+    if problems:
+        details = Details("Missing or damaged files", list(dict.fromkeys(problems)))
+    counts = {log.test_images for log in logs}
+    images = counts.pop() if len(counts) == 1 else None
+    best = {log.name: log.best_top1 for log in logs}
+    return Section(
+        "Final results",
+        table=_results_table(logs),
+        details=details,
+        finding=runs_finding(best, images),
+        guide=guides.RESULTS,
+    )
 
 
 def compare_sections(
@@ -258,17 +352,14 @@ def compare_sections(
     """
     sections = []
     if logs:
-        problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
-        details = Details("Missing or damaged files", problems) if problems else None
-        counts = {log.test_images for log in logs}
-        finding = runs_finding({log.name: log.best_top1 for log in logs}, counts.pop() if len(counts) == 1 else None)
-        table, guide = _results_table(logs), guides.RESULTS
-        sections.append(Section("Final results", table=table, details=details, finding=finding, guide=guide))
+        sections.append(_results_section(logs))
     sections += _accuracy_section(points)
-    if charts := _learning_curves(logs):
-        thinned = any(len(log.steps) > MAX_CURVE_POINTS for log in logs)
-        text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
-        sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guides.CURVES))
+    charts = _learning_curves(logs)
+    if charts:
+        text = ""
+        if any(len(log.steps) > MAX_CURVE_POINTS for log in logs):
+            text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
+        sections.append(Section("Learning curves", text, charts=charts, guide=guides.CURVES))
     sections += _gating_section(gating or {})
     sections += _history_section(histories or {}, images)
     return sections + _recipe_section(logs)

@@ -45,7 +45,9 @@ class Evaluation:
     @property
     def title(self) -> str:
         """The file's name, and the size if one was given."""
-        return f"{self.name} at {self.size}" if self.size else self.name
+        if self.size:
+            return f"{self.name} at {self.size}"
+        return self.name
 
 
 def read_evaluations(files: Sequence[Path]) -> list[Evaluation]:
@@ -92,5 +94,8 @@ def _suite_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _robustness_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if result.get("suite") != "imagenet-c" or not is_number(result.get("mean_top1")):
         return
-    differs = "" if "mce" in result else f"{len(result['cells'])} cells of {result.get('images')} images"
+    if "mce" in result:
+        differs = ""
+    else:
+        differs = f"{len(result['cells'])} cells of {result.get('images')} images"
     yield {"measured": {"imagenet_c": float(result["mean_top1"])}, "differs": differs}

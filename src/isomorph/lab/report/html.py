@@ -16,9 +16,24 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.lab.report.attention_viewer import Viewer
 from isomorph.lab.report.charts import Chart
 
-_DRAWING = ("elements.js", "scales.js", "charts.js", "saving.js", "chart_view.js", "attention_maps.js")
+_DRAWING = (
+    "elements.js",
+    "scales.js",
+    "charts.js",
+    "saving.js",
+    "chart_view.js",
+    "attention_maps.js",
+)
 # The files of the page's script, in the order in which they use each other.
-SCRIPTS = (*_DRAWING, "differences.js", "canvas.js", "head_tile.js", "readout.js", "viewer.js", "start.js")
+SCRIPTS = (
+    *_DRAWING,
+    "differences.js",
+    "canvas.js",
+    "head_tile.js",
+    "readout.js",
+    "viewer.js",
+    "start.js",
+)
 # Charts side by side on a wide screen.
 MAX_CHART_COLUMNS = 3
 

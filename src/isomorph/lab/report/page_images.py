@@ -37,7 +37,8 @@ class PageImage:
     def data_uri(self) -> str:
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
         colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
-        kind, file = "png" if max(pixels.shape[1:]) <= MAX_PNG_SIDE else "jpeg", io.BytesIO()
+        kind = "png" if max(pixels.shape[1:]) <= MAX_PNG_SIDE else "jpeg"
+        file = io.BytesIO()
         Image.fromarray(np.ascontiguousarray(colour)).save(file, kind, quality=_JPEG_QUALITY)
         return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
@@ -65,5 +66,6 @@ def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage
         raise UserError("give at least one image file")
     channels = config["input_size"][0]
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
-    transform, mode = eval_transform(unnormalised), "L" if channels == 1 else "RGB"
+    transform = eval_transform(unnormalised)
+    mode = "L" if channels == 1 else "RGB"
     return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in paths]

@@ -67,7 +67,9 @@ def short_name(name: str) -> str:
     """Return the run's folder for a checkpoint of a run, the stem of another checkpoint, else the name itself."""
     path = Path(name)
     if path.suffix == ".safetensors":
-        return path.parent.name if path.stem in ("model", "best") and path.parent.name else path.stem
+        if path.stem in ("model", "best") and path.parent.name:
+            return path.parent.name
+        return path.stem
     return path.name or name
 
 
@@ -76,7 +78,9 @@ def unique_names(names: Sequence[str]) -> list[str]:
     short = [short_name(name) for name in names]
     if len(set(short)) == len(short):
         return short
-    return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
+    if len(set(names)) == len(names):
+        return list(names)
+    return [f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
 def framing_text(config: Mapping[str, Any]) -> str:
@@ -87,7 +91,10 @@ def framing_text(config: Mapping[str, Any]) -> str:
         "squash": f"stretched to {rows} x {columns} px",
         "border": f"resized to fit {rows} x {columns} px and padded",
     }.get(config["crop_mode"], f"resized to cover {rows} x {columns} px")
-    crop = "" if (rows, columns) == (height, width) else f", then cropped to its central {height} x {width} px"
+    if (rows, columns) == (height, width):
+        crop = ""
+    else:
+        crop = f", then cropped to its central {height} x {width} px"
     if config["crop_mode"] == "center" and not crop:
         crop = ", then cropped to its centre"
     return f"Each image is {resized} ({config['interpolation']}){crop}."
@@ -95,7 +102,11 @@ def framing_text(config: Mapping[str, Any]) -> str:
 
 def format_percent(share: float) -> str:
     """Return a probability in per cent, small ones with one decimal."""
-    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
+    if share >= 0.095:
+        return f"{share:.0%}"
+    if share >= 0.0005:
+        return f"{share:.1%}"
+    return "<0.1%"
 
 
 @torch.no_grad()

@@ -198,7 +198,8 @@ def _result_cells(result: RunResult, measurable: Sequence[str]) -> list[str]:
     else:
         own = [result.run, *["-"] * len(numbers)]
         titles = [COLUMNS[column].removesuffix(" (%)") for column in measurable]
-        values = [f"{title} {number}" for title, number in zip(titles, numbers, strict=True) if number != "-"]
+        named = zip(titles, numbers, strict=True)
+        values = [f"{title} {number}" for title, number in named if number != "-"]
         note = f"{result.differs}: {', '.join(values)}" if values else result.differs
     return [*own, str(result.epochs or "-"), f"{result.hours:.2f}", note]
 
@@ -232,7 +233,8 @@ def published_charts(title: str, charts: Sequence[Mapping[str, str]], rows: Sequ
     """
     drawn: list[Chart] = []
     for chart in charts:
-        x, y = chart["x"], chart["y"]
+        x = chart["x"]
+        y = chart["y"]
         published = _points(rows, chart, measured=False)
         measured = _points(rows, chart, measured=True)
         if x == "time":
@@ -279,7 +281,9 @@ def _measured_x(row: TableRow, result: RunResult, x: str) -> Any:
 
 
 def _scatters(title: str, x: str, y: str, kind: str, points: Points) -> list[Chart]:
-    return [Scatter(f"{title}, {kind}", x, y, points)] if points else []
+    if points:
+        return [Scatter(f"{title}, {kind}", x, y, points)]
+    return []
 
 
 def _lines(kind: str, points: Points) -> dict[str, Line]:

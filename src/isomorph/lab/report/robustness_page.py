@@ -18,23 +18,41 @@ CellValues = Mapping[tuple[str, int], float]
 
 
 def _corrupted(cells: CellValues) -> CellValues:
+    """Return the cells of corrupted images, in the suite's order of corruptions."""
     order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    corrupted = (cell for cell in cells if cell[0] != CLEAN)
-    return {cell: cells[cell] for cell in sorted(corrupted, key=lambda cell: order.index(cell[0]))}
+    corrupted = [cell for cell in cells if cell[0] != CLEAN]
+    corrupted.sort(key=lambda cell: order.index(cell[0]))
+    return {cell: cells[cell] for cell in corrupted}
 
 
-def _keys(cells: CellValues, axis: int) -> list[Any]:
-    found = dict.fromkeys(cell[axis] for cell in cells)
-    return sorted(found) if axis else list(found)
+def _corruptions(cells: CellValues) -> list[str]:
+    return list(dict.fromkeys(corruption for corruption, _ in cells))
 
 
-def _means(cells: CellValues, axis: int) -> dict[Any, float]:
-    return {key: fmean(v for cell, v in cells.items() if cell[axis] == key) for key in _keys(cells, axis)}
+def _severities(cells: CellValues) -> list[int]:
+    return sorted({severity for _, severity in cells})
+
+
+def _means_by_corruption(cells: CellValues) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for (corruption, _), top1 in cells.items():
+        values.setdefault(corruption, []).append(top1)
+    return {corruption: fmean(of) for corruption, of in values.items()}
+
+
+def _means_by_severity(cells: CellValues) -> dict[str, float]:
+    means = {}
+    for severity in _severities(cells):
+        values = [top1 for (_, other), top1 in cells.items() if other == severity]
+        means[f"severity {severity}"] = fmean(values)
+    return means
 
 
 def _suite(cells: CellValues) -> CellValues:
+    """Return the cells of the suite's corruptions; of the extra ones if there are no others."""
     corrupted = _corrupted(cells)
-    return {cell: value for cell, value in corrupted.items() if cell[0] in IMAGENET_C_CORRUPTIONS} or corrupted
+    suite = {cell: top1 for cell, top1 in corrupted.items() if cell[0] in IMAGENET_C_CORRUPTIONS}
+    return suite or corrupted
 
 
 def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
@@ -43,11 +61,8 @@ def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
     Means by severity are over the suite's corruptions. Two models have the same cells.
     """
     cells = {name: _corrupted(own) for name, own in results.items()}
-    by_corruption = {name: _means(own, 0) for name, own in cells.items()}
-    by_severity = {
-        name: {f"severity {severity}": mean for severity, mean in _means(_suite(own), 1).items()}
-        for name, own in cells.items()
-    }
+    by_corruption = {name: _means_by_corruption(own) for name, own in cells.items()}
+    by_severity = {name: _means_by_severity(_suite(own)) for name, own in cells.items()}
     charts: list[Chart] = [
         Bars("By corruption, mean over severities", "top-1, %", by_corruption),
         Bars("By severity, mean over corruptions", "top-1, %", by_severity),
@@ -61,25 +76,36 @@ def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
         matrices = {"Points gained (red) or lost (blue): {1} minus {0}".format(*cells): change}
         limits = -largest, largest
     for title, own in matrices.items():
-        rows, columns = _keys(own, 0), _keys(own, 1)
-        values = [[own.get((row, column), math.nan) for column in columns] for row in rows]
-        charts.append(Matrix(title, "corruption", "severity", rows, list(map(str, columns)), values, *limits))
+        charts.append(_matrix(title, own, *limits))
     return charts
+
+
+def _matrix(title: str, cells: CellValues, low: float, high: float) -> Matrix:
+    rows = _corruptions(cells)
+    columns = _severities(cells)
+    values = []
+    for corruption in rows:
+        values.append([cells.get((corruption, severity), math.nan) for severity in columns])
+    names = list(map(str, columns))
+    return Matrix(title, "corruption", "severity", rows, names, values, low, high)
 
 
 def robustness_table(results: Mapping[str, CellValues]) -> Table:
     """Return a table of top-1 on the clean images, and its mean over the suite's cells."""
     rows = [["", "clean top-1 (%)", "cells", "mean top-1 under corruption (%)"]]
     for name, cells in results.items():
-        clean, suite = cells.get((CLEAN, 0)), _suite(cells)
-        texts = ["-" if clean is None else f"{clean:.2f}", str(len(suite)), f"{fmean(_means(suite, 0).values()):.2f}"]
-        rows.append([name, *texts])
+        clean = cells.get((CLEAN, 0))
+        suite = _suite(cells)
+        clean_text = "-" if clean is None else f"{clean:.2f}"
+        average = fmean(_means_by_corruption(suite).values())
+        rows.append([name, clean_text, str(len(suite)), f"{average:.2f}"])
     return rows
 
 
 def robustness_finding(results: Mapping[str, CellValues]) -> str:
     """Return the mean top-1 of a model and its lowest corruption, or of two models the best and worst change."""
-    (name, means), *others = ((name, _means(_suite(cells), 0)) for name, cells in results.items())
+    all_means = [(name, _means_by_corruption(_suite(cells))) for name, cells in results.items()]
+    (name, means), *others = all_means
     average = fmean(means.values())
     if not others:
         worst = min(means, key=means.__getitem__)
@@ -87,9 +113,14 @@ def robustness_finding(results: Mapping[str, CellValues]) -> str:
         return f"{reached}; its lowest is {means[worst]:.2f} %, under {worst}."
     second, new = others[0]
     gains = {corruption: new[corruption] - means[corruption] for corruption in means}
-    best, worst = (choose(gains, key=gains.__getitem__) for choose in (max, min))
+    best = max(gains, key=gains.__getitem__)
+    worst = min(gains, key=gains.__getitem__)
     change = fmean(new.values()) - average
-    verdict = f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {name}" if change else f"equal to {name}"
+    verdict = f"equal to {name}"
+    if change > 0:
+        verdict = f"{change:.2f} points above {name}"
+    elif change < 0:
+        verdict = f"{-change:.2f} points below {name}"
     reached = f"On corrupted images {second} reaches {average + change:.2f} % top-1, {verdict}"
     return f"{reached}: {gains[best]:+.2f} under {best}, {gains[worst]:+.2f} under {worst}."
 
@@ -100,14 +131,20 @@ def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResul
     Raises: UserError when it cannot be written.
     """
     name = result["model"]
-    cells = [*([result["clean"]] if result["clean"] else []), *result["cells"]]
+    cells = list(result["cells"])
+    if result["clean"]:
+        cells.insert(0, result["clean"])
     own = {(cell["corruption"], cell["severity"]): float(cell["top1"]) for cell in cells}
     results: dict[str, CellValues] = {name: own}
     if baseline:
-        first, common = str(baseline.identity["model"]), own.keys() & baseline.cells.keys()
+        first = str(baseline.identity["model"])
+        if first == name:
+            first = f"{first} (baseline)"
+        common = own.keys() & baseline.cells.keys()
         base = {key: float(baseline.cells[key]["top1"]) for key in common}
-        results = {f"{first} (baseline)" if first == name else first: base, name: {key: own[key] for key in common}}
-    measured = " ".join(f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result))
+        results = {first: base, name: {key: own[key] for key in common}}
+    sentences = [f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result)]
+    measured = " ".join(sentences)
     sections = [
         Section("Clean and corrupted images", measured, table=robustness_table(results)),
         Section("By corruption and severity", charts=robustness_charts(results), guide=guides.ROBUSTNESS),

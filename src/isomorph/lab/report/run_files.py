@@ -34,7 +34,9 @@ class RunLog:
     def test_images(self) -> int | None:
         """The number of images of the last test, None where it was not logged."""
         counted = [row["images"] for row in self.epochs if is_number(row.get("images")) and row["images"] > 0]
-        return int(counted[-1]) if counted else None
+        if counted:
+            return int(counted[-1])
+        return None
 
 
 def _parse(text: str) -> Any:
@@ -62,7 +64,8 @@ def _read_run(folder: Path) -> RunLog:
         raise UserError(f"{folder} is not the folder of a run: {what}")
     problems = list[str]()
     epochs, steps = (_read_jsonl(folder / name, problems) for name in ("log.jsonl", "steps.jsonl"))
-    monitored, path = folder / "monitor.jsonl", folder / "recipe.json"
+    monitored = folder / "monitor.jsonl"
+    path = folder / "recipe.json"
     monitor = _read_jsonl(monitored, problems) if monitored.exists() else []
     recipe = _parse(path.read_text(errors="replace")) if path.is_file() else None
     if not isinstance(recipe, dict):
@@ -123,7 +126,8 @@ def _read_point(path: Path) -> AccuracyPoint:
         raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
     if not isinstance(result, dict) or not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
         raise UserError(f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set")
-    if missing := [key for key in ("macs", "parameters") if not is_number(result.get(key))]:
+    missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
+    if missing:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
     name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")
     data = str(result.get("data", "test set"))

@@ -51,7 +51,12 @@ def evaluate(
     task = task_of(model)
     if task is None:
         return evaluate_classifier(
-            model, data, test_fraction=test_fraction, size=size, batch_size=batch_size, workers=workers
+            model,
+            data,
+            test_fraction=test_fraction,
+            size=size,
+            batch_size=batch_size,
+            workers=workers,
         )
     if not (data is None or isinstance(data, str | Path)) or test_fraction is not None or size is not None:
         raise UserError("give the data of this model's task as a folder or the name of a data source, nothing else")

@@ -44,7 +44,8 @@ class ImageSet(Dataset[Any], Generic[S]):
     """Images with their truth: `samples` describe them, `example` reads one, `transform` is applied if indexed."""
 
     def __init__(self, samples: Sequence[S], classes: Sequence[str]) -> None:
-        self.samples, self.classes = list(samples), tuple(classes)
+        self.samples = list(samples)
+        self.classes = tuple(classes)
         self.transform: Callable[[Any], Any] | None = None
 
     def __len__(self) -> int:

@@ -18,7 +18,10 @@ from isomorph.operations import unwrap
 
 
 def robustness(
-    model: nn.Module, source: Source | str | Path | None = None, suite: str = "imagenet-c", **options: Any
+    model: nn.Module,
+    source: Source | str | Path | None = None,
+    suite: str = "imagenet-c",
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
 
@@ -64,7 +67,8 @@ def robustness(
     for name in options.keys() - set(known):
         close = get_close_matches(name, known, n=1) or known
         raise UserError(f"robustness has no argument {name!r}; did you mean {' or '.join(close)}?")
-    given, model = RobustnessOptions(suite, **options), unwrap(model, to_copy=False)
+    given = RobustnessOptions(suite, **options)
+    model = unwrap(model, to_copy=False)
     check_classifier(model, "the model")
     source = open_source(source, "test") if isinstance(source, str | Path) else source
     return measure_classifier(model, source, given)

@@ -16,7 +16,13 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource
-from isomorph.lab.data.loaders import eval_transform, loader_of_share, train_loader, train_transform, transformed
+from isomorph.lab.data.loaders import (
+    eval_transform,
+    loader_of_share,
+    train_loader,
+    train_transform,
+    transformed,
+)
 from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.lab.data.sources import Source, class_fraction, drawn_once, first_classes
 from isomorph.lab.data.streams import Stream, open_stream, stream_loader, stream_test_loader
@@ -84,8 +90,13 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     Raises: UserError for fields that only timm's models take.
     """
     assert part.name is not None
-    given = {"model.num_classes": part.num_classes, "drop_path": drop_path, "model.pretrained": part.pretrained}
-    if ignored := [field for field, value in given.items() if value]:
+    given = {
+        "model.num_classes": part.num_classes,
+        "drop_path": drop_path,
+        "model.pretrained": part.pretrained,
+    }
+    ignored = [field for field, value in given.items() if value]
+    if ignored:
         names = " and ".join(ignored)
         raise UserError(f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE")
     model = build_own(part.name, part.kwargs)
@@ -184,7 +195,8 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
         return train, open_stream(data.source, "test", data.root, classes=len(train.classes))
     source, test = (open_source(data.source, split, data.root, data.split) for split in ("train", "test"))
     if data.classes is not None:
-        source, test = first_classes(source, data.classes), first_classes(test, data.classes)
+        source = first_classes(source, data.classes)
+        test = first_classes(test, data.classes)
     test = drawn_once(test, data.test_images)
     if data.fraction < 1:
         source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
@@ -198,14 +210,18 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
     Raises: UserError when the batch cannot be split evenly, or the data is smaller than one batch.
     """
-    data, parts = recipe.data, recipe.scale.accumulate * runtime.world
+    data = recipe.data
+    parts = recipe.scale.accumulate * runtime.world
     least = 2 * parts if recipe.augment.mixes else parts
     if data.batch_size % least:
         raise UserError(
             f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: processes "
             f"{runtime.world}, scale.accumulate {recipe.scale.accumulate}" + ", pairs to mix" * recipe.augment.mixes
         )
-    batch = data.batch_size if data.batch_size <= len(train) else len(train) // (2 * parts) * 2 * parts
+    if data.batch_size <= len(train):
+        batch = data.batch_size
+    else:
+        batch = len(train) // (2 * parts) * 2 * parts
     if not batch:
         raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
     own = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
@@ -213,7 +229,8 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler) -> DataLoader[Any]:
-    augment, data = recipe.augment, recipe.data
+    augment = recipe.augment
+    data = recipe.data
     options = augment.model_dump(include={"scale", "hflip", "auto_augment", "color_jitter"})
     options |= dict(ratio=(3 / 4, 4 / 3), re_prob=augment.erasing, re_mode="pixel")
     transform = train_transform(config, augment.padding_at(*config["input_size"][-2:]), **options)
@@ -224,7 +241,8 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, samp
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:
     """Return the loader of this process's test images. Raises: UserError for fewer images than processes."""
-    batch, workers = max(1, recipe.data.batch_size // runtime.world), recipe.data.workers
+    batch = max(1, recipe.data.batch_size // runtime.world)
+    workers = recipe.data.workers
     if isinstance(test, Stream):
         share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, eval_transform(config), batch, workers, share)

@@ -16,7 +16,12 @@ from isomorph.lab.data.loaders import eval_transform
 from isomorph.lab.data.sources import read_image
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
-from isomorph.lab.training.build import build_test_loader, build_train_loader, data_config, open_sources
+from isomorph.lab.training.build import (
+    build_test_loader,
+    build_train_loader,
+    data_config,
+    open_sources,
+)
 from isomorph.lab.training.objectives.distillation import build_distillation
 from isomorph.lab.training.objectives.masked import pretraining_objective
 from isomorph.lab.training.objectives.supervised import PenalisedLoss, build_criterion
@@ -25,7 +30,13 @@ from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective, Prediction, Task
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import check_image_size, class_count, class_logits, class_namer, evaluation_config
+from isomorph.models.input_sizes import (
+    check_image_size,
+    class_count,
+    class_logits,
+    class_namer,
+    evaluation_config,
+)
 
 TOP_CLASSES = 5
 
@@ -58,13 +69,15 @@ class Classification(Task):
             return None
         if recipe.token_labels and recipe.token_labels.maps:
             return LabelMapMixup(augment.mixup, augment.cutmix)
-        smoothing, classes = augment.smoothing, class_count(model)
+        smoothing = augment.smoothing
+        classes = class_count(model)
         return Mixup(augment.mixup, augment.cutmix, label_smoothing=smoothing, num_classes=classes)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         if recipe.mask:
             return pretraining_objective(recipe.mask, model, device, self.rehearses)
-        criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
+        criterion = build_criterion(recipe.augment, recipe.loss)
+        similarity = recipe.map_similarity
         loss: TrainingTask
         if recipe.token_labels:
             loss = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
@@ -75,7 +88,12 @@ class Classification(Task):
         return Objective(loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[Any, Any]:
         inputs, labels = super().synthetic_batch(recipe, model, config, samples, device)
         if recipe.token_labels and recipe.token_labels.maps:
@@ -85,7 +103,8 @@ class Classification(Task):
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         image = read_image(path)
-        like, config = first_float(model), evaluation_config(model)
+        like = first_float(model)
+        config = evaluation_config(model)
         with eval_mode(model):
             x = eval_transform(config)(image)[None].to(like)
             logits = class_logits(model(x))
@@ -112,4 +131,6 @@ CLASSIFICATION = Classification(Part())
 
 
 def recipe_task(recipe: Recipe) -> Task:
-    return cast(Task, recipe.task.task) if recipe.task else CLASSIFICATION
+    if recipe.task:
+        return cast(Task, recipe.task.task)
+    return CLASSIFICATION

@@ -41,12 +41,16 @@ def saved_models(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a run")
-    matches = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
-    epochs = sorted((int(match[1]), path) for path, match in matches.items() if match)
-    found = newest_snapshot(folder)
-    now = found.values["progress"]["closed"] if found else None
-    if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
-        epochs.append((now, folder))
+    epochs = []
+    for path in folder.iterdir():
+        match = re.fullmatch(r"epoch-(\d+)\.safetensors", path.name)
+        if match:
+            epochs.append((int(match[1]), path))
+    epochs.sort()
+    snapshot = newest_snapshot(folder)
+    last = epochs[-1][0] if epochs else 0
+    if snapshot and snapshot.values["progress"]["closed"] > last:
+        epochs.append((snapshot.values["progress"]["closed"], folder))
     if not epochs:
         raise UserError(f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch")
     for epoch, path in epochs:
@@ -61,7 +65,9 @@ def saved_models(
 
 
 def _open(path: Path, options: ModelOptions) -> nn.Module:
-    return open_trained(path, options if needs_options(str(path)) else NO_OPTIONS)
+    if needs_options(str(path)):
+        return open_trained(path, options)
+    return open_trained(path, NO_OPTIONS)
 
 
 def gating_history(
@@ -89,8 +95,12 @@ def gating_history(
         return torch.from_numpy(np.array(values, np.float32))  # NaN where the log has null
 
     layers = dict.fromkeys(layer for row in rows for layer in row["gating"])
-    kinds = ({layer: over_epochs(layer, kind) for layer in layers} for kind in ("gates", "centres", "spans"))
-    return GatingHistory(torch.tensor([float(row["epoch"]) for row in rows]), *kinds)
+    return GatingHistory(
+        epochs=torch.tensor([float(row["epoch"]) for row in rows]),
+        gates={layer: over_epochs(layer, "gates") for layer in layers},
+        centres={layer: over_epochs(layer, "centres") for layer in layers},
+        spans={layer: over_epochs(layer, "spans") for layer in layers},
+    )
 
 
 # One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.
@@ -115,14 +125,23 @@ def attention_history(
 
     def measure_heads(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         loader = eval_loader(source, evaluation_config(model.to(device)), 32)
-        found = {key: measure(model, loader) for key, measure in measures.items()}
-        return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
+        heads_of = {}
+        for name, measure in measures.items():
+            for layer, heads in measure(model, loader).items():
+                heads_of[name, layer] = heads.cpu()
+        return heads_of
 
     epochs, values = track(saved_models(folder, damaged, options), measure_heads)
-    return epochs, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
+    by_measure: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
+    for (name, layer), heads in values.items():
+        by_measure[name][layer] = heads
+    return epochs, by_measure
 
 
 def run_cost(folder: str | Path, options: ModelOptions = NO_OPTIONS) -> dict[str, int]:
     """Return MACs per image, at the test size, and parameters of the newest model. Raises: UserError without one."""
     model = _open(Path(folder), options)
-    return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}
+    return {
+        "macs": count_macs(model, evaluation_config(model)["input_size"]),
+        "parameters": count_parameters(model),
+    }

@@ -23,21 +23,35 @@ _GATED = (TokenPositions, TapHeads)
 
 # Kinds of parameter groups with weight decay.
 DECAYED_KINDS = ("decayed", "branches")
+# Names of schedules where timm has others.
+_TIMM_SCHEDULES = {"linear": "poly", "step": "multistep"}
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
 
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, _GATED)}
-    names = {f"{name}.{own}".lstrip(".") for name, layer in layers.items() for own in layer.no_weight_decay()}
-    gates = {name for name in names if name.rpartition(".")[2] == "gate"}
-    return gates, names - gates
+    """Return the names of the gates, and of the other gating parameters: centres and localities."""
+    gates = set()
+    positions = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _GATED):
+            continue
+        for own in layer.no_weight_decay():
+            dotted = f"{name}.{own}".lstrip(".")
+            if dotted.rpartition(".")[2] == "gate":
+                gates.add(dotted)
+            else:
+                positions.add(dotted)
+    return gates, positions
 
 
 def _normalised_names(model: nn.Module) -> set[str]:
     """Return the names of the pyramid weights that a BatchNorm follows: their scale has no effect."""
-    named = {module: name for name, module in model.named_modules()}
-    pyramids = [module for module in model.modules() if isinstance(module, Pyramid)]
-    return {f"{named[layer]}.weight" for pyramid in pyramids for layer in pyramid.scale_free_layers}
+    name_of = {module: name for name, module in model.named_modules()}
+    names = set()
+    for module in model.modules():
+        if isinstance(module, Pyramid):
+            names.update(f"{name_of[layer]}.weight" for layer in module.scale_free_layers)
+    return names
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
@@ -100,50 +114,86 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
     `lr_scale` is the factor of each group's rate on `optim.lr`, as timm's schedulers take it.
     """
     exempt = parameters_without_decay(model) | set(getattr(model, "no_weight_decay", set)())
-    gates, positions = _gating_names(model)
-    branches = _normalised_names(model) if optim.branch_lr else set()
-    gammas = {f"{name}.gamma" for name, module in model.named_modules() if isinstance(module, InsertedBlock)}
-    named = {"branches": branches, "gates": gates, "positions": positions, "gammas": gammas}
-    special = {name: kind for kind, names in named.items() for name in names}
+    special = _special_kinds(model, optim)
     scales = learning_rate_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = special.get(name, "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed")
-            members.setdefault((scales[name], kind), []).append(parameter)
-    rates = {"gates": optim.gate_lr, "positions": optim.position_lr, "gammas": optim.gamma_lr}
-    rates["branches"] = optim.branch_lr or optim.lr
-    decay = dict.fromkeys(DECAYED_KINDS, optim.weight_decay)
-    order = sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1])))
-    return [
-        dict(
-            name=kind if scale == 1 else f"{kind} x{scale:.6g}",
-            params=members[scale, kind],
-            weight_decay=decay.get(kind, 0.0),
-            lr_scale=scale * rates.get(kind, optim.lr) / optim.lr,
-        )
-        for scale, kind in order
-    ]
+        if not parameter.requires_grad:
+            continue
+        if name in special:
+            kind = special[name]
+        elif parameter.ndim <= 1 or name in exempt:
+            kind = "undecayed"
+        else:
+            kind = "decayed"
+        members.setdefault((scales[name], kind), []).append(parameter)
+
+    rates = {
+        "gates": optim.gate_lr,
+        "positions": optim.position_lr,
+        "gammas": optim.gamma_lr,
+        "branches": optim.branch_lr or optim.lr,
+    }
+    groups = []
+    for scale, kind in sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1]))):
+        rate = scale * rates.get(kind, optim.lr)
+        group = {
+            "name": kind if scale == 1 else f"{kind} x{scale:.6g}",
+            "params": members[scale, kind],
+            "weight_decay": optim.weight_decay if kind in DECAYED_KINDS else 0.0,
+            "lr_scale": rate / optim.lr,
+        }
+        groups.append(group)
+    return groups
+
+
+def _special_kinds(model: nn.Module, optim: OptimPart) -> dict[str, str]:
+    """Return the kind of every parameter that has a group of its own, by name."""
+    kinds = {}
+    if optim.branch_lr:
+        kinds |= dict.fromkeys(_normalised_names(model), "branches")
+    gates, positions = _gating_names(model)
+    kinds |= dict.fromkeys(gates, "gates")
+    kinds |= dict.fromkeys(positions, "positions")
+    for name, module in model.named_modules():
+        if isinstance(module, InsertedBlock):
+            kinds[f"{name}.gamma"] = "gammas"
+    return kinds
 
 
 def describe_groups(model: nn.Module, optimizer: Optimizer, optim: OptimPart) -> list[str]:
     """Return a line for each parameter group: tensors, parameters, peak learning rate and weight decay; then frozen."""
+    lines = []
+    for group in optimizer.param_groups:
+        size = _size_text([parameter.numel() for parameter in group["params"]])
+        peak = optim.lr * group.get("lr_scale", 1.0)
+        decay = group.get("weight_decay", 0.0)
+        lines.append(f"  {group['name']}: {size}, peak lr {peak:.3g}, decay {decay:g}")
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
-    return [
-        f"  {group['name']}: {len(group['params'])} tensors, {sum(p.numel() for p in group['params']):,} parameters, "
-        f"peak lr {optim.lr * group.get('lr_scale', 1.0):.3g}, decay {group.get('weight_decay', 0.0):g}"
-        for group in optimizer.param_groups
-    ] + [f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"] * bool(frozen)
+    if frozen:
+        lines.append(f"  frozen: {_size_text(frozen)}")
+    return lines
+
+
+def _size_text(numbers: list[int]) -> str:
+    return f"{len(numbers)} tensors, {sum(numbers):,} parameters"
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     """Return the timm optimiser `optim.name` over `scaled_groups`. Raises: UserError if it needs other hardware."""
     groups = scaled_groups(model, optim)
     more = {"betas": optim.betas} if optim.betas else {}
-    name = "momentum" if optim.name == "sgd" and not optim.momentum else optim.name  # timm's sgd is Nesterov's
+    name = optim.name
+    if name == "sgd" and not optim.momentum:
+        name = "momentum"  # timm's sgd is Nesterov's
     try:
         return timm.optim.create_optimizer_v2(
-            groups, opt=name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
+            groups,
+            opt=name,
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            momentum=optim.momentum,
+            **more,
         )
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -162,7 +212,11 @@ def set_weight_decay(optimizer: Optimizer, optim: OptimPart, progress: float) ->
 
 
 def build_scheduler(
-    optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int, iterations: int | None = None
+    optimizer: Optimizer,
+    optim: OptimPart,
+    epochs: int,
+    steps_per_epoch: int,
+    iterations: int | None = None,
 ) -> Scheduler:
     """Return timm's schedule per step: linear warm-up, then cosine, linear, poly, step or constant.
 
@@ -171,19 +225,26 @@ def build_scheduler(
     peak divided by 10 at each milestone. A run of `iterations` has no epochs. A warm-up takes at least a step.
     """
     if iterations:
-        epochs, steps_per_epoch = iterations, 1
-    warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
+        epochs = iterations
+        steps_per_epoch = 1
+    warmup = optim.warmup_epochs
+    if optim.warmup_iterations:
+        warmup = optim.warmup_iterations / steps_per_epoch
     if warmup and epochs * steps_per_epoch > 1:  # a run of one step has no peak to warm up to
         warmup = max(warmup, 1 / steps_per_epoch)
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
     # timm applies a milestone one step early; the half step keeps rounding from deciding
-    reached = [(round(milestone * steps_per_epoch) + 0.5) / steps_per_epoch for milestone in optim.milestones]
+    reached = []
+    for milestone in optim.milestones:
+        step = round(milestone * steps_per_epoch) + 0.5
+        reached.append(step / steps_per_epoch)
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched={"linear": "poly", "step": "multistep"}.get(optim.schedule, optim.schedule),
+        sched=_TIMM_SCHEDULES.get(optim.schedule, optim.schedule),
         num_epochs=epochs - warmup if from_peak else epochs,
         min_lr=optim.min_lr,
-        warmup_lr=optim.lr * optim.warmup_start if optim.warmup_start != 0.01 else optim.lr / 100,
+        # the default divides, which rounds otherwise: released runs are the same bit for bit
+        warmup_lr=optim.lr / 100 if optim.warmup_start == 0.01 else optim.lr * optim.warmup_start,
         warmup_epochs=warmup,
         warmup_prefix=from_peak,
         step_on_epochs=False,

@@ -99,7 +99,14 @@ class Task:
     """The fields of the recipe's group `task`, besides its name."""
     sources: ClassVar[tuple[str, ...]] = ()
     """Values of data.source that the task takes."""
-    unused: ClassVar[tuple[str, ...]] = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask")
+    unused: ClassVar[tuple[str, ...]] = (
+        "augment",
+        "loss",
+        "distill",
+        "token_labels",
+        "map_similarity",
+        "mask",
+    )
     """Recipe fields that do not apply to the task, or groups of fields: `loss`, `data.size`, `augment`."""
     printed: ClassVar[dict[str, str]] = {}
     """Metrics to print after each epoch, with their formats."""
@@ -135,7 +142,9 @@ class Task:
 
     def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
         """Return inputs of the right shape to try `monitor_every` on; None if attention cannot be monitored."""
-        return torch.zeros(1, *config["input_size"]) if "input_size" in config else None
+        if "input_size" in config:
+            return torch.zeros(1, *config["input_size"])
+        return None
 
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
@@ -163,7 +172,12 @@ class Task:
         return synthetic_data(recipe)
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[Any, Any]:
         """Return random inputs and targets for a dry run, of the types and shapes that `train_loader` yields."""
         labels = random_labels(getattr(model, "num_classes", 0), samples, device)
@@ -188,7 +202,9 @@ def task_of(model: nn.Module) -> Task | None:
     A model of a task derived from `Classification` is one too, unless the task has an `evaluate` of its own.
     """
     task = recorded_task(model)
-    return None if task and task.classifies and type(task).evaluate is Task.evaluate else task
+    if task and task.classifies and type(task).evaluate is Task.evaluate:
+        return None
+    return task
 
 
 def recorded_task(model: nn.Module) -> Task | None:

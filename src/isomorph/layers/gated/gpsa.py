@@ -64,8 +64,8 @@ class PositionalAttention(TokenHeads):
         attended = attend_by_axis(rows, columns, v[:, p:])  # (B, H W, nh, hd)
         if p:
             q, k = self.prefix_queries_keys(x)
-            prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, p, nh, hd)
-            attended = torch.cat([prefix, attended], dim=1)
+            prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))  # (B, nh, p, hd)
+            attended = torch.cat([prefix.transpose(1, 2), attended], dim=1)
         return self.proj_drop(self.proj(attended.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
@@ -78,7 +78,8 @@ class PositionalAttention(TokenHeads):
         return torch.cat([prefix, position], dim=2)
 
 
-class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]  # a ViT passes a mask too
+# a ViT passes a mask too
+class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]
     """A `PositionalAttention` in place of timm's Attention in a ViT, with its norms of queries and keys.
 
     In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be set.
@@ -139,7 +140,8 @@ class GPSA(TokenHeads):
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
         parameters = (self.position, self.gate)
         rows, columns, weights = self.cached(parameters, self.positions, grid_size, v.dtype)
-        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
+        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))  # (B, nh, N, hd)
+        content = content.transpose(1, 2)
         mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
@@ -161,7 +163,11 @@ class GPSA(TokenHeads):
     def to_positional(self) -> PositionalAttention:
         """Return the layer with sigma(gate) = 1: without queries and keys, but for those of prefix tokens."""
         layer = self.positional_class(
-            self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens
+            self.v.in_features,
+            self.num_heads,
+            self.grid_size,
+            self.v.bias is not None,
+            self.prefix_tokens,
         )
         layer = layer.to(self.v.weight)
         if layer.q is not None and layer.k is not None:
@@ -205,13 +211,16 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         """Return the plain attention that this layer equals. Raises: ValueError as `require_same`: gates not open."""
         dim = self.v.in_features
         attention = Attention(dim, self.num_heads, qkv_bias=self.v.bias is not None)
-        attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)
-        attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
+        attention.to(self.v.weight).train(self.training)
+        weight = torch.cat([self.qk.weight, self.v.weight])
+        attention.qkv.weight.copy_(weight)
         if self.qk.bias is not None and self.v.bias is not None:
-            attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
+            bias = torch.cat([self.qk.bias, self.v.bias])
+            attention.qkv.bias.copy_(bias)
         for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(attention, name, copy.deepcopy(getattr(self, name)))
-        shape = (1, self.prefix_tokens + math.prod(self.grid_size), dim)
-        require_same(self, attention, shape, atol, "keep it, or open the gates with set_gating(gate=-15)")
+        tokens = self.prefix_tokens + math.prod(self.grid_size)
+        advice = "keep it, or open the gates with set_gating(gate=-15)"
+        require_same(self, attention, (1, tokens, dim), atol, advice)
         attention.qkv.requires_grad_(self.qk.weight.requires_grad)
         return attention

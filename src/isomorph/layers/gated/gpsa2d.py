@@ -63,7 +63,12 @@ class KeyWindows(NamedTuple):
         return rows[:, None, :, None] & columns[None, :, None, :]
 
 
-def _key_scores(windows: KeyWindows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _key_scores(
+    windows: KeyWindows,
+    padding: GridSize,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Return 0 for keys in the window, -inf outside, and log(number of padded keys in it) for the last.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
@@ -93,7 +98,12 @@ class _SoftPatches(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        values: Tensor, content: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor
+        values: Tensor,
+        content: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         share, rest = weights[:, :, None, None]
         maps = torch.addcmul(kronecker(rows * share, columns), content, rest)
@@ -112,10 +122,12 @@ class _SoftPatches(torch.autograd.Function):
         d_values = torch.bmm(grad, maps.flatten(1, 2))
         d_maps = torch.bmm(grad.mT, values).view_as(content)
         d_content = d_maps * rest
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None
 
-        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps . position
+        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps .
+        # position
         by_content = (d_maps * content).sum((0, 2, 3))
         d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1))
         d_grid = d_grid.unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
@@ -159,11 +171,12 @@ class GPSA2d(TapHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    # Height and width of the window of keys around a query that content attention reads; None reads the whole map.
+    # Height and width of the window of keys around a query that content attention reads; None reads
+    # the whole map.
     content_window: GridSize | None = None
 
-    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
-    # export leaves open, no map is formed.
+    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and
+    # for sizes that an export leaves open, no map is formed.
     max_dense_pairs: ClassVar[int] = 512 * 512
 
     def _add_content(self) -> None:
@@ -183,7 +196,8 @@ class GPSA2d(TapHeads):
     @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        pairs = math.prod(self.query_grid(H, W)) * H * W
+        queries = math.prod(self.query_grid(H, W))
+        pairs = queries * H * W
         if known_true(pairs <= self.max_dense_pairs):
             q, k, v = self.queries_keys_values(x)
             return self.apply_filters(self.soft_patches(q, k, v, H, W), H, W)
@@ -193,7 +207,8 @@ class GPSA2d(TapHeads):
         """Return the layer's output without forming maps: a sum of position and one of content."""
         q, k, v = self.queries_keys_values(x)
         position = self.position_taps(v.unflatten(2, (H, W)), self.position_share)
-        return position + self.content_taps(q, k, v, H, W)
+        content = self.content_taps(q, k, v, H, W)
+        return position + content
 
     def apply_filters(self, patches: Tensor, H: int, W: int, share: Tensor | None = None) -> Tensor:
         """Apply each head's filter, and the bias. Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)"""
@@ -287,7 +302,11 @@ class GPSA2d(TapHeads):
             return filters
         return torch.einsum("och,cd->odh", filters, self.value.weight.double())
 
-    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def content_scores(
+        self,
+        x: Tensor,
+        query: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the queries, or one, divided by sqrt(hd), the keys of the padded grid, and their scores, or None.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
@@ -337,6 +356,6 @@ class GPSA2d(TapHeads):
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))
         layer.centre.copy_(self.centre)
         layer.raw_locality.copy_(self.raw_locality)
-        if layer.bias is not None:
+        if layer.bias is not None and self.bias is not None:
             layer.bias.copy_(self.bias)
         return layer.train(self.training)

@@ -30,8 +30,10 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(x: Tensor) -> bool:
+    """True if autocast is enabled on a tensor's device."""
     device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
+    # autocast does not know the meta device
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -45,7 +47,8 @@ def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) ->
     Shape: offsets (Nq, Nk), centre (nh,), locality (nh,) -> (nh, Nq, Nk)
     """
     squared = (offsets - centre[:, None, None]).square()
-    return torch.softmax(-locality[:, None, None] * squared, dim=-1)
+    scores = -locality[:, None, None] * squared
+    return scores.softmax(-1)
 
 
 def _signs(device: torch.device) -> Tensor:
@@ -75,7 +78,12 @@ def image_axis(queries: int, keys: int) -> Axis:
     return Axis(queries, keys, (keys / queries - 1) / 2, keys / queries)
 
 
-def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _features(
+    axes: tuple[Axis, Axis],
+    of_taps: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Return (dx, dy, dx^2 + dy^2), of taps (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)"""
     dy = axes[0].offsets(dtype, device)
     dx = axes[1].offsets(dtype, device)
@@ -83,11 +91,16 @@ def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device
     columns = torch.stack([dx, 0 * dx, dx.square()], 1)
     features = torch.cat([rows, columns])
     if of_taps:
-        features = features[:, [1, 0, 2]] * torch.tensor([2, 2, -1], device=device)
+        factors = torch.tensor([2, 2, -1], device=device)
+        features = features[:, [1, 0, 2]] * factors
     return features
 
 
-def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
+def axis_scores(
+    position: Tensor,
+    axes: Iterable[Axis],
+    of_taps: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) by axis: ConViT eq. 4; those of taps: T-CNN eq. 4.
 
     The `position` of taps is (locality centre, locality); locality |centre|^2 is left out, as it cancels in the
@@ -95,14 +108,19 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     """
     rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
-    scores = (position.unsqueeze(1) * features).sum(-1)  # not a product of matrices, which may be in low precision
+    # not a product of matrices, which may be in low precision
+    scores = (position.unsqueeze(1) * features).sum(-1)
     by_row, by_column = scores.split([rows.queries * rows.keys, columns.queries * columns.keys], dim=1)
     by_row = by_row.unflatten(1, (rows.queries, rows.keys))
     by_column = by_column.unflatten(1, (columns.queries, columns.keys))
     return by_row, by_column
 
 
-def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
+def axis_attention(
+    position: Tensor,
+    axes: Iterable[Axis],
+    of_taps: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the softmax of `axis_scores` along rows and along columns. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
     rows, columns = axis_scores(position, axes, of_taps)
     return rows.softmax(-1), columns.softmax(-1)
@@ -110,7 +128,8 @@ def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False
 
 def without_subnormals(maps: Tensor) -> Tensor:
     """On a CPU, clear entries so near 0 that a product with them takes several times as long."""
-    if maps.dtype == torch.float16 or not on_cpu(maps) or not is_eager():  # float16's smallest numbers count
+    # float16's smallest numbers count
+    if maps.dtype == torch.float16 or not on_cpu(maps) or not is_eager():
         return maps
     return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0)
 
@@ -148,7 +167,8 @@ def attend_rows(rows: Tensor, grid: Tensor) -> Tensor:
 def _matrix_per_row(x: Tensor) -> Tensor:
     """Shape: x (nh, H, n, m) -> (nh H, n, m), by a detour over one axis, which exports with open sizes can prove."""
     nh, H, n, m = x.shape
-    return x.contiguous().flatten().view(nh * H, n * m).unflatten(1, (n, m))
+    flat = x.contiguous().flatten().view(nh * H, n * m)
+    return flat.unflatten(1, (n, m))
 
 
 def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
@@ -176,7 +196,13 @@ class MixPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, p: int
+        content: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
+        p: int,
     ) -> Tensor:
         position = attend_by_axis(rows, columns, values[:, p:])
         mixed = torch.lerp(content[:, p:], position, weights[0, :, None])
@@ -201,7 +227,8 @@ class MixPositions(torch.autograd.Function):
         if p:
             d_content = torch.cat([grad[:, :p], d_content], dim=1)
             d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_content, d_values, None, None, None, None, None
 
         v_grid = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
@@ -209,7 +236,8 @@ class MixPositions(torch.autograd.Function):
         d_rows = d_scaled * share[:, None, None]
         lines = dy_grid.flatten(3).flatten(0, 1)  # (nh H, W, B hd)
         read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
-        d_columns = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2]).sum(1)
+        by_row = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
+        d_columns = by_row.sum(1)
         # s (1 - s) (dy . position - dy . content), where rows . d_rows is s dy . position
         by_position = (rows * d_rows).sum((1, 2))
         by_content = (dy * content[:, p:]).sum((0, 1, 3))

@@ -57,7 +57,11 @@ class PSA(TokenHeads):
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(join_heads(mixed)))
 
-    def content_scores(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def content_scores(
+        self,
+        x: Tensor,
+        grid_size: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scaled queries, the keys and v_pos . r. Shape: -> two of (B, nh, N, hd), (1, nh, N, N)"""
         q, k = self.queries_keys(x)
         bias = self.position_bias(self.check_grid(x, grid_size), q.dtype)

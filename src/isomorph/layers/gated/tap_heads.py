@@ -27,7 +27,8 @@ from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import batched, conv_output_size, window_centres
 from isomorph.layers.modes import can_keep, on_cpu, require_same
 
-# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint).
+# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
+# misprint).
 SOFTPLUS_BETA = 5.0
 
 
@@ -36,6 +37,7 @@ FAR = 64
 
 
 def inverse_softplus(value: float) -> float:
+    """Return the raw value whose softplus is a locality."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
@@ -65,7 +67,9 @@ class TapHeads(PositionHeads):
     ) -> None:
         super().__init__()
         if groups < 1 or in_channels % groups or out_channels % groups:
-            raise ValueError(f"groups {groups} do not divide {in_channels} input and {out_channels} output channels")
+            raise ValueError(
+                f"groups {groups} do not divide {in_channels} input and {out_channels} output channels",
+            )
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
         self.in_channels = in_channels
@@ -106,11 +110,17 @@ class TapHeads(PositionHeads):
         name = type(self).__name__
         autocast = is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4
         if x.ndim != 4:
-            raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}",
+            )
         if x.shape[1] != self.in_channels:
-            raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
+            raise ValueError(
+                f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}",
+            )
         if x.dtype != self.weight.dtype and not autocast:
-            raise ValueError(f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them")
+            raise ValueError(
+                f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them",
+            )
         H, W = x.shape[2:]
         if query is not None:
             queries = math.prod(self.query_grid(H, W))
@@ -242,7 +252,13 @@ class TapHeads(PositionHeads):
         """
         conv = self.tap_convolution()
         shape = (1, self.in_channels, 4 * self.kernel_size + 3, 4 * self.kernel_size + 5)
-        require_same(self, conv, shape, atol, "keep it as attention, or give a larger atol, which changes the outputs")
+        require_same(
+            self,
+            conv,
+            shape,
+            atol,
+            "keep it as attention, or give a larger atol, which changes the outputs",
+        )
         return conv
 
     @torch.no_grad()
@@ -275,7 +291,8 @@ class TapHeads(PositionHeads):
         rows, columns = nearest_taps(self.centre, self.kernel_size).unbind(1)
         filters = self.folded_filters()
         taps = filters.new_zeros(*filters.shape[:2], self.kernel_size**2)
-        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)  # heads on the same tap add up
+        # heads on the same tap add up
+        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)
         conv.weight.copy_(taps.view_as(conv.weight))
         if self.bias is not None and conv.bias is not None:
             conv.bias.copy_(self.bias)

@@ -31,7 +31,8 @@ from isomorph.layers.modes import on_cpu
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
 
-# Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py).
+# Time of a multiplication head by head, relative to one of a convolution (measured by
+# benchmarks/gpsa_stages.py).
 BY_HEAD_COST = 1.5
 
 # First index, and the one after the last.

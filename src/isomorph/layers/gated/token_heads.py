@@ -146,7 +146,11 @@ class ViTCall(TokenHeads):
     """Mixin for calls as timm's Attention has them. Raises: ValueError for a mask."""
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         no_mask(self, attn_mask, is_causal)
         return super().forward(x, grid_size)

@@ -86,16 +86,22 @@ class WindowGPSA2d(GPSA2d):
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
         heads = self.content_heads
         Hq, Wq = self.query_grid(H, W)
-        tiles = rows, columns = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
-        joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1).unflatten(2, (H, W))
-        joint = F.pad(joint, (*columns.pads, *rows.pads))
-        queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
-        queries = F.pad(queries, (0, -Wq % columns.size, 0, -Hq % rows.size))
+        tiles = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
+        rows, columns = tiles
+        joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1)
+        joint = F.pad(joint.unflatten(2, (H, W)), (*columns.pads, *rows.pads))
+        queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2)
+        queries = F.pad(queries.unflatten(2, (Hq, Wq)), (0, -Wq % columns.size, 0, -Hq % rows.size))
         bias = constant(tile_bias, q, tiles, self.window, q.dtype)
         filters = self.content_filters().to(values.dtype)
-        count = max(1, MAX_ENTRIES // (bias.numel() * heads))
-        parts = zip(queries.split(count), joint.split(count), strict=True) if is_eager() else [(queries, joint)]
-        y = torch.cat([recomputed(attend_tiles, *part, bias, filters, tiles) for part in parts])
+        if not is_eager():
+            y = recomputed(attend_tiles, queries, joint, bias, filters, tiles)
+            return self.with_bias(y[:, :, :Hq, :Wq])
+        images = max(1, MAX_ENTRIES // (bias.numel() * heads))
+        parts = []
+        for some_queries, some_keys in zip(queries.split(images), joint.split(images), strict=True):
+            parts.append(recomputed(attend_tiles, some_queries, some_keys, bias, filters, tiles))
+        y = torch.cat(parts)
         return self.with_bias(y[:, :, :Hq, :Wq])
 
     @property

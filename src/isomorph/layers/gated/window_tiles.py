@@ -30,12 +30,14 @@ class AxisTiles(NamedTuple):
     @property
     def pads(self) -> tuple[int, int]:
         """Positions to add before and after the map, so that it has the keys of every tile, and no others."""
-        return -self.first, self.first + self.step * (self.number - 1) + self.length - self.keys
+        stop = self.first + self.step * (self.number - 1) + self.length
+        return -self.first, stop - self.keys
 
     def cut(self, tile: int) -> tuple[int, int]:
         """Return the number of keys before and after the padded map that a tile has."""
         first = self.first + self.step * tile
-        return max(0, -self.padding - first), max(0, first + self.length - self.keys - self.padding)
+        stop = first + self.length
+        return max(0, -self.padding - first), max(0, stop - self.keys - self.padding)
 
     def inside(self, window: int, device: torch.device) -> Tensor:
         """Return the keys of a tile that are in the padded map and in the window of a query.
@@ -43,10 +45,12 @@ class AxisTiles(NamedTuple):
         Shape: -> (number, size, length)
         """
         stride = self.step // self.size
+        reach = window // 2
         firsts = self.first + self.step * torch.arange(self.number, device=device)
         near = firsts[:, None] + torch.arange(self.length, device=device)  # (number, length)
-        queries = near[:, : stride * (self.size - 1) + 1 : stride] + window // 2  # (number, size)
-        in_window = (near[:, None] - queries[..., None]).abs() <= window // 2
+        last = stride * (self.size - 1)
+        queries = near[:, : last + 1 : stride] + reach  # (number, size)
+        in_window = (near[:, None] - queries[..., None]).abs() <= reach
         in_map = (near >= -self.padding) & (near < self.keys + self.padding)
         return in_window & in_map[:, None]
 
@@ -64,13 +68,15 @@ def tile_bias(tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device:
     columns = tiles[1].inside(window[1], device)
     inside = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]  # (R, S, t, t, keys, keys)
     outside = ~inside.flatten(4).flatten(2, 3).flatten(0, 1)[:, None]
-    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 2)
+    zeros = torch.zeros(outside.shape, dtype=dtype, device=device)
+    return zeros.masked_fill(outside, torch.finfo(dtype).min / 2)
 
 
 def axis_bias(tiles: AxisTiles, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the same along one axis, half as low: those of both axes are added. Shape: -> (number, size, length)"""
     outside = ~tiles.inside(window, device)
-    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 4)
+    zeros = torch.zeros(outside.shape, dtype=dtype, device=device)
+    return zeros.masked_fill(outside, torch.finfo(dtype).min / 4)
 
 
 def attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, tiles: Tiles) -> Tensor:
@@ -80,16 +86,27 @@ def attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, 
         filters (C_out, C / groups, nh) -> (B, C_out, R t, S t)
     """
     rows, columns = tiles
-    _, within, nh = filters.shape
-    size = (rows.size, columns.size)
+    _, channels_of_group, nh = filters.shape
+    width = q.shape[1]  # nh hd
+    tile = (rows.size, columns.size)
+    queries_of_row = q.shape[3]
+
+    q = F.unfold(q, tile, stride=tile)  # (B, nh hd n, T)
+    q = q.unflatten(1, (nh, -1, rows.size * columns.size))
+    q = q.permute(0, 4, 1, 3, 2)  # (B, T, nh, n, hd)
     near = F.unfold(keys_values, (rows.length, columns.length), stride=(rows.step, columns.step))
-    near = near.unflatten(1, (keys_values.shape[1], -1)).permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
-    k, v = near.split([q.shape[1], near.shape[2] - q.shape[1]], 2)
-    columns_of_queries = q.shape[3]
-    q = F.unfold(q, size, stride=size).unflatten(1, (nh, -1, size[0] * size[1])).permute(0, 4, 1, 3, 2)
-    maps = (q @ k.unflatten(2, (nh, -1)) + bias).softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
+    near = near.unflatten(1, (keys_values.shape[1], -1))
+    near = near.permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
+    k, v = near.split([width, near.shape[2] - width], 2)
+
+    scores = q @ k.unflatten(2, (nh, -1)) + bias
+    maps = scores.softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
     read = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
-    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3).flatten(3).flatten(1, 2)  # (B, C nh, T n)
-    y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=v.shape[2] // within)
-    y = y.unflatten(2, (-1, columns_of_queries // size[1], *size)).transpose(3, 4)  # (B, C_out, R, t, S, t)
+    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3)  # (B, C, nh, T, n)
+    patches = patches.flatten(3).flatten(1, 2)
+    groups = v.shape[2] // channels_of_group
+    y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=groups)  # (B, C_out, T n)
+
+    y = y.unflatten(2, (-1, queries_of_row // columns.size, *tile))
+    y = y.transpose(3, 4)  # (B, C_out, R, t, S, t)
     return y.flatten(4).flatten(2, 3)

@@ -30,7 +30,13 @@ from isomorph.layers.pyramid.batchnorm import (
 )
 from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
 from isomorph.layers.pyramid.closed_form import collapse
-from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
+from isomorph.layers.pyramid.moments import (
+    Moments,
+    autocast_dtype,
+    cast_clamped,
+    measure_moments,
+    sync_group,
+)
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 TrainingForm = Literal["closed", "branches"]
@@ -108,7 +114,12 @@ class Parallel(KeepsInEval):
         """Run every branch on all tokens, as the paper does."""
         raise NotImplementedError
 
-    def make_linear(self, in_features: int, out_features: int, reads_input: bool = True) -> nn.Linear | nn.Conv2d:
+    def make_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        reads_input: bool = True,
+    ) -> nn.Linear | nn.Conv2d:
         """Return a new linear layer or convolution; `reads_input` if it is the first of its branch."""
         if self.window is None:
             return nn.Linear(in_features, out_features)
@@ -236,7 +247,8 @@ def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> No
 class Pyramid(Parallel):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid."""
 
-    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take.
+    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can
+    # take.
     replaces_bias = True
 
     def __init__(
@@ -251,9 +263,13 @@ class Pyramid(Parallel):
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
-            raise UserError(f"rectify {rectify!r} is unknown; choose 'batchnorm', 'rescale' or 'none'")
+            raise UserError(
+                f"rectify {rectify!r} is unknown; choose 'batchnorm', 'rescale' or 'none'",
+            )
         if rescale_by is not None and not rescale_by > 0:
-            raise UserError(f"rescale_by {rescale_by} must be above 0, as the sum is divided by its square root")
+            raise UserError(
+                f"rescale_by {rescale_by} must be above 0, as the sum is divided by its square root",
+            )
         branches = BranchLayout.parse(layout)
         self.in_features = in_features
         self.out_features = out_features
@@ -267,6 +283,7 @@ class Pyramid(Parallel):
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramid itself, its only part."""
         return [self]
 
     def _make_norm(self, features: int, affine: bool) -> _BatchNorm:
@@ -319,6 +336,7 @@ class Pyramid(Parallel):
 
     @property
     def output_scale(self) -> float:
+        """Factor of the sum of the branches, 1 unless they are rescaled."""
         return self.rescale_by**-0.5 if self.rectify == "rescale" else 1.0
 
     @property
@@ -362,13 +380,14 @@ class Pyramid(Parallel):
         return Chains(units, lasts, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
         tokens = x.flatten(0, -2) if self.window is None else x
         terms = [branch(tokens) for branch in self.branches]
         if self.skip is not None:
             terms.append(self.skip(tokens))
         total = sum(terms[1:], terms[0])
         y = total * self.output_scale if self.norm is None else self.norm(total)
-        return y.view(*x.shape[:-1], self.out_features) if self.window is None else y
+        return y.view(*x.shape[:-1], -1) if self.window is None else y
 
     def costs_less_by_outputs(self, x: Tensor) -> bool:
         """True on a CPU for one unit alone that does not widen its input.

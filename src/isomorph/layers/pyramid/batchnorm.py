@@ -53,6 +53,11 @@ def update_statistics(
         torch._foreach_lerp_(running, batch, momentum)
 
 
+def apply_matrix(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Shape: (G, out, C), (G, C) -> (G, out)"""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
 def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
     """Return a linear layer and its BatchNorm in train mode, run on tokens: they normalise the outputs as torch does.
 
@@ -72,11 +77,6 @@ def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
         mean = mean.detach() + layer.bias.detach()
     update_statistics([norm], [mean.view(1, 1, -1)], variance.view(1, -1), len(x))
     return y
-
-
-def apply_matrix(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Shape: (G, out, C), (G, C) -> (G, out)"""
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:

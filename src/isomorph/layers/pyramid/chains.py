@@ -71,6 +71,7 @@ class ChainSizes(NamedTuple):
 
 
 def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a vector, or one of equal values where there is none. Shape: -> (size,)"""
     return torch.full((size,), value, dtype=dtype, device=device)
 
 
@@ -79,12 +80,18 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def _join_tensors(sizes: ChainSizes, tensors: Sequence[Tensor], like: Tensor, levels: Sequence[Tensor]) -> Tensor:
+def _join_tensors(
+    sizes: ChainSizes,
+    tensors: Sequence[Tensor],
+    like: Tensor,
+    levels: Sequence[Tensor],
+) -> Tensor:
     """Return all tensors of pyramids as one row for each group, those of `levels` after the first weights."""
     first = sizes.chains[0]
     norms = sum(sizes.chains) + sizes.rectified
     parts = [*tensors[:first], *levels, *tensors[first:-norms]]
-    if sizes.unrectified:  # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
+    # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
+    if sizes.unrectified:
         scale = sizes.rest * sizes.eps**0.5
         parts.append(constant(filled, like, sizes.groups * sizes.unrectified, scale, like.dtype))
     parts += tensors[-norms:]
@@ -133,7 +140,8 @@ class ChainTensors:
         self.zeros = constant(filled, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype)
         self.z = cursor.take(rows, C)
         self.skip = cursor.take(skips, C)
-        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)  # the matrices that multiply the mean
+        # the matrices that multiply the mean
+        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)
         self.inner = []
         for (_, before), unit in pairwise(units):
             self.inner.append(cursor.take(*unit, before))
@@ -149,6 +157,7 @@ class ChainTensors:
         self.rectified_shift = cursor.take(sizes.rectified * out)
 
     def take_zeros(self, *shape: int) -> Tensor:
+        """Return zeros of a shape, which must not be written to."""
         return self.zeros[: math.prod(shape)].view(shape)
 
     def branch(self, number: int) -> slice:

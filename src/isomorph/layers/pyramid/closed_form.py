@@ -31,35 +31,54 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import is_eager, saves_work, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
-from isomorph.layers.pyramid.chains import Chains, ChainSizes, ChainTensors, LinearTensors, Unit, join
+from isomorph.layers.pyramid.chains import (
+    Chains,
+    ChainSizes,
+    ChainTensors,
+    LinearTensors,
+    Unit,
+    join,
+)
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
 # Channels from which P is kept for the backward pass; narrower ones are computed again.
 KEPT_FROM = 512
 
 
-def _scale_rows(z: Tensor, v: Tensor, gamma: Tensor, zeros: Tensor, eps: float) -> Tensor:
-    """Return gamma / sqrt(v + eps) z: BatchNorm in eval mode, as one operation. Shape: z (G, R, C), v, gamma (G, R)"""
+def _scale_rows(tensors: ChainTensors, z: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """Return gamma / sqrt(v + eps) z: BatchNorm in eval mode, as one operation.
+
+    Shape: z (G, R, C), v, gamma (G, R) -> as z
+    """
     rows = z.reshape(1, -1, z.shape[-1])
     v = v.reshape(-1)
-    mean = zeros[: len(v)]
-    return torch.native_batch_norm(rows, gamma.reshape(-1), None, mean, v, False, 0.0, eps)[0].view_as(z)
+    gamma = gamma.reshape(-1)
+    mean = tensors.zeros[: len(v)]
+    scaled, _, _ = torch.native_batch_norm(rows, gamma, None, mean, v, False, 0.0, tensors.sizes.eps)
+    return scaled.view_as(z)
 
 
-def _scale_rows_differentiably(z: Tensor, v: Tensor, gamma: Tensor, zeros: Tensor, eps: float) -> Tensor:
+def _scale_rows_differentiably(
+    tensors: ChainTensors,
+    z: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+) -> Tensor:
     """Return what `_scale_rows` returns, by operations that are differentiable in v too."""
-    return z * (torch.rsqrt(v + eps) * gamma).unsqueeze(-1)
+    scale = torch.rsqrt(v + tensors.sizes.eps) * gamma
+    return z * scale.unsqueeze(-1)
 
 
 def _scale_rows_backward(
-    d: Tensor, z: Tensor, v: Tensor, gamma: Tensor, zeros: Tensor, eps: float
+    tensors: ChainTensors, d: Tensor, z: Tensor, v: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of z, with v held fixed, and of gamma. Shape: as z, (G, R)"""
     d_rows = d.reshape(1, -1, d.shape[-1])
     rows = z.reshape(1, -1, z.shape[-1])
     v = v.reshape(-1).contiguous()
     gamma = gamma.reshape(-1).contiguous()
-    mean = zeros[: len(v)]
+    mean = tensors.zeros[: len(v)]
+    eps = tensors.sizes.eps
     wanted = [True, True, False]
     d_z, d_gamma, _ = torch.ops.aten.native_batch_norm_backward(
         d_rows, rows, gamma, mean, v, None, None, False, eps, wanted
@@ -72,7 +91,8 @@ def _row_variances(p: Tensor, z: Tensor) -> Tensor:
     if saves_work(z):
         return (p * z).sum(-1)
     channels = z.shape[-1]
-    return torch.bmm(p.reshape(-1, 1, channels), z.reshape(-1, channels, 1)).view(z.shape[:-1])
+    products = torch.bmm(p.reshape(-1, 1, channels), z.reshape(-1, channels, 1))
+    return products.view(z.shape[:-1])
 
 
 def _stack(blocks: Tensor) -> Tensor:
@@ -88,11 +108,22 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
 
 
-def _add_product(added: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+def _add_product(
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
     """Return beta added + alpha left @ right."""
     if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
         return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     return beta * added + alpha * _product(left, right)
+
+
+def _add_to_vector(added: Tensor, matrix: Tensor, vector: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return added + alpha matrix vector. Shape: (G, R), (G, R, C), (G, C) -> (G, R)"""
+    return _add_product(added.unsqueeze(-1), matrix, vector.unsqueeze(-1), alpha=alpha).squeeze(-1)
 
 
 class _Collapsed(NamedTuple):
@@ -110,7 +141,13 @@ class _Collapsed(NamedTuple):
     p: list[Tensor]
 
 
-def _add_branches(tensors: ChainTensors, level: int, a: Tensor, total: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def _add_branches(
+    tensors: ChainTensors,
+    level: int,
+    a: Tensor,
+    total: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Add the branches that end at a level, by their last layers L: total + scale L a, shift + scale L beta."""
     sizes = tensors.sizes
     beta = tensors.shifts[level]
@@ -140,7 +177,7 @@ def _run(
     C = sizes.reads
     depth = len(sizes.widths)
     first = sizes.rows[0]
-    constants = _add_product(tensors.read_biases.unsqueeze(-1), tensors.read, mean.unsqueeze(-1)).squeeze(-1)
+    constants = _add_to_vector(tensors.read_biases, tensors.read, mean)
     if sizes.skip:
         total = tensors.skip.reshape(-1, sizes.out, C)
         shift = constants[:, first:].reshape(-1, sizes.out, 1)
@@ -155,7 +192,7 @@ def _run(
     for level in range(depth):
         p.append(torch.bmm(z[level], covariance))
         variances.append(_row_variances(p[level], z[level]))
-        a = scale_rows(z[level], variances[level], gammas[level], tensors.zeros, sizes.eps)
+        a = scale_rows(tensors, z[level], variances[level], gammas[level])
         a = a.view(G, sizes.chains[level], -1, C)
         beta = tensors.shifts[level]
         total, shift = _add_branches(tensors, level, a, total, shift)
@@ -163,8 +200,10 @@ def _run(
             rest = tensors.deeper(level)
             matrix = _stack(tensors.inner[level])
             biases = tensors.inner_biases[level]
-            z.append(torch.bmm(matrix, _stack(a[:, rest])).view(G, -1, C))
-            means.append(_add_product(_stack(biases), matrix, _stack(beta[:, rest])).view(biases.shape))
+            deeper = torch.bmm(matrix, _stack(a[:, rest]))
+            z.append(deeper.view(G, -1, C))
+            constants = _add_product(_stack(biases), matrix, _stack(beta[:, rest]))
+            means.append(constants.view(biases.shape))
 
     if sizes.last:
         bias = torch.add(shift.reshape(G, -1), tensors.last_biases.sum(1), alpha=sizes.scale)
@@ -175,17 +214,22 @@ def _run(
     if not sizes.rectified:
         return _Collapsed(total, bias, join(variances), means, total, z, p)
 
-    sums = total[:, : sizes.rows[depth]]
+    rectified = slice(0, sizes.rows[depth])
+    sums = total[:, rectified]
     p.append(torch.bmm(sums, covariance))
     variances.append(_row_variances(p[depth], sums))
-    means.append(bias[:, : sizes.rows[depth]].unflatten(1, (-1, sizes.out)))
+    means.append(bias[:, rectified].unflatten(1, (-1, sizes.out)))
     if sizes.unrectified:
         variances.append(tensors.take_zeros(G, sizes.unrectified))
     found = _Collapsed(total, bias, join(variances), means, total, z, p)
     return _rectify(tensors, found, scale_rows)
 
 
-def _rectify(tensors: ChainTensors, found: _Collapsed, scale_rows: Callable[..., Tensor]) -> _Collapsed:
+def _rectify(
+    tensors: ChainTensors,
+    found: _Collapsed,
+    scale_rows: Callable[..., Tensor],
+) -> _Collapsed:
     """Apply the BatchNorms that rectify the first pyramids, and the further factor of the others, all at once."""
     sizes = tensors.sizes
     if sizes.unrectified:
@@ -194,7 +238,7 @@ def _rectify(tensors: ChainTensors, found: _Collapsed, scale_rows: Callable[...,
     else:
         bias = tensors.rectified_shift.clone()
     sums = slice(-found.total.shape[1], None)
-    weight = scale_rows(found.total, found.variances[:, sums], tensors.scales[:, sums], tensors.zeros, sizes.eps)
+    weight = scale_rows(tensors, found.total, found.variances[:, sums], tensors.scales[:, sums])
     return found._replace(weight=weight, bias=bias)
 
 
@@ -212,7 +256,8 @@ class _NormGradients:
         self.slope = tensors.scales[:, normalised] / spread
         units = slice(0, self.spans[len(sizes.widths) - 1].stop)
         v = found.variances[:, units]
-        self.scaled = _scale_rows(tensors.z[:, units], v, tensors.scales[:, units], tensors.zeros, sizes.eps)
+        gamma = tensors.scales[:, units]
+        self.scaled = _scale_rows(tensors, tensors.z[:, units], v, gamma)
         self.d_scales: list[Tensor] = []
         self.d_variances: list[Tensor] = []
 
@@ -227,7 +272,7 @@ class _NormGradients:
         sizes = self.tensors.sizes
         v = self.variances[:, at]
         gamma = self.tensors.scales[:, at]
-        d, d_scale = _scale_rows_backward(d, read, v, gamma, self.tensors.zeros, sizes.eps)
+        d, d_scale = _scale_rows_backward(self.tensors, d, read, v, gamma)
         normalised = slice(0, sizes.rows[level])
         d_scale = d_scale[:, normalised]
         d_variance = self.slope[:, self.spans[level]] * d_scale
@@ -268,14 +313,17 @@ def _through_layers(
     G = sizes.groups
     C = sizes.reads
     beta = tensors.shifts[level]
-    if not sizes.last:  # the branches are summed as they are
-        return _LevelGradients([], [], [d.view(G, -1, C)] * sizes.branches, [column.view(G, -1)] * sizes.branches)
     grads = _LevelGradients([], [], [], [])
+    if not sizes.last:  # the branches are summed as they are
+        grads.matrices.extend([d.view(G, -1, C)] * sizes.branches)
+        grads.shifts.extend([column.view(G, -1)] * sizes.branches)
+        return grads
     for number, last in enumerate(tensors.lasts[level]):
         own = tensors.branch(number)
         matrix = _stack(last)
         d_last = torch.bmm(d, _stack(a[:, own]).mT)
-        grads.lasts.append(_add_product(d_last, column, _stack(beta[:, own]).mT))
+        d_last = _add_product(d_last, column, _stack(beta[:, own]).mT)
+        grads.lasts.append(d_last)
         grads.matrices.append(torch.bmm(matrix.mT, d).view(G, -1, C))
         grads.shifts.append(_product(matrix.mT, column).view(G, -1))
     if level + 1 < len(sizes.widths):
@@ -365,7 +413,10 @@ def _of_each_tensor(gradients: _Gradients, groups: int, tensors: Sequence[Tensor
     """Return the gradients of weights and vectors as those of the tensors, in their shapes."""
     grads: list[Tensor] = []
     for block in gradients.blocks:
-        grads += block.unbind(0) if groups == 1 else block.unflatten(0, (groups, -1)).unbind(1)
+        if groups == 1:
+            grads += block.unbind(0)
+        else:
+            grads += block.unflatten(0, (groups, -1)).unbind(1)
     sizes = [tensor.numel() // groups for tensor in tensors[len(grads) :]]
     grads += torch.cat(gradients.vectors, 1).squeeze(0).split_with_sizes(sizes, -1)
     shaped = []
@@ -376,7 +427,7 @@ def _of_each_tensor(gradients: _Gradients, groups: int, tensors: Sequence[Tensor
 
 def _move(weight: Tensor, bias: Tensor, mean: Tensor) -> Tensor:
     """Return the bias of a map of x - mean as that of a map of x."""
-    return _add_product(bias.unsqueeze(-1), weight, mean.unsqueeze(-1), alpha=-1).squeeze(-1)
+    return _add_to_vector(bias, weight, mean, alpha=-1)
 
 
 class _Collapse(torch.autograd.Function):
@@ -387,7 +438,12 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sizes: ChainSizes, centred: bool, mean: Tensor, covariance: Tensor, *tensors: Tensor
+        ctx: Any,
+        sizes: ChainSizes,
+        centred: bool,
+        mean: Tensor,
+        covariance: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         found = _run(ChainTensors(sizes, tensors, mean), mean, covariance)
         bias = found.bias if centred else _move(found.weight, found.bias, mean)
@@ -403,7 +459,12 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor | None, ...]:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
@@ -418,7 +479,11 @@ class _Collapse(torch.autograd.Function):
             d_bias = weight.new_zeros(weight.shape[:-1])
         if torch.is_grad_enabled() and is_eager():
             inputs = (mean, covariance, *tensors)
-            return None, None, *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias)
+            return (
+                None,
+                None,
+                *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias),
+            )
 
         if not ctx.centred:
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
@@ -516,7 +581,12 @@ def _gather_layers(pyramids: Sequence[Chains]) -> _Layers:
     return _Layers(levels, lasts, skips, rectifiers)
 
 
-def _sizes_of(pyramids: Sequence[Chains], layers: _Layers, groups: int, channels: int) -> ChainSizes:
+def _sizes_of(
+    pyramids: Sequence[Chains],
+    layers: _Layers,
+    groups: int,
+    channels: int,
+) -> ChainSizes:
     first = pyramids[0]
     depths = [len(branch) for branch in first.units]
     chains = tuple(len(level) for level in layers.levels)

@@ -62,7 +62,13 @@ class PyramidConv2d(Pyramid):
         rescale_by: float | None = None,
         form: TrainingForm = "closed",
     ) -> None:
-        self.window = Window(to_2tuple(kernel_size), to_2tuple(stride), to_2tuple(padding), to_2tuple(dilation), groups)
+        self.window = Window(
+            to_2tuple(kernel_size),
+            to_2tuple(stride),
+            to_2tuple(padding),
+            to_2tuple(dilation),
+            groups,
+        )
         super().__init__(in_channels, out_channels, layout, rectify, affine, rescale_by, form)
         # also under the names of nn.Conv2d, which networks read
         self.in_channels = in_channels

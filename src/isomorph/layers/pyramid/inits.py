@@ -53,7 +53,9 @@ def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
 def _make_identity(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
     """Set a BatchNorm to the identity on weight x + bias for white x. Raises: UserError for one without weights."""
     if norm.weight is None or norm.running_mean is None or norm.running_var is None:
-        raise UserError("a BatchNorm without weights or running statistics cannot be the identity; use affine=True")
+        raise UserError(
+            "a BatchNorm without weights or running statistics cannot be the identity; use affine=True",
+        )
     norm.running_mean.copy_(bias.flatten())
     norm.running_var.copy_(weight.square().sum(-1).flatten())
     norm.weight.copy_((norm.running_var + norm.eps).sqrt())

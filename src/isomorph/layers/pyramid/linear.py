@@ -73,13 +73,17 @@ class JointPyramid(Parallel):
         super().__init__()
         widths = {part.in_features for part in pyramids}
         if len(widths) != 1:
-            raise UserError(f"the parts of a JointPyramid have input widths {sorted(widths)}; give parts of one width")
+            raise UserError(
+                f"the parts of a JointPyramid have input widths {sorted(widths)}; give parts of one width",
+            )
         (self.in_features,) = widths
         self.pyramids = nn.ModuleList(pyramids)
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramids and linear layers, in order."""
         return list(self.pyramids._modules.values())
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run the parts one after the other. Shape: as `forward`"""
         return torch.cat([part(x) for part in self.parts], -1)

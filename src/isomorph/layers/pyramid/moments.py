@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, saves_work, without_autocast
+from isomorph.layers.modes import (
+    can_write_into,
+    disable_autocast,
+    is_eager,
+    saves_work,
+    without_autocast,
+)
 from isomorph.layers.patches import (
     Window,
     apply_to_patches,
@@ -21,9 +27,11 @@ from isomorph.layers.patches import (
     scatter_tokens,
 )
 
-# Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
+# Rounding units by which variances of channels are raised: more than a variance that cancels can
+# lack in them.
 #
-# Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
+# Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm
+# would amplify them.
 RIDGE_ULPS = 8
 
 
@@ -39,7 +47,8 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     groups, _, width = right.shape
     if width < 2 * NARROWEST_BLOCK or groups > 1 or not saves_work(right) or not is_eager():
         return torch.bmm(left.mT, right)
-    product = left.new_empty(1, width, width)  # from left: under vmap it is the one that always has a sample axis
+    # from left: under vmap it is the one that always has a sample axis
+    product = left.new_empty(1, width, width)
     spans = [(0, width)]
     while spans:
         start, stop = spans.pop()
@@ -97,13 +106,15 @@ def _measure_tokens(
         total = sums[-1:].clamp(min=1)
         mean = (sums[:-1] / total).view(len(tokens), -1)
 
-    written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None  # a compiler fuses the cast
+    # a compiler fuses the cast
+    written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None
     centred = torch.sub(tokens, mean.unsqueeze(1), out=written).to(dtype)
     source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
     if dtype != work and not (x.is_cuda or x.is_meta):
         centred = centred.to(work)
 
-    if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
+    # divided by the same operation
+    if total is None and count and centred.dtype == work and not saves_work(x):
         covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
         return source, mean, covariance, None
     if centred.dtype == work:
@@ -154,7 +165,8 @@ class MeasureMoments(torch.autograd.Function):
         source, mean, *totals = ctx.saved_tensors
         total = totals[0] if totals else max(ctx.count, 1)
         if can_write_into(d_source) and ctx.window is None and not totals:
-            # in place: the gradient comes from the one linear layer that reads the source, and nothing else holds it
+            # in place: the gradient comes from the one linear layer that reads the source, and
+            # nothing else holds it
             tokens = source.view(-1, source.shape[-1])
             d_tokens = d_source.view(-1, source.shape[-1])
             d_tokens.addmm_(tokens, d_covariance[0].to(source.dtype), alpha=2 / total)
@@ -170,7 +182,8 @@ class MeasureMoments(torch.autograd.Function):
                 )
             dist.all_reduce(slope, group=ctx.group)
             dist.all_reduce(shift, group=ctx.group)
-        # the source is centred by a constant: that the mean follows from x counts in second derivatives
+        # the source is centred by a constant: that the mean follows from x counts in second
+        # derivatives
         level = mean - mean.detach() if ctx.centring else mean
         if not ctx.centring or torch.is_grad_enabled():
             shift = shift - (level.unsqueeze(1) @ slope).squeeze(1)
@@ -189,7 +202,9 @@ class MeasureMoments(torch.autograd.Function):
 def check_count(count: int, shape: Sequence[int]) -> None:
     """Raise a ValueError for a single token, as BatchNorm does: it has no variance."""
     if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {list(shape)}",
+        )
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, plain_attention, split_heads
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    plain_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, fill_grid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
@@ -29,7 +35,9 @@ def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tenso
     Raises: ValueError for any other mask, which the convolution of the map would carry information across.
     """
     if is_causal:
-        raise ValueError("is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal")
+        raise ValueError(
+            "is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal",
+        )
     if attn_mask is None:
         return None
     B, N = x.shape[:2]
@@ -73,7 +81,12 @@ class RefinedAttention(AttentionBase):
     forms_maps: ClassVar[bool] = True
 
     def __init__(
-        self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        refine: nn.Module | None = None,
+        recompute: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if refine is None:
@@ -95,12 +108,24 @@ class RefinedAttention(AttentionBase):
         maps = logits.masked_fill(~keys, -torch.inf).softmax(-1).masked_fill(padding, 0)
         return self.refine(self.attn_drop(maps)).masked_fill(padding, 0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         return self.refined_maps(q, k, token_mask, **more) @ v
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Any:
         """Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)"""
         token_mask = _padding_mask(x, attn_mask, is_causal)
@@ -117,7 +142,12 @@ class RefinedAttention(AttentionBase):
         return function(*arguments, **kw)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
@@ -167,15 +197,30 @@ class ExpandedAttention(RefinedAttention):
     refine: Expansion
     default_refiner = Expansion
 
-    def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        refine: Expansion | None = None,
+        **kwargs: Any,
+    ) -> None:
         if kwargs.get("gated") or kwargs.get("scale_norm"):
-            raise ValueError("ExpandedAttention takes no gated or scale_norm, which need an output of C channels")
+            raise ValueError(
+                "ExpandedAttention takes no gated or scale_norm, which need an output of C channels",
+            )
         super().__init__(dim, num_heads, refine=refine, **kwargs)
         width = self.refine.ratio * self.attn_dim
         dim_out = kwargs.get("dim_out") or dim
         self.proj = nn.Linear(width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
         """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
@@ -222,7 +267,12 @@ class SpatialAttention(RefinedAttention):
     default_refiner = SpatialRefiner
 
     def __init__(
-        self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), prefix_tokens: int = 0, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        prefix_tokens: int = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.grid_size = grid_size
@@ -233,7 +283,9 @@ class SpatialAttention(RefinedAttention):
     ) -> Tensor:
         """Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
         if token_mask is not None:
-            raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
+            raise ValueError(
+                "SpatialAttention does not support attn_mask: every grid position is a real token",
+            )
         H, W = fill_grid(k.shape[2], grid_size or self.grid_size, self.prefix_tokens)
         maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
         return self.refine(maps, (H, W), self.prefix_tokens)
@@ -271,7 +323,15 @@ class LocalAttention(RefinedAttention):
     default_refiner = MapConvolution
     forms_maps = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None,
+        **more: Any,
+    ) -> Tensor:
+        """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
         if token_mask is None:
             values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)
@@ -303,7 +363,14 @@ def _sum_shifted(wide: Tensor, width: int) -> Tensor:
     return total
 
 
-def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
+def _attend_wide_values(
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    drop: float,
+    scale: float,
+) -> Tensor:
     """Return softmax(scale q k^T) values for values of any width, without forming the map.
 
     Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels multiples of 8: zeros fill them up.

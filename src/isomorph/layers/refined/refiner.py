@@ -36,20 +36,30 @@ class SquareKernel(nn.Module):
     Raises: ValueError for a kernel size that is not odd, or an unknown init.
     """
 
-    def __init__(self, maps: int, kernel_size: int = 3, init: Init = "same-function", **kind: Any) -> None:
+    def __init__(
+        self,
+        maps: int,
+        kernel_size: int = 3,
+        init: Init = "same-function",
+        **kind: Any,
+    ) -> None:
         super().__init__()
         if init not in ("same-function", "paper"):
             raise ValueError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size {kernel_size} must be an odd number, at least 1 (1: no convolution)")
+            raise ValueError(
+                f"kernel_size {kernel_size} must be an odd number, at least 1 (1: no convolution)",
+            )
         self.kernel_size, self.init = kernel_size, init
         self.make_taps(maps, **kind)
         self.reset_parameters()
 
     def make_taps(self, maps: int, **kind: Any) -> None:
+        """Create the parameters of the kernels of `maps` maps."""
         self.taps = nn.Parameter(torch.empty(maps, self.kernel_size, self.kernel_size, **kind))
 
     def reset_parameters(self) -> None:
+        """Set the kernels to the identity, or draw them, as `init` says."""
         _init_taps(self.taps, self.init)
 
     def forward(self) -> Tensor:
@@ -102,7 +112,13 @@ class MapConvolution(nn.Module):
         True
     """
 
-    def __init__(self, num_heads: int, kernel_size: int = 3, init: Init = "same-function", **kind: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        kernel_size: int = 3,
+        init: Init = "same-function",
+        **kind: Any,
+    ) -> None:
         super().__init__()
         self.local = SquareKernel(num_heads, kernel_size, init, **kind)
 
@@ -152,6 +168,7 @@ class Expansion(KeepsInEval):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the mixture of heads to copies of each, or draw it, as `init` says."""
         if self.init == "paper":
             bound = self.num_heads**-0.5
             nn.init.uniform_(self.expand, -bound, bound)
@@ -208,7 +225,8 @@ class Refiner(Expansion):
             bound = self.reduce.shape[1] ** -0.5
             nn.init.uniform_(self.reduce, -bound, bound)
         else:
-            # in float64, which not every device has, so that R E is 1 within the rounding of the model's own dtype
+            # in float64, which not every device has, so that R E is 1 within the rounding of the
+            # model's own dtype
             directions = torch.empty(self.expand.shape, dtype=torch.float64, device="cpu")
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)
@@ -237,7 +255,12 @@ class SpatialRefiner(Refiner):
         torch.Size([2, 4, 13, 13])
     """
 
-    def forward(self, maps: Tensor, grid_size: tuple[int, int] = (1, 1), prefix_tokens: int = 0) -> Tensor:
+    def forward(
+        self,
+        maps: Tensor,
+        grid_size: tuple[int, int] = (1, 1),
+        prefix_tokens: int = 0,
+    ) -> Tensor:
         kernel = self.kernel()
         side = self.local.kernel_size // 2
         by_query = maps[..., prefix_tokens:].transpose(1, 2)  # (B, N, H, h w)

@@ -30,8 +30,10 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
-    exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
-    return F.interpolate(exact, size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+    # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
+    exact = exact.unsqueeze(0)
+    resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
+    return resized[0].to(table.dtype)
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
@@ -42,7 +44,8 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     H, W = grid_size
     rows = H - 1 - axis_offsets(H, H, device=device, dtype=torch.long)
     columns = W - 1 - axis_offsets(W, W, device=device, dtype=torch.long)
-    entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
+    rows = rows * (2 * W - 1)
+    entries = rows[:, None, :, None] + columns[:, None]  # (H, W, H, W)
     entries = entries.view(H * W, H * W)
     if prefix:
         entries = F.pad(entries + 3, (0, 0, prefix, 0), value=0)
@@ -51,7 +54,12 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     return entries
 
 
-def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: Tensor | None = None) -> Tensor:
+def expand_table(
+    table: Tensor,
+    grid_size: GridSize,
+    prefix: int = 0,
+    scalars: Tensor | None = None,
+) -> Tensor:
     """Return P[i - i', j - j'] for every query (i, j) and key (i', j'); from and to prefix tokens 0, or `scalars`.
 
     Shape: table (nh, 2 H - 1, 2 W - 1), scalars (3, nh) -> (nh, p + N, p + N)
@@ -66,7 +74,14 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
 
-def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_with_bias(
+    bias: Tensor,
+    drop: float,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Return softmax(scale q k^T + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
 
     Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
@@ -75,9 +90,11 @@ def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tens
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
-        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
-        exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
-        return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
+        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with
+        # another memory layout
+        if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
+            return out.clone(memory_format=torch.contiguous_format)
+        return out
 
     logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
@@ -118,9 +135,17 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         torch.Size([2, 9, 5, 64])
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        **kwargs: Any,
+    ) -> None:
         if num_heads < 1 or (dim % num_heads and not kwargs.get("attn_head_dim")):
-            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor, or give attn_head_dim")
+            raise ValueError(
+                f"{num_heads} heads do not divide {dim} channels; choose a divisor, or give attn_head_dim",
+            )
         if len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
@@ -150,26 +175,31 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return self.cached(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions of a grid, in a dtype. Shape: -> (nh, N, N)"""
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return softmax(q k^T / sqrt(hd) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         bias = self.position_bias(grid_size, q.dtype)
         return attend_with_bias(bias, drop, self.scale, q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4:
-            raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
+            )
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
         q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
         mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
 
-    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x.flatten(1, 2))
-        return q * self.scale, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+        bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+        return q * self.scale, k, bias
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
@@ -198,6 +228,7 @@ class PostRelativeAttention(RelativeAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return (softmax(q k^T / sqrt(hd)) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
@@ -208,6 +239,7 @@ class PostRelativeAttention(RelativeAttention):
         return q, k, None
 
     def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
         q, k, bias = super().content_scores(x)
         return (q @ k.mT).softmax(-1) + bias
 
@@ -216,7 +248,8 @@ def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
     """Return sum_j w_(i - j) v_j. Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)"""
     B, nh, N, hd = v.shape
     side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
-    return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
+    convolved = torch.bmm(bias, side_by_side)
+    return convolved.view(nh, N, B, hd).permute(2, 0, 1, 3)
 
 
 @register_notrace_module
@@ -266,11 +299,16 @@ class ViTRelativeAttention(RelativeAttention):
             nn.init.zeros_(parameter)
 
     def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return P for all tokens, those of the prefix first. Shape: -> (nh, N, N)"""
         table = resize_table(self.relative_bias, grid_size)
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
         q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
@@ -278,7 +316,11 @@ class ViTRelativeAttention(RelativeAttention):
         return self.project_output(mixed, x)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
@@ -287,12 +329,19 @@ class ViTRelativeAttention(RelativeAttention):
 
     def content_scores(
         self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x)
-        return q * self.scale, k, self.position_bias(grid_size or self.grid_size, q.dtype)
+        bias = self.position_bias(grid_size or self.grid_size, q.dtype)
+        return q * self.scale, k, bias
 
-    def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
+    def check_call(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        grid_size: GridSize | None,
+    ) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
         no_mask(self, attn_mask, is_causal)
         return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)

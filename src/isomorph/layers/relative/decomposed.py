@@ -17,7 +17,13 @@ from timm.layers import Attention, register_notrace_module
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, like_attention, split_heads
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    like_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, no_mask
 from isomorph.layers.modes import constant
 
@@ -29,22 +35,25 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
     """
     if table.shape[0] != 2 * size - 1:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
-        resized = F.interpolate(exact.T.unsqueeze(0), 2 * size - 1, mode="linear")[0]  # (hd, 2 size - 1)
-        table = resized.T.to(table.dtype)
+        by_channel = exact.T.unsqueeze(0)  # (1, hd, 2 s - 1)
+        resized = F.interpolate(by_channel, 2 * size - 1, mode="linear")
+        table = resized[0].T.to(table.dtype)
     entries = constant(_offset_entries, table, size)
     return table.index_select(0, entries.flatten()).unflatten(0, entries.shape)
 
 
 def _offset_entries(size: int, device: torch.device) -> Tensor:
     positions = torch.arange(size, device=device)
-    return positions[:, None] - positions + size - 1
+    offsets = positions[:, None] - positions
+    return offsets + size - 1
 
 
 def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     H, W = grid_size
-    rows = torch.eye(H, dtype=dtype, device=device)[:, None].expand(H, W, H)
-    columns = torch.eye(W, dtype=dtype, device=device).expand(H, W, W)
-    return torch.cat([rows, columns], -1).flatten(0, 1)  # (N, H + W)
+    rows = torch.eye(H, dtype=dtype, device=device)
+    columns = torch.eye(W, dtype=dtype, device=device)
+    both = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
+    return both.flatten(0, 1)  # (N, H + W)
 
 
 @register_notrace_module
@@ -84,7 +93,9 @@ class DecomposedAttention(AttentionBase):
         super().__init__(dim, num_heads, **kwargs)
         H, W = grid_size or window or (14, 14)
         if min(H, W) < 1 or (window and min(window) < 1):
-            raise ValueError(f"window {window} and grid_size {grid_size} must be (height, width), both at least 1")
+            raise ValueError(
+                f"window {window} and grid_size {grid_size} must be (height, width), both at least 1",
+            )
         factory = factory_kwargs(kwargs)
         self.window = window
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory))
@@ -97,12 +108,20 @@ class DecomposedAttention(AttentionBase):
         """Return this layer with the weights of timm's Attention, whose projections may be pyramids."""
         return like_attention(attention, cls, window=window, grid_size=grid_size)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         no_mask(self, attn_mask, is_causal)
         if x.ndim != 4:
-            raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
+            )
         queries, keys, v = self.longer_queries_keys(x)
-        values = F.pad(v, (0, sum(self.window_of(x))))  # torch's fast kernels need q, k and v of one width
+        # torch's fast kernels need q, k and v of one width
+        values = F.pad(v, (0, sum(self.window_of(x))))
         drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=drop, scale=1.0)
         return self.project_windows(mixed[..., : self.head_dim], x)
@@ -153,15 +172,19 @@ class DecomposedAttention(AttentionBase):
         projected = self.qkv(tokens)  # (B H W + 1, 3 nh hd)
         padding = projected[-1]
         projected = projected[:-1].unflatten(0, (B, H, W))
-        projected = torch.cat([projected, padding.expand(B, H, right, -1)], 2)
-        return torch.cat([projected, padding.expand(B, below, W + right, -1)], 1)
+        at_right = padding.expand(B, H, right, -1)
+        projected = torch.cat([projected, at_right], 2)
+        at_bottom = padding.expand(B, below, W + right, -1)
+        return torch.cat([projected, at_bottom], 1)
 
     def project_windows(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join heads and windows. Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)"""
         _, H, W, _ = x.shape
         h, w = self.window_of(x)
         tokens = join_heads(mixed).unflatten(1, (h, w))  # (B n, h, w, nh hd)
-        padded = window_reverse(tokens, (h, w), H + -H % h, W + -W % w)  # (B, H', W', nh hd)
+        height = H + -H % h
+        width = W + -W % w
+        padded = window_reverse(tokens, (h, w), height, width)  # (B, H', W', nh hd)
         joined = padded[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)
         heads = split_heads(joined, self.num_heads)
         return self.project_output(heads, x.flatten(1, 2)).unflatten(1, (H, W))

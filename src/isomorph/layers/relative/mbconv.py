@@ -22,6 +22,7 @@ class MaxPool(nn.Module):
 
 
 def make_pool(stride: int) -> nn.Module:
+    """Return pooling to half the size for stride 2, the identity for stride 1."""
     return MaxPool() if stride == 2 else nn.Identity()
 
 

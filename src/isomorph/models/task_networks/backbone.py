@@ -12,7 +12,12 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
+from isomorph.models.base import (
+    build_variant,
+    own_filter,
+    parameters_without_decay,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import record_config, spec_of
 
@@ -60,7 +65,9 @@ def build_backbone(
     info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
     if not info or not hasattr(model, "forward_intermediates"):
         others = "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
-        raise UserError(f"{name} has no feature maps (timm's forward_intermediates); choose another, like {others}")
+        raise UserError(
+            f"{name} has no feature maps (timm's forward_intermediates); choose another, like {others}",
+        )
     indices = _choose_indices(info)
     if hasattr(model, "prune_intermediate_layers"):
         model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
@@ -144,10 +151,16 @@ class BackboneNetwork(nn.Module):
         return layer_of
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
         self.backbone.set_grad_checkpointing(enable)
 
 
-def create_network(kind: type[BackboneNetwork], name: str, pretrained: bool, **arguments: Any) -> BackboneNetwork:
+def create_network(
+    kind: type[BackboneNetwork],
+    name: str,
+    pretrained: bool,
+    **arguments: Any,
+) -> BackboneNetwork:
     """Build a network through timm. `pretrained` gives the backbone its public weights; the network has none."""
     overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
     model = build_variant(kind, name, False, backbone_pretrained=pretrained, **arguments)
@@ -156,7 +169,11 @@ def create_network(kind: type[BackboneNetwork], name: str, pretrained: bool, **a
     return model
 
 
-def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Collection[str] = ()) -> dict[str, Any]:
+def backbone_state(
+    network: BackboneNetwork,
+    state: dict[str, Any],
+    fresh: Collection[str] = (),
+) -> dict[str, Any]:
     """Convert a checkpoint of the whole network (unchanged) or of its backbone alone, such as a classifier's.
 
     The backbone's own filter converts it. Tensors of layers after the last feature map are left out. Those around the
@@ -172,9 +189,12 @@ def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Colle
     given = convert(state) if convert else own_filter(type(backbone))(state, backbone)
     own: dict[str, Tensor] = backbone.state_dict()
     if not own.keys() & given.keys():
-        raise UserError(f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own")
+        raise UserError(
+            f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own",
+        )
     last_names = (*fresh, "num_batches_tracked")
-    kept = {name for name in own.keys() - given.keys() if name.rpartition(".")[2] in last_names}
+    missing = own.keys() - given.keys()
+    kept = {name for name in missing if name.rpartition(".")[2] in last_names}
     if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
         given = {name: tensor for name, tensor in given.items() if name in own}
     converted = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("backbone.")}

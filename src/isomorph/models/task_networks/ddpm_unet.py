@@ -14,7 +14,13 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, renamed_in_order
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    renamed_in_order,
+)
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -51,7 +57,9 @@ class DDPMUNet(nn.Module):
     ) -> None:
         super().__init__()
         if num_classes:
-            raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
+            raise UserError(
+                f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0",
+            )
         self.channels = tuple(channels)
         self.time_steps = time_steps
         self.in_chans = in_chans
@@ -63,7 +71,8 @@ class DDPMUNet(nn.Module):
         self.unet: UNet2DModel = unets.UNet2DModel(
             in_channels=in_chans,
             out_channels=in_chans,
-            time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes
+            # a table, which reset_parameters fills with sinusoids and freezes
+            time_embedding_type="learned",
             num_train_timesteps=time_steps,
             down_block_types=tuple(f"{kind}DownBlock2D" for kind in kinds),
             up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(kinds)),
@@ -91,7 +100,9 @@ class DDPMUNet(nn.Module):
         H, W = x.shape[-2:]
         step = 2 ** (len(self.channels) - 1)
         if H % step or W % step:
-            raise UserError(f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}")
+            raise UserError(
+                f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}",
+            )
         return self.unet(x, t, return_dict=False)[0]
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
@@ -99,7 +110,8 @@ class DDPMUNet(nn.Module):
         height, width = size or self.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(batch, self.in_chans, height, width, generator=generator)
-        steps = torch.linspace(0, self.time_steps - 1, batch + 2).round().long()[1:-1]
+        spread = torch.linspace(0, self.time_steps - 1, batch + 2)
+        steps = spread[1:-1].round().long()
         return {"x": images, "t": steps}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -137,22 +149,27 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     renamed = renamed_in_order({name: state[name] for name in order}, names) or state
     converted = {}
     for name, tensor in renamed.items():
-        is_linear = name in own and own[name].ndim == 2 and tensor.shape[2:] == (1, 1)
-        converted[name] = tensor.flatten(1) if is_linear else tensor
+        if name in own and own[name].ndim == 2 and tensor.shape[2:] == (1, 1):
+            tensor = tensor.flatten(1)
+        converted[name] = tensor
     return converted
 
 
 def _released_order(unet: Any) -> Iterator[str]:
     """Yield the parts of a network in the order of the released code: times, first convolution, blocks, last one."""
     yield from ("time_proj", "time_embedding", "conv_in")
-    blocks = [(f"down_blocks.{i}", block) for i, block in enumerate(unet.down_blocks)]
-    blocks.append(("mid_block", unet.mid_block))
-    blocks += [(f"up_blocks.{i}", block) for i, block in enumerate(unet.up_blocks)]
-    for name, block in blocks:
-        for i in range(len(block.resnets)):
-            yield from (f"{name}.resnets.{i}", f"{name}.attentions.{i}")
-        yield from (f"{name}.downsamplers", f"{name}.upsamplers")
+    for i, block in enumerate(unet.down_blocks):
+        yield from _parts_of(f"down_blocks.{i}", block)
+    yield from _parts_of("mid_block", unet.mid_block)
+    for i, block in enumerate(unet.up_blocks):
+        yield from _parts_of(f"up_blocks.{i}", block)
     yield from ("conv_norm_out", "conv_out")
+
+
+def _parts_of(name: str, block: Any) -> Iterator[str]:
+    for i in range(len(block.resnets)):
+        yield from (f"{name}.resnets.{i}", f"{name}.attentions.{i}")
+    yield from (f"{name}.downsamplers", f"{name}.upsamplers")
 
 
 _PIXELS = dict(input_size=(3, 32, 32), crop_pct=1.0, interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)

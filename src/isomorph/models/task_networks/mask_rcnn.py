@@ -33,20 +33,37 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
 from isomorph.layers.modes import require_finite
-from isomorph.models.base import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.base import (
+    Mixin,
+    Variant,
+    image_cfg,
+    own_filter,
+    register_variants,
+    require_images,
+)
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
-# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W).
+# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
+# (n, H, W).
 Target = dict[str, Tensor]
 
 _RATIOS = (0.5, 1.0, 2.0)
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Float32Outputs(Mixin):
     """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
 
     def forward(self, x: Any) -> Any:
-        return tree_map(lambda y: y.to(torch.promote_types(y.dtype, torch.float32)), super().forward(x))
+        return tree_map(_in_float32, super().forward(x))
 
 
 class ProposalHead(Float32Outputs, RPNHead):
@@ -98,9 +115,11 @@ class PyramidRoIAlign(nn.Module):
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
         levels = list(maps.values())[: len(self.strides)]
-        regions = torch.cat([F.pad(each, (1, 0), value=i) for i, each in enumerate(boxes)])  # (n, 5): image, box
+        first = levels[0]
+        numbered = [F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)]
+        regions = torch.cat(numbered)  # (n, 5): image, box
         chosen = self.levels_of(regions[:, 1:])
-        out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
+        out = first.new_zeros(len(regions), first.shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
             own = regions[rows].to(features.dtype)
@@ -112,11 +131,17 @@ class PyramidRoIAlign(nn.Module):
         """Return the number of the map for every box: 224 x 224 pixels are read at stride 16. Shape: (n, 4) -> (n,)"""
         left, top, right, bottom = boxes.unbind(1)
         sizes = ((right - left) * (bottom - top)).clamp(min=0).sqrt()
-        wanted = torch.floor(torch.log2(sizes / 224 + 1e-6)) + math.log2(16 / self.strides[0])
+        octaves = torch.floor(torch.log2(sizes / 224 + 1e-6))
+        wanted = octaves + math.log2(16 / self.strides[0])
         return wanted.clamp(0, len(self.strides) - 1).long()
 
 
-def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:
+def build_rpn(
+    channels: int,
+    strides: Sequence[float],
+    anchor_scale: float,
+    proposals: int,
+) -> RegionProposalNetwork:
     """Return the network that proposes boxes: two 3 x 3 convolutions, and anchors of three shapes on every map.
 
     Source: G2SD's ViTDet: 2000 boxes a map before suppression in training, 1000 in testing, 1000 after it
@@ -141,8 +166,10 @@ def fixed_boxes(x: Tensor) -> Tensor:
     for parts in (1, 2, 4):
         height = H / parts
         width = W / parts
-        for i, j in itertools.product(range(parts), repeat=2):
-            boxes.append((j * width, i * height, (j + 1) * width, (i + 1) * height))
+        for row, column in itertools.product(range(parts), repeat=2):
+            top = row * height
+            left = column * width
+            boxes.append((left, top, left + width, top + height))
     return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
@@ -180,10 +207,13 @@ class WindowedViT(nn.Module):
     ) -> None:
         super().__init__()
         depth = len(vit.blocks)
-        quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]  # 2, 5, 8, 11 of 12
+        # 2, 5, 8, 11 of 12
+        quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]
         chosen = tuple(quarters if global_blocks is None else global_blocks)
         if window < 1 or any(not 0 <= block < depth for block in chosen):
-            raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
+            raise UserError(
+                f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}",
+            )
         self.source_filter = own_filter(type(vit))
         self.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
         self.grad_checkpointing = False
@@ -208,15 +238,19 @@ class WindowedViT(nn.Module):
                 block.attn = DecomposedAttention.from_attention(block.attn, (window, window))
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a plain ViT's weights without prefix tokens, under the backbone's names."""
         return self.source_filter(_without_prefix_tokens(state), self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass of training instead of storing their activations."""
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by block, for layer decay."""
         return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the absolute positions."""
         return {"pos_embed"}
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -274,10 +308,15 @@ def _named_levels(levels: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
     return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
 
 
-# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).
+# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks
+# (n, 1, 28, 28).
 Detections = dict[str, Tensor]
 
-_LAST_LAYERS = ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+_LAST_LAYERS = (
+    "box_predictor.cls_score",
+    "box_predictor.bbox_pred",
+    "mask_predictor.mask_fcn_logits",
+)
 _CLASS_HEADS = tuple(f"roi_heads.{layer}" for layer in _LAST_LAYERS)
 
 
@@ -359,7 +398,14 @@ class MaskRCNN(BackboneNetwork):
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
 
-    def _new_regions(self, channels: int, features: int, samples: int, threshold: float, detections: int) -> RoIHeads:
+    def _new_regions(
+        self,
+        channels: int,
+        features: int,
+        samples: int,
+        threshold: float,
+        detections: int,
+    ) -> RoIHeads:
         strides = self.strides[:-1]
         classes = self.num_classes + 1  # class 0 is the background
         masks: dict[str, Any] = {}
@@ -395,16 +441,23 @@ class MaskRCNN(BackboneNetwork):
         return cfg
 
     def get_classifier(self) -> nn.Module:
+        """Return the layer that gives the class logits of boxes."""
         return self.roi_heads.box_predictor.cls_score
 
     def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:
         """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
         require_images(x)
         cell = int(self.strides[-2])
-        x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
+        _, _, H, W = x.shape
+        x = F.pad(x, (0, -W % cell, 0, -H % cell))
         return self.pyramid(_named_levels(self.backbone_maps(x)))
 
-    def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Sequence[Target] | None = None,
+        keep_maps: bool = False,
+    ) -> dict[str, Any]:
         """Return the losses for targets; without targets all outputs before boxes are selected.
 
         A target is a dict of `boxes` (n, 4) in pixels, `labels` (n,) from 0, and with masks `masks` (n, H, W). With
@@ -421,11 +474,17 @@ class MaskRCNN(BackboneNetwork):
             out["objectness"] = self.rpn.head(out["maps"])[0]
         return out
 
-    def _losses(self, x: Tensor, maps: OrderedDict[str, Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
+    def _losses(
+        self,
+        x: Tensor,
+        maps: OrderedDict[str, Tensor],
+        targets: Sequence[Target],
+    ) -> dict[str, Tensor]:
         if not self.training:
             raise UserError("losses need train mode; call model.train(), or leave the targets out")
         sizes = [tuple(x.shape[-2:])] * len(x)
-        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]  # 0 is the background
+        # 0 is the background
+        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]
         proposals, losses = self.rpn(ImageList(x, sizes), maps, shifted)
         _, more = self.roi_heads(maps, proposals, sizes, shifted)
         return {**losses, **more}
@@ -436,7 +495,12 @@ class MaskRCNN(BackboneNetwork):
         heads: Any = self.roi_heads
         read = heads.box_roi_pool(maps, boxes)
         logits, deltas = heads.box_predictor(heads.box_head(read))
-        out = {"objectness": objectness, "anchor_deltas": anchor_deltas, "class_logits": logits, "box_deltas": deltas}
+        out = {
+            "objectness": objectness,
+            "anchor_deltas": anchor_deltas,
+            "class_logits": logits,
+            "box_deltas": deltas,
+        }
         if self.has_masks:
             read = heads.mask_roi_pool(maps, boxes)
             out["mask_logits"] = heads.mask_predictor(heads.mask_head(read))
@@ -458,7 +522,11 @@ class MaskRCNN(BackboneNetwork):
         inside = [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
         with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            for head in (
+                self.rpn.head,
+                self.roi_heads.box_predictor,
+                self.roi_heads.mask_predictor,
+            ):
                 if head is not None:
                     handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
                     hooks.callback(handle.remove)

@@ -83,7 +83,8 @@ class TextTransformer(nn.Module):
             return getattr(self.body.config, "max_position_embeddings", 2**20)
         if positions.padding_idx is None:
             return positions.num_embeddings
-        return positions.num_embeddings - positions.padding_idx - 1  # positions are counted from there
+        # positions are counted from there
+        return positions.num_embeddings - positions.padding_idx - 1
 
     def _new_head(self) -> nn.Module:
         config = self.body.config
@@ -100,11 +101,16 @@ class TextTransformer(nn.Module):
         return head.to(self.table.device, self.table.dtype)
 
     def forward_features(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Return the vectors of the tokens. Shape: (B, N) -> (B, N, C)"""
         if input_ids.shape[1] > self.max_length:
-            raise UserError(f"a sequence of {input_ids.shape[1]} tokens is longer than the network's {self.max_length}")
+            raise UserError(
+                f"a sequence of {input_ids.shape[1]} tokens is longer than the network's {self.max_length}",
+            )
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if getattr(self.body.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
@@ -169,7 +175,9 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
 
     if family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         known = "bert, electra, roberta, distilbert or another that transformers trains with masked words"
-        raise UserError(f"family {family!r} is not an encoder of text with masked words; choose {known}")
+        raise UserError(
+            f"family {family!r} is not an encoder of text with masked words; choose {known}",
+        )
     kind = CONFIG_MAPPING[family]
     names = [field.name for field in dataclasses.fields(kind)] + list(kind.attribute_map)
     for name in fields.keys() - names:
@@ -184,7 +192,12 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     """Convert a checkpoint of transformers or of another head; the model's own head replaces one of another kind."""
     if not any(name.startswith("body.") for name in state):
         state = _body_state(state, f"{model.body.base_model_prefix}.")
-    unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
+    unused = (
+        "body.pooler.",
+        "body.embeddings.position_ids",
+        "body.embeddings.token_type_ids",
+        "head.",
+    )
     converted = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
     head = {name: tensor for name, tensor in state.items() if name.startswith("head.")}
     own_head = model.head.state_dict(prefix="head.")
@@ -218,7 +231,13 @@ VARIANTS = {
     ),
     "bert_base": Variant(dict(family="bert"), "BERT-Base, uncased: 12 layers of width 768."),
     "roberta_base": Variant(
-        dict(family="roberta", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+        dict(
+            family="roberta",
+            vocab_size=50265,
+            max_position_embeddings=514,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+        ),
         "RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs.",
     ),
     "distilbert_base": Variant(dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."),

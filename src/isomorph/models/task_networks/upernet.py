@@ -18,7 +18,12 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.models.base import Variant, image_cfg, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
 
 class PlainNeck(nn.Module):
@@ -242,9 +247,11 @@ class UPerNet(BackboneNetwork):
         return resize_map(logits, padded)[..., :height, :width]
 
     def get_classifier(self) -> nn.Module:
+        """Return the last convolution of the head."""
         return self.head.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
+        """Replace the last convolutions of both heads by untrained ones."""
         self.num_classes = num_classes
         for head in (self.head, self.auxiliary_head):
             if head is None:

@@ -28,7 +28,9 @@ _NUMBERED = ("first", "second", "third", "fourth")
 
 
 @cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(function: Callable[..., Any] | None) -> inspect.Signature | None:
+    if function is None:
+        return None
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ The target's steps get the values of the source's, so that each difference is fo
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -143,6 +143,8 @@ class _Forced(Watch):
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
             return tensor
+        if wanted.shape == tensor.shape:  # of values that differ the nearest order of axes says nothing
+            fitting = wanted
         return torch.empty_like(tensor).copy_(fitting)
 
 
@@ -151,12 +153,11 @@ class SourceSettings:
     """What a copy of the target runs with the source's settings, to see whether both are equal then.
 
     `calls`: the source's call that is run on the tensors of one of the target, by the index of that; `constants`: the
-    source's by the number of the target's. `complete`: False if a difference cannot be put so.
+    source's by the number of the target's.
     """
 
     calls: dict[int, Call] = field(default_factory=dict)
     constants: dict[int, Tensor] = field(default_factory=dict)
-    complete: bool = True
 
 
 class _WithSettings(Watch):
@@ -238,9 +239,8 @@ def compare_steps(
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
-            one, other = steps[index]
             compare = _compare_results if side == "output" else _compare_inputs
-            places.append(compare(source, target, one, other, difference, settings))
+            places.append(compare(source, target, *steps[index], difference, settings))
     return places, settings, run
 
 
@@ -268,8 +268,6 @@ def _compare_inputs(
         _note_constants(source, target, theirs, settings)
     elif len(mine) == len(theirs):
         _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
-    else:
-        settings.complete = False
     shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
     what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, found)
@@ -279,13 +277,10 @@ def _differ(one: Call, other: Call) -> bool:
     return one.name.strip("_") != other.name.strip("_") or bool(differing(settings_of(one), settings_of(other)))
 
 
-def _note(pairs: "list[tuple[Call | None, Call | None]] | list[tuple[Call, Call]]", settings: SourceSettings) -> None:
-    """Note the source's calls for those of the target; without one, or with other tensors, nothing is proven."""
-    settings.complete &= bool(pairs)
+def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSettings) -> None:
+    """Note the source's calls for those of the target that read as many tensors."""
     for one, other in pairs:
-        if one is None or other is None or len(bind(one)) != len(bind(other)):
-            settings.complete = False
-        else:
+        if one and other and len(bind(one)) == len(bind(other)):
             settings.calls[other.index] = one
 
 
@@ -377,16 +372,19 @@ def _differing_calls(
     """Return the settings by which operations of the same names differ, or the names of those that do."""
     names = [call.name.strip("_") for call in one]
     others = [call.name.strip("_") for call in other]
-    if names != others:
+    if len(names) != len(others):
         return (("operations", ", ".join(names), ", ".join(others)),)
     found: list[tuple[str, Any, Any]] = []
-    for a, b in zip(one, other, strict=True):
+    for a, b, mine, theirs in zip(one, other, names, others, strict=True):
+        if mine != theirs:
+            found.append(("operation", mine, theirs))
+            continue
         maps = _count_maps(source, a), _count_maps(target, b)
-        if a.name == "softmax" and maps[0] != maps[1]:
+        if mine == "softmax" and maps[0] != maps[1]:
             return (("heads or windows of attention", *maps),)
-        for name, mine, theirs in differing(settings_of(a), settings_of(b)):
-            if _is_plain(mine) and _is_plain(theirs):
-                found.append((f"{a.name.strip('_')} {name}", mine, theirs))
+        for name, given, wanted in differing(settings_of(a), settings_of(b)):
+            if _is_plain(given) and _is_plain(wanted):
+                found.append((f"{mine} {name}", given, wanted))
     return tuple(found)
 
 

@@ -248,6 +248,9 @@ class Graph:
 
     def numbers(self, entries: Tensor) -> Tensor:
         """Return the numbers of parameters at global entries, 0 for none."""
+        flat = entries.flatten()
+        if is_range(flat):
+            return self.all_numbers[int(flat[0]) : int(flat[-1]) + 1].reshape(entries.shape)
         found = self.all_numbers[entries]  # -1 is any number
         return found.masked_fill_(entries < 0, 0.0)
 
@@ -259,11 +262,15 @@ class Graph:
 
     def owners(self, entries: Tensor) -> list[int]:
         """Return the parameters that global entries belong to, by number."""
-        given = entries[entries >= 0]
+        given = entries.flatten()
+        given = given[[0, -1]] if is_range(given) else given[given >= 0]
         firsts = torch.tensor(list(self.first.values()))
-        counts = torch.searchsorted(firsts, given, right=True).bincount(minlength=1)
+        places = torch.searchsorted(firsts, given, right=True)
         numbers = list(self.first)
-        return [numbers[place - 1] for place in counts.nonzero().flatten().tolist()]
+        if len(given) == 2 and is_range(entries.flatten()):
+            return numbers[int(places[0]) - 1 : int(places[1])]
+        found = places.bincount(minlength=1).nonzero().flatten().tolist()
+        return [numbers[place - 1] for place in found]
 
     def _step(self, call: Call) -> bool:
         """Add the step of a call that reads parameters, or that is a layer; False for another call."""
@@ -333,6 +340,13 @@ class Graph:
         order = rows[int(complete[0])].argsort()
         if not torch.equal(order, torch.arange(len(order))):
             step.columns = order
+
+
+def is_range(entries: Tensor) -> bool:
+    """True for entries one after the other, as those of a whole parameter are."""
+    if not len(entries) or int(entries[0]) < 0 or int(entries[-1] - entries[0]) != len(entries) - 1:
+        return False
+    return bool((entries[1:] - entries[:-1] == 1).all())
 
 
 def _kind(name: str) -> str:

@@ -4,13 +4,16 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
+from isomorph.surgery.absorb import layers_that_read
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, describe_shape, run_model, to_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
     OutputRow,
@@ -31,12 +34,15 @@ from isomorph.surgery.port.report import (
     settings_in,
     ways_of,
 )
-from isomorph.surgery.port.solve import Solution, clear_caches, draw, part_orders, solve, write
+from isomorph.surgery.port.solve import Solution, clear_caches, draw, fill_leftovers, part_orders, solve, write
 from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
+from isomorph.surgery.resize import OtherSize
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
 _TRIALS = 12
+# Most parameters of one size that one model may have for each of the other's where structure says nothing.
+_SHARING = 2
 
 
 def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False) -> PortReport:
@@ -51,7 +57,9 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
     Args:
         source: the model with the weights.
         target: the model that gets them; it is unchanged.
-        images: a batch (B, C, H, W) that both models take, or a dict of the tensors that they take by name.
+        images: a batch (B, C, H, W) that both models take, or a dict of the tensors that they take by name. If one of
+            them is a vision transformer of timm for other images or patches, it is compared at the size of the other;
+            its filters and positions are resized, which a note says.
         partial: return the report, with a model that has what could be carried, where the models are not equal.
 
     Raises: NotPorted (a UserError with the report) if the outputs differ and not `partial`; UserError for what is not a
@@ -66,11 +74,83 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
         (True, 'conv1.weight', ('conv1.weight',))
     """
     check_not_empty(images)
-    pair_of_models = _Port(check_model(source), check_model(target), images)
-    report = pair_of_models.report()
+    source = check_model(source)
+    target = check_model(target)
+    try:
+        report = _Port(source, target, images).report()
+    except DoesNotRun as error:
+        resized = _resized_model(source, target, images) if isinstance(images, Tensor) else None
+        if resized is None or not isinstance(images, Tensor):
+            raise error
+        report = _port_resized(source, target, images, resized)
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
+
+
+def _port_resized(source: nn.Module, target: nn.Module, images: Tensor, resized: "_Resized") -> PortReport:
+    """Port at the size of the model that takes the images."""
+    if resized.of_target:
+        report = _Port(source, resized.size.model, images).report()
+        new = resized.size.back(report.model)
+        note = resized.note(source, new, images)
+        return replace(report, model=new, notes=(*report.notes, note))
+    report = _Port(resized.size.model, target, images).report()
+    note = resized.note(resized.size.model, source, images)
+    return replace(report, notes=(*report.notes, note))
+
+
+class _Resized(NamedTuple):
+    """One of two models for the size of the images that the other takes."""
+
+    size: OtherSize
+    of_target: bool
+
+    def note(self, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
+        which = "target" if self.of_target else "source"
+        shift = self.size.shift(original, resized, images)
+        moved = f"; outputs on these images move by {shift}" if shift else ""
+        return (
+            f"the models are for {self.size.describe(images)}: compared at the first size; positions of the {which} "
+            f"are interpolated to the other, which is not exact{moved}"
+        )
+
+
+def _resized_model(source: nn.Module, target: nn.Module, images: Tensor) -> _Resized | None:
+    """Return the model that does not take the images, in the size of the other; None if both take them."""
+    takes = [_takes(model, images) for model in (source, target)]
+    if all(takes) or not any(takes):
+        return None
+    of_target = takes[0]
+    given, other = (target, source) if of_target else (source, target)
+    patch = _patch_of(other, images)
+    try:
+        return _Resized(OtherSize.of(given, images, patch), of_target)
+    except UserError as error:
+        which = "target" if of_target else "source"
+        raise UserError(
+            f"the {which} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
+            f"images of its own size (--size); {error}"
+        ) from error
+
+
+@torch.no_grad()
+def _takes(model: nn.Module, images: Tensor) -> bool:
+    plain = copy_module(unwrap(model)).eval()
+    try:
+        run_model(plain, to_model(images[:1], plain))
+    except UserError:
+        return False
+    return True
+
+
+def _patch_of(model: nn.Module, images: Tensor) -> tuple[int, int] | None:
+    """Return the size of the patches that a model embeds; None for a model that embeds overlapping ones."""
+    for name in layers_that_read(model, to_model(images[:1], model)):
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride:
+            return layer.kernel_size[0], layer.kernel_size[1]
+    return None
 
 
 def _exact_copy(model: nn.Module) -> nn.Module:
@@ -88,8 +168,8 @@ def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
         if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-            tensor.add_(noise.mul_(0.01).abs_())
+            noise = torch.rand(tensor.shape, generator=generator)
+            tensor.add_(noise.to(tensor.dtype), alpha=0.01)
 
 
 @dataclass
@@ -124,6 +204,7 @@ class _Port:
         self.own = own
         self.pairing = pair(joints_of(self.a), joints_of(self.b))
         self.orders: dict[int, int] = {}
+        self.leftovers: int | None = None
         self.tried: list[str] = []
 
     def report(self) -> PortReport:
@@ -158,10 +239,10 @@ class _Port:
             tensors=ways_of(self.a, self.b, solution),
             left=names_left(self.a, solution),
             kept=names_kept(self.b, solution),
-            settings=settings_in(drawn.places),
+            settings=() if equal else settings_in(drawn.places),
             explained=explained,
-            places=tuple(drawn.places),
-            ambiguous=tuple(self.tried),
+            places=() if equal else tuple(drawn.places),
+            ambiguous=tuple(dict.fromkeys(self.tried)),
             notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal), *more),
         )
 
@@ -178,9 +259,9 @@ class _Port:
         numbers = draw(self.a)
         write(self.a, self.source, numbers)
         self.a.refresh(watch(self.source, self.image))
-        unplaced = solve(self.a, self.b, self.pairing).unplaced
-        if unplaced:
-            entries = torch.cat(unplaced)
+        solution = solve(self.a, self.b, self.pairing)
+        if solution.unplaced:
+            entries = torch.cat(solution.unplaced)
             numbers[entries] = own[entries]
             write(self.a, self.source, numbers)
             self.a.refresh(watch(self.source, self.image))
@@ -193,6 +274,8 @@ class _Port:
     def _trial(self) -> _Trial:
         """Run the target with the source's numbers and compare."""
         solution = solve(self.a, self.b, self.pairing, self.orders)
+        if self.leftovers is not None:
+            fill_leftovers(self.a, self.b, solution, self.leftovers)
         write(self.b, self.target, solution.numbers)
         compared = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
         places, settings, run = compared
@@ -203,8 +286,7 @@ class _Port:
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
-        named = all(place.settings for place in trial.places)
-        if not trial.places or not named or not trial.settings.complete:
+        if not trial.settings.calls and not trial.settings.constants:
             return False
         write(self.b, self.target, trial.solution.numbers)
         run = run_with(trial.settings, self.a, self.b, self.target, self.image)
@@ -216,20 +298,22 @@ class _Port:
     def _try_all(self) -> _Trial:
         """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""
         best = self._trial()
-        for choice in self._choices() if not self._is_equal(best) else ():
+        for choice in self._choices(best.solution) if not self._is_equal(best) else ():
             if self._is_equal(best) or len(self.tried) == _TRIALS:
                 break
-            before = dict(self.orders), self.pairing
+            before = dict(self.orders), self.pairing, self.leftovers
             self.tried.append(choice.take(self))
             trial = self._trial()
             if len(trial.places) < len(best.places) or self._is_equal(trial):
                 best = trial
             else:
-                self.orders, self.pairing = before
+                self.orders, self.pairing, self.leftovers = before
         return best
 
-    def _choices(self) -> "Iterator[_Parts | _Exchange]":
+    def _choices(self, solution: Solution) -> "Iterator[_Parts | _Exchange | _Leftovers]":
         """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
+        if names_left(self.a, solution) and solution.has_free_numbers:
+            yield from map(_Leftovers, range(_SHARING))
         labels: dict[tuple[object, ...], list[int]] = {}
         counts: dict[tuple[object, ...], int] = {}
         for one, other in self.pairing.pairs:
@@ -302,6 +386,20 @@ class _Exchange:
             pairs[here] = pairs[here][0], port.pairing.pairs[there][1]
         port.pairing = replace(port.pairing, pairs=pairs)
         return f"which of the steps like {pairs[self.group[0]][0].module} are which"
+
+
+@dataclass(frozen=True)
+class _Leftovers:
+    """Parameters that no step of the other model reads in the same way, by size and order.
+
+    Where one model has several for each of the other's, `which` of them is tried.
+    """
+
+    which: int
+
+    def take(self, port: _Port) -> str:
+        port.leftovers = self.which
+        return "parameters that both models read in another way"
 
 
 def _not_compared(row: OutputRow) -> str:

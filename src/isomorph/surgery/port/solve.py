@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
+from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step, is_range
 from isomorph.surgery.port.pair import Joint, Pairing, Part
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -32,6 +32,8 @@ class Tensors:
         if operand.entries is None:
             return cls(value, torch.full(value.shape, COMPUTED))
         entries = operand.entries
+        if is_range(entries.flatten()):
+            return cls(value, entries)
         return cls(value, entries.masked_fill(entries < 0, NEUTRAL))
 
     @classmethod
@@ -72,6 +74,11 @@ class Solution:
     unplaced: list[Tensor] = field(default_factory=list)
     """The source's entries that the target cannot hold."""
 
+    @property
+    def has_free_numbers(self) -> bool:
+        """True if some of the target's numbers are not the source's."""
+        return bool((self.origins <= NEUTRAL).any())
+
     def lose(self, given: Tensors, what: str) -> None:
         """Note numbers that the target cannot hold."""
         self.lost.append(what)
@@ -84,6 +91,12 @@ class Solution:
         entries = entries.reshape(-1)
         value = given.value.reshape(-1)
         origins = given.entries.reshape(-1)
+        if is_range(entries):
+            whole = slice(int(entries[0]), int(entries[-1]) + 1)
+            if bool((self.origins[whole] == OWN).all()):
+                self.numbers[whole] = value
+                self.origins[whole] = origins
+                return
         inside = entries >= 0
         if not bool(inside.all()):
             if bool(value[~inside].any()):
@@ -305,6 +318,49 @@ def _solve_alone(step: Step, solution: Solution) -> None:
             solution.put(place.entries, Tensors.neutral(place.value.shape, 0.0), step.module)
 
 
+def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int) -> None:
+    """Give parameters of the target that no step fills those of the source that no step has placed, by size in order.
+
+    Where one model has k for each of the other's, every k-th is taken, from `which` on. Whether that is right only a
+    comparison of outputs shows.
+    """
+    used = set(source.owners(solution.origins))
+    given = _by_size(source, [number for number in source.first if number not in used])
+    wanted = _by_size(target, [number for number in target.first if _is_free(target, number, solution)])
+    for size, numbers in wanted.items():
+        others = given.get(size, [])
+        if not others:
+            continue
+        several = len(others) // len(numbers)
+        shared = len(numbers) // len(others)
+        if several > 1:
+            others = others[which::several]
+        elif shared > 1:
+            numbers = numbers[which::shared]
+        if len(others) != len(numbers):
+            continue
+        for number, other in zip(numbers, others, strict=True):
+            entries = torch.arange(target.first[number], target.first[number] + size)
+            theirs = torch.arange(source.first[other], source.first[other] + size)
+            solution.origins[entries] = OWN
+            solution.put(entries, Tensors(source.all_numbers[theirs], theirs), target.seen.names[number][0])
+
+
+def _is_free(target: Graph, number: int, solution: Solution) -> bool:
+    """True if none of a parameter's numbers is the source's."""
+    first = target.first[number]
+    origins = solution.origins[first : first + target.seen.values[number].numel()]
+    return bool((origins <= NEUTRAL).all())
+
+
+def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number in numbers:
+        if number not in graph.seen.buffers:
+            found.setdefault(graph.seen.values[number].numel(), []).append(number)
+    return found
+
+
 @torch.no_grad()
 def draw(graph: Graph, seed: int = 0) -> Tensor:
     """Return random numbers for all entries of a model's parameters, under which its outputs neither grow nor vanish.
@@ -315,7 +371,7 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
     numbers = graph.all_numbers.clone()
 
     def normal(shape: Any) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+        return torch.randn(tuple(shape), generator=generator).double()
 
     for step, role, operand in _operands(graph):
         if operand.entries is None:
@@ -334,6 +390,9 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
             drawn = 1 + 0.3 * drawn
         else:
             drawn = operand.value.flatten() + 0.1 * drawn
+        if is_range(entries):
+            numbers[int(entries[0]) : int(entries[-1]) + 1] = drawn
+            continue
         inside = entries >= 0
         numbers[entries[inside]] = drawn[inside]
     return numbers

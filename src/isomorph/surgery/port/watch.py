@@ -39,7 +39,7 @@ class Call:
 
     index: int
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None  # None of what ran outside of Python
     module: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -48,6 +48,7 @@ class Call:
 
     def run(self, value_of: Callable[[int], Tensor]) -> Any:
         """Run the function again, on other values."""
+        assert self.function is not None
         put = partial(tree_map_only, Ref, lambda ref: value_of(ref.number))
         return self.function(*put(list(self.args)), **put(self.kwargs))
 

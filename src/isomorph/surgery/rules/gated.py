@@ -69,8 +69,10 @@ class GatedRule(Rule):
         """Return the initial locality and gate. Raises: UserError for a field that is out of range."""
         check_choice("init", self.init, self.named_gating)
         locality, gate = self.named_gating[self.init]
-        locality = locality if self.locality is None else self.locality
-        gate = gate if self.gate is None else self.gate
+        if self.locality is not None:
+            locality = self.locality
+        if self.gate is not None:
+            gate = self.gate
         check_gating(locality, gate)
         return locality, gate
 

@@ -33,22 +33,26 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    if methods := " and ".join(overridden_methods(module, Attention)):
+    methods = " and ".join(overridden_methods(module, Attention))
+    if methods:
         return f"{type(module).__name__} overrides {methods} of timm's Attention"
     names = (*module._modules, *module._parameters, *module._buffers)
-    if extra := [name for name in names if name not in ATTENTION_PARTS]:
+    extra = [name for name in names if name not in ATTENTION_PARTS]
+    if extra:
         return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
     for name in ("qkv", "proj"):
         projection: Any = getattr(module, name)
         if isinstance(projection, nn.Linear):
             continue
-        if stands_in := describe_stand_in(projection):
+        stands_in = describe_stand_in(projection)
+        if stands_in is not None:
             return f"its {name} {stands_in}"
         kind = class_name(projection)
         return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
-    if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
+    attachments = describe_attachments(module.attn_drop)
+    if module.fused_attn and attachments:
         return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
     if not module.qkv.weight.is_floating_point():
         return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"

@@ -73,11 +73,13 @@ class AttentionToLinears(Rule):
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
-    if methods := " and ".join(overridden_methods(module, nn.MultiheadAttention)):
+    methods = " and ".join(overridden_methods(module, nn.MultiheadAttention))
+    if methods:
         return f"{type(module).__name__} overrides {methods} of nn.MultiheadAttention"
     if is_parametrized(module):
         return "its weights are parametrized, which would be lost; make the parametrization permanent first"
-    if extra := [name for name in module._modules if name != "out_proj"]:
+    extra = [name for name in module._modules if name != "out_proj"]
+    if extra:
         return f"it has {', '.join(extra)} besides its projections, which would be lost"
     reason = layer_mismatch(module.out_proj, nn.Linear, "nn.Linear")
     return f"its out_proj: {reason}" if reason else None

@@ -26,29 +26,38 @@ from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
 from isomorph.surgery.site import JOINT_PARTS, Site, part_names
 
-_LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
+_LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
-
 
 _RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
 
 
 def _rectify_by_name(rectify: str | Mapping[str, str]) -> dict[str, str]:
     """Return the rectifications by the last name of a layer, that of all layers by "". Raises: UserError."""
-    raw = rectify.items() if isinstance(rectify, Mapping) else (p.rpartition("=")[::2] for p in str(rectify).split(","))
-    pairs = [(name.strip(), value.strip()) for name, value in raw]
-    if not pairs or len(dict(pairs)) < len(pairs) or any(value not in _RECTIFICATIONS for _, value in pairs):
+    pairs: list[tuple[str, str]] = []
+    if isinstance(rectify, Mapping):
+        pairs = list(rectify.items())
+    else:
+        for part in str(rectify).split(","):
+            name, _, value = part.rpartition("=")
+            pairs.append((name, value))
+    by_name = {name.strip(): value.strip() for name, value in pairs}
+    is_named_once = len(by_name) == len(pairs)
+    if not pairs or not is_named_once or not set(by_name.values()) <= set(_RECTIFICATIONS):
         raise UserError(
             f"rectify {rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each layer, "
             "named once, as in 'q=none,v=rescale'"
         )
-    return dict(sorted(pairs))
+    return dict(sorted(by_name.items()))
 
 
 def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
-    width, bias = joint.out_features // parts, joint.bias is not None
-    layers = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
+    width = joint.out_features // parts
+    layers = []
+    for _ in range(parts):
+        layer = nn.Linear(joint.in_features, width, joint.bias is not None, device="meta")
+        layers.append(layer.train(joint.training))
     for name, parameter in joint.named_parameters():
         for part, rows in zip(layers, parameter.detach().chunk(parts), strict=True):
             setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
@@ -145,8 +154,8 @@ class LinearToPyramid(Rule):
         BranchLayout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
         check_choice("form", self.form, ("closed", "branches"))
-        pairs = _rectify_by_name(self.rectify).items()
-        object.__setattr__(self, "rectify", ",".join(f"{name}={value}" if name else value for name, value in pairs))
+        chosen = [f"{name}={value}" if name else value for name, value in _rectify_by_name(self.rectify).items()]
+        object.__setattr__(self, "rectify", ",".join(chosen))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
@@ -224,16 +233,26 @@ class LinearToPyramid(Rule):
         call_joint_projection(site)
 
     def _pyramid(self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = "") -> PyramidLinear | PyramidConv2d:
-        given = _rectify_by_name(self.rectify)
-        rectify: Any = next((given[key] for key in (name, joint, "") if key in given), "paper")
-        if rectify == "paper":
-            rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
-        options: Any = dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by, form=self.form)
+        options: Any = {
+            "rectify": self._rectification(name, joint),
+            "layout": self.layout,
+            "rescale_by": self.rescale_by,
+            "form": self.form,
+        }
+        pyramid: PyramidLinear | PyramidConv2d
         if isinstance(layer, nn.Linear):
-            pyramid: PyramidLinear | PyramidConv2d = PyramidLinear(layer.in_features, layer.out_features, **options)
+            pyramid = PyramidLinear(layer.in_features, layer.out_features, **options)
         else:
-            window: Any = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
-            pyramid = PyramidConv2d(layer.in_channels, layer.out_channels, *window, **options)
+            pyramid = PyramidConv2d(
+                layer.in_channels,
+                layer.out_channels,
+                layer.kernel_size,
+                layer.stride,
+                conv_padding(layer) or 0,
+                layer.dilation,
+                layer.groups,
+                **options,
+            )
         pyramid.to(layer.weight)
         if self.init == "paper":
             init_random(pyramid)
@@ -241,6 +260,17 @@ class LinearToPyramid(Rule):
             init_from_affine(pyramid, *fold([layer]))
         pyramid.replaces_bias = layer.bias is not None
         return pyramid
+
+    def _rectification(self, name: str, joint: str) -> str:
+        """Return the rectification of a layer with this last name, in a joint projection or alone."""
+        given = _rectify_by_name(self.rectify)
+        for key in (name, joint, ""):
+            if key in given:
+                if given[key] != "paper":
+                    return given[key]
+                break
+        gets_norm = name in _LOGIT_PROJECTIONS or name in JOINT_PARTS
+        return "batchnorm" if gets_norm else "rescale"
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:
         """Return a 1x1 block as a pyramid and its activation, a larger one with pyramids for its convolutions."""

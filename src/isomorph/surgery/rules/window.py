@@ -37,7 +37,9 @@ class _Attend(FollowMaps):
 
     def __init__(self, layer: Any, shapes: list[GridSize]) -> None:
         super().__init__()
-        self.layer, self.shapes, self.seen = layer, shapes, False
+        self.layer = layer
+        self.shapes = shapes
+        self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SOFTMAX:
@@ -71,7 +73,8 @@ class _Attend(FollowMaps):
     def _attend_in(self, call: FusedCall, grid: GridSize, prefix: int) -> Tensor:
         """Return the values that the windows weigh. Shape: -> (B, nh, N, hd)"""
         layer = self.layer
-        is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
+        has_open_size = not all(isinstance(side, int) for side in grid)
+        is_open = torch.compiler.is_exporting() and call.attn_mask is None and has_open_size
         if layer.pruned and not is_open:
             grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
         windows = TokenWindows(grid, layer.window, prefix)
@@ -96,9 +99,12 @@ def _with_four_axes(call: FusedCall) -> FusedCall:
             return x
         return x[:, None] if axes == 3 else x.flatten(0, axes - 4)
 
-    mask = None if call.attn_mask is None else reshaped(call.attn_mask)
-    query, key, value = (reshaped(x) for x in (call.query, call.key, call.value))
-    return call._replace(query=query, key=key, value=value, attn_mask=mask)
+    return call._replace(
+        query=reshaped(call.query),
+        key=reshaped(call.key),
+        value=reshaped(call.value),
+        attn_mask=None if call.attn_mask is None else reshaped(call.attn_mask),
+    )
 
 
 class WindowAttention(AlteredAttention):
@@ -117,24 +123,35 @@ class WindowAttention(AlteredAttention):
     fused_scale: float | None
     added = (
         *AlteredAttention.added,
-        *("window", "share", "_is_global", "_share_seen", "_is_checked", "pruned", "fused_scale"),
+        "window",
+        "share",
+        "_is_global",
+        "_share_seen",
+        "_is_checked",
+        "pruned",
+        "fused_scale",
     )
 
     @property
     def no_map(self) -> str | None:
         """Why a map of all tokens cannot be formed, or None: `to_windows` limits a relative bias."""
-        limited = self.pruned and hasattr(getattr(self, "rel_pos", None), "relative_position_index")
-        return "has lost the relative bias outside of its windows; look at the model before iso.prune" * limited or None
+        if self.pruned and hasattr(getattr(self, "rel_pos", None), "relative_position_index"):
+            return "has lost the relative bias outside of its windows; look at the model before iso.prune"
+        return None
 
     def set_share(self, share: float) -> None:
         """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
         self.share.fill_(share)
-        self._is_global, self._share_seen = share == 1, value_of(self.share)  # without waiting for a GPU
+        self._is_global = share == 1  # without waiting for a GPU
+        self._share_seen = value_of(self.share)
 
     def _is_open(self) -> bool:
         """Whether the share is 1, also after averages or copies of the model wrote the buffer."""
-        if not torch.compiler.is_compiling() and self._share_seen != value_of(self.share) and not self.share.is_meta:
-            self._share_seen, self._is_global = value_of(self.share), bool(self.share == 1)
+        if torch.compiler.is_compiling() or self.share.is_meta:
+            return self._is_global
+        if self._share_seen != value_of(self.share):
+            self._share_seen = value_of(self.share)
+            self._is_global = bool(self.share == 1)
         return self._is_global
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
@@ -144,9 +161,10 @@ class WindowAttention(AlteredAttention):
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.seen:
-            name = self.original.__name__
-            hint = '; call model.set_attn_implementation("sdpa")' if self.facts.interface else ""
-            raise ValueError(f"the scores of {name} were not seen in this call, so it has no windows{hint}")
+            said = f"the scores of {self.original.__name__} were not seen in this call, so it has no windows"
+            if self.facts.interface:
+                said += '; call model.set_attn_implementation("sdpa")'
+            raise ValueError(said)
         self._is_checked = True
         return out
 

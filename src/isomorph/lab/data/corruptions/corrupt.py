@@ -93,7 +93,10 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
     """Raise a UserError for an unknown corruption, with the closest name, or an unknown severity."""
     if corruption not in _CORRUPTIONS:
         close = get_close_matches(corruption, _CORRUPTIONS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(_CORRUPTIONS)}"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"choose one of {', '.join(_CORRUPTIONS)}"
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
@@ -124,8 +127,11 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
         severities: Sequence[int] = (0,),
         seed: int = 0,
     ) -> None:
-        self.source, self.crop, self.seed = source, crop, seed
-        self.corruption, self.severities = corruption, tuple(severities)
+        self.source = source
+        self.crop = crop
+        self.seed = seed
+        self.corruption = corruption
+        self.severities = tuple(severities)
 
     def __len__(self) -> int:
         return len(self.source)

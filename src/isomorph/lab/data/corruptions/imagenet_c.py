@@ -18,9 +18,12 @@ from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d, map_coordinates
 from torch.nn.functional import interpolate
 
-_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))  # sigma, largest distance, rounds
-_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))  # radius and sigma
-_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))  # end and step of the factors from 1
+# One row for each severity. Sigma, largest distance, rounds.
+_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
+# Radius and sigma.
+_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+# End and step of the factors from 1.
+_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -30,7 +33,8 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
 
 def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
     """Blur with a Gaussian truncated at 4 sigma, repeating the border. Shape: (H, W, 3) -> (H, W, 3) float64"""
-    size = 2 * int(4 * sigma + 0.5) + 1
+    reach = int(4 * sigma + 0.5)
+    size = 2 * reach + 1
     return cv2.GaussianBlur(image, (size, size), sigma, borderType=cv2.BORDER_REPLICATE)
 
 
@@ -40,7 +44,8 @@ def glass_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarr
     The reference means to swap pixels; its tuple assignment of views copies one over the other, as here.
     """
     sigma, reach, rounds = _GLASS[severity - 1]
-    softened = (gaussian_smooth(image / 255, sigma) * 255).astype(np.uint8)
+    softened = gaussian_smooth(image / 255, sigma) * 255
+    softened = softened.astype(np.uint8)
     for _ in range(rounds):
         softened = copy_nearby_pixels(softened, reach, draws)
     return to_uint8(gaussian_smooth(softened / 255, sigma))
@@ -52,24 +57,30 @@ def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.
     At once: each points at the pixel that it copies; pointers to pixels overwritten earlier are followed to their end.
     """
     height, width = image.shape[:2]
-    rows, columns = np.arange(height - reach, reach, -1), np.arange(width - reach, reach, -1)
+    rows = np.arange(height - reach, reach, -1)
+    columns = np.arange(width - reach, reach, -1)
     jumps = draws.randint(-reach, reach, size=(len(rows), len(columns), 2))
     here = rows[:, None] * width + columns
     there = here + jumps[..., 1] * width + jumps[..., 0]
     pixels = height * width
     overwritten = np.zeros(pixels, bool)
     overwritten[here] = True
+    is_new = (there > here) & overwritten[there]
+
     pointers = np.arange(2 * pixels)  # first half: new values of the pixels; second half: old values
     pointers[:pixels] += pixels
-    pointers[here] = np.where((there > here) & overwritten[there], there, there + pixels)
+    pointers[here] = np.where(is_new, there, there + pixels)
     while np.any(pointers[:pixels] < pixels):
         pointers = pointers[pointers]
-    return image.reshape(pixels, 3)[pointers[:pixels] - pixels].reshape(image.shape)
+
+    sources = pointers[:pixels] - pixels
+    return image.reshape(pixels, 3)[sources].reshape(image.shape)
 
 
 def motion_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     radius, sigma = _MOTION[severity - 1]
-    blurred = blur_along_line(image, radius, sigma, draws.uniform(-45, 45))
+    angle = draws.uniform(-45, 45)
+    blurred = blur_along_line(image, radius, sigma, angle)
     return np.clip(blurred, 0, 255).astype(np.uint8)
 
 
@@ -81,27 +92,38 @@ def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) 
     width = 2 * radius + 1
     weights = np.exp(-(np.arange(width) ** 2) / (2 * sigma**2))
     weights /= weights.sum()
-    step = np.sin(np.deg2rad(angle)), np.cos(np.deg2rad(angle))
+    sine = np.sin(np.deg2rad(angle))
+    cosine = np.cos(np.deg2rad(angle))
+    step = math.hypot(sine, cosine)
+
     margin = width + 1
-    wide = cv2.copyMakeBorder(image.astype(np.float32), *(margin,) * 4, cv2.BORDER_REPLICATE)
+    wide = image.astype(np.float32)
+    wide = cv2.copyMakeBorder(wide, margin, margin, margin, margin, cv2.BORDER_REPLICATE)
     height, length = image.shape[:2]
     blurred = np.zeros(image.shape, np.float32)
     for i, weight in enumerate(weights):
-        down, right = (-math.ceil(i * part / math.hypot(*step) - 0.5) for part in step)
+        down = -math.ceil(i * sine / step - 0.5)
+        right = -math.ceil(i * cosine / step - 0.5)
         if abs(down) >= height or abs(right) >= length:  # beyond the image: the reference stops here
             break
-        top, left = margin - down, margin - right
-        cv2.scaleAdd(wide[top : top + height, left : left + length], float(weight), blurred, blurred)
+        top = margin - down
+        left = margin - right
+        shifted = wide[top : top + height, left : left + length]
+        cv2.scaleAdd(shifted, float(weight), blurred, blurred)
     return blurred
 
 
 def zoom_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Return the mean of the image and its zooms about the centre."""
     end, step = _ZOOM[severity - 1]
-    sharp = np.ascontiguousarray((image / 255).astype(np.float32).transpose(2, 0, 1))
+    planes = (image / 255).astype(np.float32).transpose(2, 0, 1)
+    sharp = np.ascontiguousarray(planes)
     factors = np.arange(1, end, step)
-    total = sum((zoom_centre(sharp, factor) for factor in factors), sharp)
-    return to_uint8(total.transpose(1, 2, 0) / (len(factors) + 1))
+    total = sharp
+    for factor in factors:
+        total = total + zoom_centre(sharp, factor)
+    average = total.transpose(1, 2, 0) / (len(factors) + 1)
+    return to_uint8(average)
 
 
 def zoom_centre(planes: np.ndarray, factor: float) -> np.ndarray:
@@ -110,12 +132,15 @@ def zoom_centre(planes: np.ndarray, factor: float) -> np.ndarray:
     cropped = [math.ceil(side / factor) for side in sides]
     zoomed = [round(part * factor) for part in cropped]
     centre = torch.from_numpy(_cut_centre(planes, cropped))[None]
-    return _cut_centre(interpolate(centre, size=zoomed, mode="bilinear", align_corners=True)[0].numpy(), sides)
+    larger = interpolate(centre, size=zoomed, mode="bilinear", align_corners=True)[0]
+    return _cut_centre(larger.numpy(), sides)
 
 
 def _cut_centre(planes: np.ndarray, sides: Sequence[int]) -> np.ndarray:
-    top, left = ((whole - part) // 2 for whole, part in zip(planes.shape[1:], sides, strict=True))
-    return planes[:, top : top + sides[0], left : left + sides[1]]
+    height, width = sides
+    top = (planes.shape[1] - height) // 2
+    left = (planes.shape[2] - width) // 2
+    return planes[:, top : top + height, left : left + width]
 
 
 # Mean and deviation of the flakes, zoom, threshold, radius and sigma of their motion blur, weight of the image.
@@ -126,8 +151,10 @@ _SNOW = (
     (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
-_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))  # weights of the image and of the texture
-FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # randint(5) draws no sixth
+# Weights of the image and of the texture.
+_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
+# The reference's randint(5) draws no sixth.
+FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 _BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -135,11 +162,14 @@ def snow(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Add motion-blurred flakes to a whitened image, and the same flakes rotated by 180 degrees."""
     mean, deviation, factor, threshold, radius, sigma, weight = _SNOW[severity - 1]
     x = image.astype(np.float32) / 255
-    flakes = zoom_centre(draws.normal(mean, deviation, (1, *x.shape[:2])), factor)[0]
+    noise = draws.normal(mean, deviation, (1, *x.shape[:2]))
+    flakes = zoom_centre(noise, factor)[0]
     flakes[flakes < threshold] = 0
-    layer = blur_along_line(to_uint8(flakes), radius, sigma, draws.uniform(-135, -45))
+    angle = draws.uniform(-135, -45)
+    layer = blur_along_line(to_uint8(flakes), radius, sigma, angle)
     layer = np.floor(layer)[..., None] / 255  # ImageMagick works in whole levels, before and after
-    white = np.maximum(x, cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)[..., None] * 1.5 + 0.5)
+    grey = cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)[..., None]
+    white = np.maximum(x, grey * 1.5 + 0.5)
     return to_uint8(weight * x + (1 - weight) * white + layer + np.rot90(layer, 2))
 
 
@@ -147,24 +177,30 @@ def frost(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Blend the image with a random crop of one of five textures, at the texture's own scale."""
     weight, ice = _FROST[severity - 1]
     height, width = image.shape[:2]
-    texture = _enlarge_to_fit(frost_texture(draws.randint(len(FROST_TEXTURES))), height, width)
-    top, left = draws.randint(0, texture.shape[0] - height), draws.randint(0, texture.shape[1] - width)
-    return np.clip(weight * image + ice * texture[top : top + height, left : left + width], 0, 255).astype(np.uint8)
+    number = draws.randint(len(FROST_TEXTURES))
+    texture = _enlarge_to_fit(frost_texture(number), height, width)
+    top = draws.randint(0, texture.shape[0] - height)
+    left = draws.randint(0, texture.shape[1] - width)
+    crop = texture[top : top + height, left : left + width]
+    return np.clip(weight * image + ice * crop, 0, 255).astype(np.uint8)
 
 
 @lru_cache(len(FROST_TEXTURES))
 def frost_texture(number: int) -> np.ndarray:
     """Read a frost texture. Shape: -> (H, W, 3) uint8, RGB"""
     file = importlib.resources.files("imagecorruptions") / "frost" / FROST_TEXTURES[number]
-    return np.asarray(cv2.imdecode(np.frombuffer(file.read_bytes(), np.uint8), cv2.IMREAD_COLOR))[..., ::-1].copy()
+    data = np.frombuffer(file.read_bytes(), np.uint8)
+    blue_green_red = np.asarray(cv2.imdecode(data, cv2.IMREAD_COLOR))
+    return blue_green_red[..., ::-1].copy()
 
 
 def _enlarge_to_fit(texture: np.ndarray, height: int, width: int) -> np.ndarray:
     scale = max((height + 1) / texture.shape[0], (width + 1) / texture.shape[1])
     if scale <= 1:
         return texture
-    size = math.ceil(texture.shape[1] * scale), math.ceil(texture.shape[0] * scale)
-    return cv2.resize(texture, size, interpolation=cv2.INTER_CUBIC)
+    new_width = math.ceil(texture.shape[1] * scale)
+    new_height = math.ceil(texture.shape[0] * scale)
+    return cv2.resize(texture, (new_width, new_height), interpolation=cv2.INTER_CUBIC)
 
 
 def brightness(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -191,22 +227,23 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
     height, width = image.shape[:2]
     side = _REFERENCE_SCALE * min(height, width)
     strength, sigma, reach = (constant * side for constant in _ELASTIC[severity - 1])
-    centre, third = np.asarray([height, width], np.float32) // 2, min(height, width) // 3
-    corners = np.stack([centre + third, centre + np.asarray([third, -third]), centre - third]).astype(np.float32)
-    dragged = corners + draws.uniform(-reach, reach, size=corners.shape).astype(np.float32)
-    affine = cv2.getAffineTransform(corners, dragged)
+
+    centre = np.asarray([height, width], np.float32) // 2
+    third = min(height, width) // 3
+    offsets = np.asarray([[third, third], [third, -third], [-third, -third]])
+    corners = (centre + offsets).astype(np.float32)
+    shifts = draws.uniform(-reach, reach, size=corners.shape)
+    affine = cv2.getAffineTransform(corners, corners + shifts.astype(np.float32))
     x = image.astype(np.float32) / 255
     x = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
-    right, down = (
-        gaussian_blur_matrix(height, sigma)
-        @ draws.uniform(-1, 1, (height, width))
-        @ gaussian_blur_matrix(width, sigma).T
-        * strength
-        for _ in range(2)
-    )
+
+    blur_rows = gaussian_blur_matrix(height, sigma)
+    blur_columns = gaussian_blur_matrix(width, sigma).T
+    right = blur_rows @ draws.uniform(-1, 1, (height, width)) @ blur_columns * strength
+    down = blur_rows @ draws.uniform(-1, 1, (height, width)) @ blur_columns * strength
     rows, columns = np.mgrid[:height, :width]
     positions = rows + down.astype(np.float32), columns + right.astype(np.float32)
-    moved = [map_coordinates(channel, positions, order=1, mode="reflect") for channel in cv2.split(x)]
+    moved = [map_coordinates(plane, positions, order=1, mode="reflect") for plane in cv2.split(x)]
     return to_uint8(np.stack(moved, -1))
 
 

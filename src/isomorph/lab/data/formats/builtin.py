@@ -10,7 +10,12 @@ import torchvision.datasets
 from PIL import Image
 
 from isomorph.errors import UserError, first_line, optional_module
-from isomorph.lab.data.formats.naming import check_known_classes, number_classes, numbered_by_name, visible
+from isomorph.lab.data.formats.naming import (
+    check_known_classes,
+    number_classes,
+    numbered_by_name,
+    visible,
+)
 from isomorph.lab.data.formats.parquet import label_columns, stored_classes
 from isomorph.lab.data.sources import Source
 
@@ -20,8 +25,9 @@ def digits(split: str, root: Path) -> Source:
     data = optional_module("sklearn.datasets", "digits are images of scikit-learn", "demo").load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     chosen = order[:1347] if split == "train" else order[1347:]
-    images = [Image.fromarray((data.images[i] / 16 * 255).astype(np.uint8)) for i in chosen]
-    return Source(images, data.target[chosen].tolist(), [str(i) for i in range(10)])
+    pixels = (data.images[chosen] / 16 * 255).astype(np.uint8)
+    labels = data.target[chosen].tolist()
+    return Source(list(map(Image.fromarray, pixels)), labels, map(str, range(10)))
 
 
 def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Source:
@@ -33,8 +39,9 @@ def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Sourc
     if files:
         return _read_parquet(files, _parquet_files(root / name, "train"))
     dataset = getattr(torchvision.datasets, name.upper())
+    download = os.environ.get("ISOMORPH_DOWNLOAD") == "1"
     try:
-        data = dataset(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
+        data = dataset(str(root), train=split == "train", download=download)
     except (RuntimeError, OSError) as error:
         raise UserError(
             f"there is no {name} in {root} ({first_line(error)}); set data.root (or ISOMORPH_DATA) to a folder with "
@@ -59,13 +66,14 @@ def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
         table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
     except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {folder}: {first_line(error)}") from None
-    image = next((name for name in ("image", "img") if name in table.column_names), None)
+    images_in = [name for name in ("image", "img") if name in table.column_names]
     label = next(iter(label_columns(table.column_names)), None)
-    if image is None or label is None:
+    if not images_in or label is None:
         raise UserError(f"{folder} has columns {', '.join(table.column_names)}; it must have image and label")
     labels = table[label].to_pylist()
-    images = [row and row["bytes"] for row in table[image].to_pylist()]
-    if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
+    images = [row and row["bytes"] for row in table[images_in[0]].to_pylist()]
+    numbered = all(isinstance(label, int) and label >= 0 for label in labels)
+    if not labels or not all(images) or not numbered:
         raise UserError(f"{folder} has images without bytes, or without a label that is a number from 0")
     if not names and not known:
         return Source(images, labels, number_classes(max(labels), folder))

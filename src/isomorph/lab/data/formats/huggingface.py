@@ -148,7 +148,7 @@ def huggingface(split: str, root: Path) -> Source:
     Raises: UserError when the package, the network, the data set, its split or a column is missing, a class is not
     one of the training split's, or two columns of labels do not agree.
     """
-    found = open_split(split, root)
+    found = open_dataset_split(split, root)
     labels = _read_labels(found, found.label)
     if not len(labels):
         raise UserError(f"{found.title} has no images")
@@ -194,20 +194,26 @@ def _read_labels(split: DatasetSplit, column: str) -> np.ndarray:
     return labels
 
 
-def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
+def open_dataset_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
     """Return the first split with a matching name that has labels. Raises: UserError when there is none."""
     unlabelled = None
     if os.path.isdir(root):
         _check_names_of_files(root)
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
-            first = next((row[candidate.label] for row in candidate.dataset.select_columns([candidate.label])), None)
+            first = next(
+                (row[candidate.label] for row in candidate.dataset.select_columns([candidate.label])),
+                None,
+            )
         if not isinstance(first, int) or first >= 0:
             return candidate
         unlabelled = candidate
     if unlabelled:
         raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
-    naming = f"; parquet files must be named like {SPLITS[split][0]}-00000.parquet" if os.path.isdir(root) else ""
+    if os.path.isdir(root):
+        naming = f"; parquet files must be named like {SPLITS[split][0]}-00000.parquet"
+    else:
+        naming = ""
     raise UserError(f"{root.as_posix()} has no split {SPLIT_NAMES[split]}{naming}")
 
 
@@ -322,5 +328,12 @@ def explain_dataset_errors(title: str) -> Iterator[None]:
         raise UserError(f"{first_line(error)}; check the name, or log in with `hf auth login` if it is gated") from None
     except (ConnectionError, HfHubHTTPError) as error:
         raise UserError(f"cannot reach {title}: {first_line(error)}; check the network, or give a folder") from None
-    except (DatasetsError, *HfHubHTTPError.__bases__, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (
+        DatasetsError,
+        *HfHubHTTPError.__bases__,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+    ) as error:
         raise UserError(f"cannot read {title}: {first_line(error)}") from None

@@ -66,7 +66,8 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     """
     check_folder(root, "train/ and val/, or one folder of images per class")
     tops = find_splits(root)
-    train, top = tops["train"], tops[split]
+    train = tops["train"]
+    top = tops[split]
     if test_fraction is not None:
         if tops["test"]:
             raise UserError(f"{root} has test images of its own, in {tops['test'].name}/; leave --split out")
@@ -154,7 +155,9 @@ def _are_classes(folders: Sequence[Path], others: Sequence[Path]) -> bool:
 def _depth_of_images(folder: Path) -> int | None:
     """Return the number of folders between a folder and the first image found below it; None without images."""
     name = next(_names_of_images(folder, Counter()), None)
-    return None if name is None else name.count("/")
+    if name is None:
+        return None
+    return name.count("/")
 
 
 def _class_names(top: Path) -> list[str]:

@@ -16,7 +16,21 @@ from isomorph.terminal_tables import count_of
 
 # Those that torchvision's ImageFolder reads.
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
-_NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
+_NOT_IMAGES = {
+    ".txt",
+    ".md",
+    ".cls",
+    ".csv",
+    ".json",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".html",
+    ".pdf",
+    ".db",
+    ".ini",
+    ".log",
+}
 # The two splits, and the words that name them, alone or in a longer name; the first that exists is used.
 SPLITS = {
     "train": ("train", "training"),
@@ -30,7 +44,8 @@ class PackedStrings(Sequence[str]):
     """A list of strings stored as one block of bytes: a million file names without a million objects."""
 
     def __init__(self, block: np.ndarray, ends: np.ndarray) -> None:
-        self.block, self.ends = block, ends
+        self.block = block
+        self.ends = ends
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PackedStrings":
@@ -52,7 +67,8 @@ class ImageFiles(Sequence[Path]):
     """The paths of image files, by their names below a folder."""
 
     def __init__(self, top: Path, names: Iterable[str]) -> None:
-        self.top, self.names = top, PackedStrings.of(names)
+        self.top = top
+        self.names = PackedStrings.of(names)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -167,7 +183,8 @@ def check_folder(root: Path, holds: str) -> None:
 
 def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
     """Warn about files that are not read, by suffix or reason."""
-    if total := sum(left_out.values()):
+    total = sum(left_out.values())
+    if total:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
         warnings.warn(f"{count_of(total, 'file')} in {where} left out ({kinds})", DataWarning, stacklevel=2)
 

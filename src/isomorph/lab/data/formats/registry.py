@@ -78,7 +78,10 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
     path = Path(folder).expanduser()
     if not os.path.isdir(path):
         close = get_close_matches(str(folder)[:200], [*SOURCES, *map(str, visible(path.parent))], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"give a folder of images, or one of {', '.join(SOURCES)}"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"give a folder of images, or one of {', '.join(SOURCES)}"
         raise UserError(f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}")
     return detect_format(path), path
 

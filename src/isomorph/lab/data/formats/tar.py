@@ -38,7 +38,13 @@ from isomorph.lab.data.formats.naming import (
 )
 from isomorph.lab.data.sources import ImageLike, ImageSubset, Source
 
-_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
+# gzip, bzip2, xz, zstandard
+_COMPRESSED_PREFIXES = (
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+)
 _MAX_DEPTH = 4  # tars inside tars that are read as folders
 _MAX_LABEL_BYTES = 2**20
 _NO_LABEL, _TWO_LABELS = -1, -2  # in place of a label
@@ -105,7 +111,8 @@ class TarImages(Sequence[ImageLike]):
         return len(self.offsets)
 
     def __getitem__(self, index: Any) -> Any:
-        size, offset = int(self.sizes[index]), int(self.offsets[index])
+        size = int(self.sizes[index])
+        offset = int(self.offsets[index])
         data = os.pread(_open_tar(self.stamps[self._locate(index)[0]]).descriptor, size, offset)
         if len(data) != size:
             raise OSError(f"the file ends after {len(data)} of its {size} bytes")
@@ -204,7 +211,9 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
 def _one_label(labels: set[int]) -> int:
     if not labels:
         return _NO_LABEL
-    return labels.pop() if len(labels) == 1 else _TWO_LABELS
+    if len(labels) == 1:
+        return labels.pop()
+    return _TWO_LABELS
 
 
 def first_names(path: Path, count: int = 16) -> list[str]:
@@ -233,7 +242,10 @@ def _read_label(file: BinaryIO, member: TarMember) -> int:
         file.seek(member.offset)
         text = file.read(min(member.size, _MAX_LABEL_BYTES))
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            label = int(text) if member.name.endswith(".cls") else json.loads(text)["label"]
+            if member.name.endswith(".cls"):
+                label = int(text)
+            else:
+                label = json.loads(text)["label"]
             if type(label) is int and 0 <= label < 2**31:
                 return label
     return _NO_LABEL
@@ -295,7 +307,8 @@ class _Archives:
     """The tar files of a split: `path` itself, or one per class in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files = path, visible(path, ".tar") or [path]
+        self.path = path
+        self.files = visible(path, ".tar") or [path]
 
     @cached_property
     def indices(self) -> list[TarIndex]:
@@ -362,7 +375,8 @@ def webdataset(split: str, root: Path) -> Source:
             'class, or a .json file with "label"; add it, or move the shards without labels away'
         )
     _check_same_labels(images, labels)
-    largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
+    largest = int(labels.max())
+    classes = _listed_classes(root / "classnames.txt")
     if not classes:
         others = index_tars([path for name in SPLITS for path in shards[name]])
         largest = max(int(other.numbers[2].max(initial=0)) for other in others)

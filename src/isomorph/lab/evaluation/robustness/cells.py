@@ -19,8 +19,18 @@ from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.lab.data.loaders import batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
-from isomorph.lab.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInputs, RobustnessOptions, open_inputs
-from isomorph.lab.evaluation.robustness.scores import Cell, Cells, compare_to_baseline, robustness_summary
+from isomorph.lab.evaluation.robustness.images import (
+    PUBLISHED_SIZE,
+    RobustnessInputs,
+    RobustnessOptions,
+    open_inputs,
+)
+from isomorph.lab.evaluation.robustness.scores import (
+    Cell,
+    Cells,
+    compare_to_baseline,
+    robustness_summary,
+)
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.input_sizes import class_logits, fit_to_size
 
@@ -35,15 +45,21 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
     """
     if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
-    runtime, severities = options.runtime, options.wanted()
+    runtime = options.runtime
+    severities = options.wanted()
     wanted = [(name, severity) for name in severities for severity in severities[name]]
     inputs = open_inputs(model, source, options)
     fitted = fit_to_size(model, inputs.size)
     weights = weights_hash(model, *(tuple(inputs.config[key]) for key in ("mean", "std")))
-    identity = {"model": options.name or type(model).__name__, "weights": weights, **inputs.identity()}
+    identity = {
+        "model": options.name or type(model).__name__,
+        "weights": weights,
+        **inputs.identity(),
+    }
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
-        if differences := _differences(base.identity, identity):
+        differences = _differences(base.identity, identity)
+        if differences:
             what = "measure both on the same images"
             raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
         if base.cells.keys().isdisjoint(wanted):
@@ -67,7 +83,8 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
             for severity, metrics in zip(images.severities, measured, strict=True):
                 cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
                 file.append(cells[name, severity])
-    found, clean = {key: cells[key] for key in wanted if key in cells}, cells.get((CLEAN, 0))
+    found = {key: cells[key] for key in wanted if key in cells}
+    clean = cells.get((CLEAN, 0))
     count = min(cell.get("images", 0) for cell in found.values())
     result = {**identity, "images": count, "clean": clean, "cells": list(found.values())}
     imagenet = inputs.num_classes == 1000 and inputs.size == PUBLISHED_SIZE
@@ -78,9 +95,13 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
 
 
 def _measure_group(
-    model: nn.Module, images: CorruptedImages, inputs: RobustnessInputs, report: Callable[[float], None]
+    model: nn.Module,
+    images: CorruptedImages,
+    inputs: RobustnessInputs,
+    report: Callable[[float], None],
 ) -> list[dict[str, float]]:
-    options, together = inputs.options, len(images.severities)
+    options = inputs.options
+    together = len(images.severities)
     batches = batch_ranges(len(images), max(1, options.batch_size // together))[options.runtime.share]
     report(0)
     counts: list[PredictionCounts] = []
@@ -141,14 +162,16 @@ class CellFile:
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
-        self.path, self.cells = path, dict[tuple[str, int], Cell]()
+        self.path = path
+        self.cells = dict[tuple[str, int], Cell]()
         if path is None:
             return
         if path.exists() and path.is_file() and path.stat().st_size:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(f"{path} has cells of {saved.identity['model']} with other weights; use another --out")
-            if differences := _differences(saved.identity, identity):
+            differences = _differences(saved.identity, identity)
+            if differences:
                 raise UserError(f"{path} has cells of other images: {differences}; use another --out")
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
@@ -183,7 +206,11 @@ def read_result(path: Path) -> SavedResult:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1
         identity, *cells = [json.loads(line) for line in content[:complete].splitlines()]
-        if identity.pop("kind") != _KIND or not identity.keys() >= {"model", "weights", *_IDENTITY_KEYS}:
+        if identity.pop("kind") != _KIND or not identity.keys() >= {
+            "model",
+            "weights",
+            *_IDENTITY_KEYS,
+        }:
             raise ValueError
         parsed = {(cell["corruption"], int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in cells}
         return SavedResult(identity, parsed, complete)

@@ -101,7 +101,8 @@ def open_published(options: RobustnessOptions) -> Published | None:
 
     Raises: UserError for an unknown suite, the folder of another suite, no folder for cifar-c, or missing images.
     """
-    suite, folder = options.suite, options.folder
+    suite = options.suite
+    folder = options.folder
     if suite not in ("imagenet-c", "cifar-c"):
         raise UserError(f"suite {suite!r} is unknown; choose one of imagenet-c, cifar-c")
     if not folder:
@@ -115,7 +116,9 @@ def open_published(options: RobustnessOptions) -> Published | None:
         for corruption in options.wanted():
             _cifar_c_arrays(root, corruption)
         return Published(
-            partial(_cifar_c, root), "published pictures in the model's own test crop", "CIFAR-C's constants"
+            partial(_cifar_c, root),
+            "published pictures in the model's own test crop",
+            "CIFAR-C's constants",
         )
     if (root / "labels.npy").is_file():
         raise UserError(f"{folder} holds the arrays of CIFAR-C; choose the suite cifar-c")
@@ -145,7 +148,9 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
 
 def _cifar_c(root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int) -> Source:
     images, labels = _cifar_c_arrays(root, corruption)
-    present, count, num_classes = int(labels.max()) + 1, len(labels) // len(SEVERITIES), class_count(model, size)
+    present = int(labels.max()) + 1
+    count = len(labels) // len(SEVERITIES)
+    num_classes = class_count(model, size)
     if present != num_classes:
         raise UserError(f"the images in {root} have {present} classes, the model has {num_classes}")
     part = slice((severity - 1) * count, severity * count)
@@ -197,7 +202,8 @@ class RobustnessInputs:
         """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"
-            pictures, constants = self.published.pictures, self.published.constants
+            pictures = self.published.pictures
+            constants = self.published.constants
         else:
             assert self.source is not None
             source = fingerprint(self.source)
@@ -249,11 +255,15 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
             hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
             check_own_classes(model, source.classes, more=hint, size=size)
         source = spaced_images(with_imagenet_labels(source, "the data") if imagenet else source, options.limit)
-    if (channels := input_channels(model)) != 3:
+    channels = input_channels(model)
+    if channels != 3:
         raise UserError(f"the corruptions need images of 3 channels, the model takes {channels}")
     if size is None:
         fixed = spec_of(model).config.get("fixed_input_size") or built_size(model)
-        size = PUBLISHED_SIZE if imagenet and not fixed else evaluation_config(model)["input_size"][-2:]
+        if imagenet and not fixed:
+            size = PUBLISHED_SIZE
+        else:
+            size = evaluation_config(model)["input_size"][-2:]
         if published and not (imagenet or fixed or options.suite == "cifar-c"):
             corruption, severities = next(iter(options.wanted().items()))
             width, height = published.cell(model, None, corruption, severities[0]).image(0).size

@@ -1,6 +1,8 @@
 """Scores of a robustness evaluation: means over cells, mCE, and the gain over a baseline."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -36,6 +38,8 @@ ALEXNET = {
 }
 ALEXNET_CLEAN = 43.478  # top-1 error (%) on ImageNet: torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5
 
+_CATEGORIES = {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}
+
 
 def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
     """Return top-1 by corruption, category and severity, and mCE and relative mCE if they are defined.
@@ -47,42 +51,62 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
     Source: Hendrycks and Dietterich 2019, section 4.1
     """
     values = {key: cell["top1"] for key, cell in cells.items()}
-    by_corruption = _group_means(values, {name: (name,) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)})
-    errors = {name: 100 - value for name, value in by_corruption.items() if name in IMAGENET_C_CORRUPTIONS}
-    found: dict[str, Any] = {
+    corruptions = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+    by_corruption = _group_means(values, {name: (name,) for name in corruptions})
+    summary: dict[str, Any] = {
         "by_corruption": by_corruption,
-        "by_category": _group_means(values, {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}),
+        "by_category": _group_means(values, _CATEGORIES),
         "by_severity": _severity_means(values),
     }
-    if errors:
-        found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
-    if imagenet and all((name, severity) in cells for name in IMAGENET_C_CORRUPTIONS for severity in SEVERITIES):
-        found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
-        found["mce"] = mean(found["ce"].values())
-        if clean is not None:
-            worse = {name: errors[name] - (100 - clean["top1"]) for name in IMAGENET_C_CORRUPTIONS}
-            found["relative_mce"] = mean(
-                100 * worse[name] / (ALEXNET[name] - ALEXNET_CLEAN) for name in IMAGENET_C_CORRUPTIONS
-            )
-    return found
+    errors = {}
+    for name, value in by_corruption.items():
+        if name in IMAGENET_C_CORRUPTIONS:
+            errors[name] = 100 - value
+    if not errors:
+        return summary
+    mean_error = mean(errors.values())
+    summary["mean_top1"] = 100 - mean_error
+    summary["mean_error_unnormalised"] = mean_error
+    if imagenet and cells.keys() >= set(product(IMAGENET_C_CORRUPTIONS, SEVERITIES)):
+        summary |= _compared_with_alexnet(errors, clean)
+    return summary
+
+
+def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> dict[str, Any]:
+    ce = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
+    scores: dict[str, Any] = {"ce": ce, "mce": mean(ce.values())}
+    if clean is None:
+        return scores
+    clean_error = 100 - clean["top1"]
+    relative = []
+    for name in IMAGENET_C_CORRUPTIONS:
+        rise = errors[name] - clean_error
+        rise_of_alexnet = ALEXNET[name] - ALEXNET_CLEAN
+        relative.append(100 * rise / rise_of_alexnet)
+    scores["relative_mce"] = mean(relative)
+    return scores
 
 
 def _group_means(values: CellValues, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Return the mean over the corruptions of each group that has any, of their means over severities."""
+    by_corruption: dict[str, list[float]] = defaultdict(list)
+    for (name, _), value in values.items():
+        by_corruption[name].append(value)
     group_means = {}
     for group, names in groups.items():
-        rows = [[value for (name, _), value in values.items() if name == member] for member in names]
-        if any(rows):
-            group_means[group] = mean(mean(row) for row in rows if row)
+        means = [mean(by_corruption[name]) for name in names if name in by_corruption]
+        if means:
+            group_means[group] = mean(means)
     return group_means
 
 
 def _severity_means(values: CellValues) -> dict[int, float]:
     """Return the mean over the suite's corruptions by severity (over the extra ones if there are no others)."""
-    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS] or list(values)
-    return {
-        severity: mean(values[key] for key in chosen if key[1] == severity)
-        for severity in sorted({severity for _, severity in chosen})
-    }
+    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS]
+    by_severity: dict[int, list[float]] = defaultdict(list)
+    for key in chosen or values:
+        by_severity[key[1]].append(values[key])
+    return {severity: mean(by_severity[severity]) for severity in sorted(by_severity)}
 
 
 def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
@@ -93,54 +117,84 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     Source: T-CNN Fig. 3 (relative improvement by category and by severity)
     """
     common = [key for key in cells if key in base]
-    our_scores, their_scores = (
-        robustness_summary({key: own[key] for key in common}, None, False) for own in (cells, base)
-    )
+    our_scores = robustness_summary({key: cells[key] for key in common}, clean=None, imagenet=False)
+    their_scores = robustness_summary({key: base[key] for key in common}, clean=None, imagenet=False)
     gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
-        pairs = {key: (our_scores[view][key], their_scores[view][key]) for key in our_scores[view]}
-        gain[view] = {
-            key: {"points": a - b, "relative": 100 * (a - b) / b if b else None} for key, (a, b) in pairs.items()
-        }
-    ratios = [
-        (100 - value) / (100 - their_scores["by_corruption"][key])
-        for key, value in our_scores["by_corruption"].items()
-        if key in IMAGENET_C_CORRUPTIONS and their_scores["by_corruption"][key] < 100
-    ]
+        theirs = their_scores[view]
+        gain[view] = {key: _gain(value, theirs[key]) for key, value in our_scores[view].items()}
+    ratios = []
+    for corruption, value in our_scores["by_corruption"].items():
+        baseline = their_scores["by_corruption"][corruption]
+        if corruption in IMAGENET_C_CORRUPTIONS and baseline < 100:
+            ratios.append((100 - value) / (100 - baseline))
     if ratios:
         gain["points"] = our_scores["mean_top1"] - their_scores["mean_top1"]
         gain["error_ratio"] = 100 * mean(ratios)
     return gain
 
 
+def _gain(value: float, baseline: float) -> dict[str, float | None]:
+    points = value - baseline
+    relative = 100 * points / baseline if baseline else None
+    return {"points": points, "relative": relative}
+
+
 def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
-    gain, ce = result.get("against", {}), result.get("ce", {})
-    groups = {name: (name,) for name in result["by_corruption"]} | CORRUPTION_CATEGORIES | {"extra": EXTRA_CORRUPTIONS}
-    optional = ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)
-    rows = [[f"{result['model']}: top-1 (%)", *map(str, severities), "mean", *optional]]
+    gain = result.get("against", {})
+    ce = result.get("ce", {})
+    head = [f"{result['model']}: top-1 (%)", *map(str, severities), "mean"]
+    if ce:
+        head.append("CE (%)")
+    if gain:
+        head.append("gain")
+    rows = [head]
 
-    def add(name: str, means: Iterable[float | None], average: float | None, error: float | None, points: Any) -> None:
-        more = [_text(error, ".1f")] * bool(ce) + [_text(points, "+.2f")] * bool(gain)
-        rows.append([name, *(_text(value, ".1f") for value in means), _text(average, ".2f"), *more])
+    def add(
+        name: str,
+        means: Iterable[float | None],
+        average: float | None,
+        error: float | None,
+        points: float | None,
+    ) -> None:
+        row = [name, *(_text(value, ".1f") for value in means), _text(average, ".2f")]
+        if ce:
+            row.append(_text(error, ".1f"))
+        if gain:
+            row.append(_text(points, "+.2f"))
+        rows.append(row)
 
     for view in ("by_corruption", "by_category"):
+        gains = gain.get(view, {})
         for name, value in result[view].items():
-            parts = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
-            points = gain.get(view, {}).get(name, {}).get("points")
-            add(name, (mean(part) if part else None for part in parts), value, ce.get(name), points)
-    if count := sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"]):
-        whole = len(IMAGENET_C_CORRUPTIONS)
-        name = "all of the suite" if count == whole else f"{count} of the suite's {whole}"
-        average, error = result.get("mean_top1"), result.get("mce")
-        add(name, result["by_severity"].values(), average, error, gain.get("points"))
+            members = (name,) if view == "by_corruption" else _CATEGORIES[name]
+            means = [_mean_of_cells(cells, members, severity) for severity in severities]
+            points = gains[name]["points"] if name in gains else None
+            add(name, means, value, ce.get(name), points)
+    count = sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"])
+    if count:
+        name = "all of the suite"
+        if count < len(IMAGENET_C_CORRUPTIONS):
+            name = f"{count} of the suite's {len(IMAGENET_C_CORRUPTIONS)}"
+        means = result["by_severity"].values()
+        add(name, means, result.get("mean_top1"), result.get("mce"), gain.get("points"))
     return rows
 
 
+def _mean_of_cells(cells: CellValues, names: Sequence[str], severity: int) -> float | None:
+    values = [cells[name, severity] for name in names if (name, severity) in cells]
+    if not values:
+        return None
+    return mean(values)
+
+
 def _text(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    if value is None:
+        return ""
+    return format(value, form)
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
@@ -152,12 +206,15 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     if result["clean"]:
         clean = result["clean"]["top1"]
         lines.append(f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})")
-    if "mce" in result:
-        relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
-        lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")
+    if "relative_mce" in result:
+        relative = f"relative mCE {result['relative_mce']:.1f} %"
+        lines.append(f"mCE {result['mce']:.1f} %, {relative} (100 is AlexNet)")
+    elif "mce" in result:
+        lines.append(f"mCE {result['mce']:.1f} % (100 is AlexNet)")
     elif "mean_error_unnormalised" in result:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
-    if "error_ratio" in (gain := result.get("against", {})):
+    gain = result.get("against", {})
+    if "error_ratio" in gain:
         ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
         lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
     return lines

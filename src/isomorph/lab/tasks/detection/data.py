@@ -27,10 +27,18 @@ from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
 Objects = dict[str, Tensor]
 
 ANNOTATION_FILES = {
-    "train": ("annotations/instances_train2017.json", "annotations/train.json", "train.json", "trainval.json"),
+    "train": (
+        "annotations/instances_train2017.json",
+        "annotations/train.json",
+        "train.json",
+        "trainval.json",
+    ),
     "test": (
-        *("annotations/instances_val2017.json", "annotations/val.json", "val.json"),
-        *("annotations/test.json", "test.json"),
+        "annotations/instances_val2017.json",
+        "annotations/val.json",
+        "val.json",
+        "annotations/test.json",
+        "test.json",
     ),
 }
 # Folders where images are looked for, first to last; then `images` and the folder itself.
@@ -40,7 +48,8 @@ IMAGE_FOLDERS = {
 }
 # Pixels by which a box may leave its image: some annotators count pixels from 1.
 _TOLERANCE = 1.0
-_LARGEST_SIDE, _LARGEST_ID = 10**6, 2**63
+_LARGEST_SIDE = 10**6
+_LARGEST_ID = 2**63
 # Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out.
 _MIN_SIDE = 1.0
 
@@ -75,7 +84,9 @@ def encode_outline(outline: Any, height: int, width: int) -> dict[str, Any]:
     codec = pycocotools("mask")
     if isinstance(outline, list):
         return codec.merge(codec.frPyObjects(outline, height, width))
-    return outline if isinstance(outline["counts"], str) else codec.frPyObjects(outline, height, width)
+    if isinstance(outline["counts"], str):
+        return outline
+    return codec.frPyObjects(outline, height, width)
 
 
 def draw_masks(outlines: Sequence[Any], height: int, width: int) -> Tensor:
@@ -97,7 +108,9 @@ def run_lengths(text: str) -> list[int]:
 
     Raises: ValueError for text that is not RLE.
     """
-    runs, number, shift = list[int](), 0, 0
+    runs = list[int]()
+    number = 0
+    shift = 0
     for code in text.encode("ascii"):
         if not 48 <= code < 112 or shift > 30:
             raise ValueError(f"{text[:20]!r} is not RLE")
@@ -127,32 +140,68 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
     skipped = 0
     for position, annotation in enumerate(content["annotations"]):
         name = f"{path}: annotation {str(annotation.get('id', f'number {position}'))[:40]}"
-        number, category = annotation.get("image_id"), annotation.get("category_id")
-        if type(number) is not int or number not in records:
-            raise UserError(f"{name} is of image {str(number)[:40]}, which the file does not have")
-        if type(category) is not int or category not in categories:
-            listed = ", ".join(map(str, list(categories)[:8])) + ", ..." * (len(categories) > 8)
-            given = str(category)[:40]
-            raise UserError(f"{name} has the unknown category_id {given}; the file's categories are {listed}")
-        record, box, outline = records[number], annotation.get("bbox"), annotation.get("segmentation") or None
-        unusable = _outline_problem(outline, record)
-        if isinstance(outline, dict) and not unusable:
-            outline = {"size": [record.height, record.width], "counts": outline["counts"]}  # sizes may be 48.0
-        if box is None and not unusable:
-            box = pycocotools("mask").toBbox(encode_outline(outline, record.height, record.width)).tolist()
-        instead = ", or train boxes only with task.masks false" if masks and unusable else ""
-        if problem := _field_problem(annotation) or (instead and unusable) or _box_problem(box, record):
+        record = _image_of(annotation, records, name)
+        _check_category(annotation, categories, name)
+        fields, problem, instead = _read_object(annotation, record, masks)
+        if problem:
             skipped += 1
             if skipped > skip:
                 ways = f"correct it, or leave {skipped} out with task.skip_annotations{instead}"
                 raise UserError(f"{name} {problem}; {ways}")
             continue
-        fields = {"category_id": category, "bbox": box, "iscrowd": int(annotation.get("iscrowd") or 0)}
-        outlines = {"segmentation": None if unusable else outline, "area": annotation.get("area")}
-        objects[number].append(fields | outlines)
+        objects[record.id].append(fields)
     if not objects:
         raise UserError(f"{path} has no annotations; give a file with boxes")
-    return Annotations([record._replace(objects=tuple(objects[i])) for i, record in records.items()], categories)
+    images = [record._replace(objects=tuple(objects[number])) for number, record in records.items()]
+    return Annotations(images, categories)
+
+
+def _image_of(annotation: Mapping[str, Any], records: Mapping[int, ImageRecord], name: str) -> ImageRecord:
+    number = annotation.get("image_id")
+    if type(number) is not int or number not in records:
+        raise UserError(f"{name} is of image {str(number)[:40]}, which the file does not have")
+    return records[number]
+
+
+def _check_category(annotation: Mapping[str, Any], categories: Mapping[int, str], name: str) -> None:
+    category = annotation.get("category_id")
+    if type(category) is int and category in categories:
+        return
+    listed = ", ".join(map(str, list(categories)[:8]))
+    if len(categories) > 8:
+        listed += ", ..."
+    given = str(category)[:40]
+    raise UserError(f"{name} has the unknown category_id {given}; the file's categories are {listed}")
+
+
+def _read_object(
+    annotation: Mapping[str, Any], record: ImageRecord, masks: bool
+) -> tuple[dict[str, Any], str | None, str]:
+    """Return an object's fields in COCO's format, what is wrong with it, if anything, and another way out."""
+    box = annotation.get("bbox")
+    outline = annotation.get("segmentation") or None
+    unusable = _outline_problem(outline, record)
+    if unusable:
+        outline = None
+    elif isinstance(outline, dict):  # its sizes may be 48.0
+        outline = {"size": [record.height, record.width], "counts": outline["counts"]}
+    if box is None and not unusable:
+        coded = encode_outline(outline, record.height, record.width)
+        box = pycocotools("mask").toBbox(coded).tolist()
+    instead = ""
+    problem = _field_problem(annotation)
+    if masks and unusable:
+        instead = ", or train boxes only with task.masks false"
+        problem = problem or unusable
+    problem = problem or _box_problem(box, record)
+    fields = {
+        "category_id": annotation["category_id"],
+        "bbox": box,
+        "iscrowd": int(annotation.get("iscrowd") or 0) if not problem else 0,
+        "segmentation": outline,
+        "area": annotation.get("area"),
+    }
+    return fields, problem, instead
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -170,10 +219,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    named = {c["id"]: str(c.get("name") or c["id"]) for c in categories if _is_id(c.get("id"))}
+    named = {}
+    for category in categories:
+        number = category.get("id")
+        if _is_id(number):
+            named[number] = str(category.get("name") or number)
     if not named or len(named) < len(categories):
         raise UserError(f"{path}: categories must have an id each, a whole number of their own")
-    if len({*named.values()}) < len(named):
+    if len(set(named.values())) < len(named):
         raise UserError(f"{path}: two categories have one name; give each a name of its own")
     return dict(sorted(named.items()))
 
@@ -181,15 +234,22 @@ def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dic
 def _read_images(path: Path, images: Sequence[Mapping[str, Any]]) -> dict[int, ImageRecord]:
     records: dict[int, ImageRecord] = {}
     for image in images:
-        number, file, *size = (image.get(key) for key in ("id", "file_name", "height", "width"))
-        sides = all(type(n) is int and 0 < n <= _LARGEST_SIDE for n in size)
-        if not _is_id(number) or not isinstance(file, str) or not sides:
+        number: Any = image.get("id")
+        file = image.get("file_name")
+        height: Any = image.get("height")
+        width: Any = image.get("width")
+        known = _is_id(number) and isinstance(file, str)
+        if not known or not _is_side(height) or not _is_side(width):
             given = str(number)[:40]
             raise UserError(f"{path}: image {given} needs an id, a file_name, and height and width in pixels")
         if number in records:
             raise UserError(f"{path} has two images with id {number}; give each image its own")
-        records[number] = ImageRecord(number, file, *size)  # type: ignore[arg-type, index]
+        records[number] = ImageRecord(number, str(file), height, width)
     return records
+
+
+def _is_side(length: Any) -> bool:
+    return type(length) is int and 0 < length <= _LARGEST_SIDE
 
 
 def _is_id(number: Any) -> bool:
@@ -202,7 +262,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _field_problem(annotation: Mapping[str, Any]) -> str | None:
-    crowd, area = annotation.get("iscrowd"), annotation.get("area")
+    crowd = annotation.get("iscrowd")
+    area = annotation.get("area")
     if crowd not in (None, 0, 1):
         return f"has iscrowd {crowd!r:.40}, which is not 0 or 1"
     if area is not None and not (_is_number(area) and area >= 0):
@@ -216,38 +277,51 @@ def _box_problem(box: Any, record: ImageRecord) -> str | None:
     left, top, width, height = box
     if width <= 0 or height <= 0:
         return f"has bbox {box} in {record.file}, which has no area"
-    limits = (-_TOLERANCE, record.width + _TOLERANCE, record.height + _TOLERANCE)
-    if left < limits[0] or top < limits[0] or left + width > limits[1] or top + height > limits[2]:
+    before = min(left, top) < -_TOLERANCE
+    beyond = left + width > record.width + _TOLERANCE or top + height > record.height + _TOLERANCE
+    if before or beyond:
         return f"has bbox {box}, outside {record.file} of {record.width} x {record.height} pixels"
     return None
 
 
 def _outline_problem(outline: Any, record: ImageRecord) -> str | None:
     """Return what is wrong with polygons, which may leave the image by its size, or RLE."""
-    W, H = record.width, record.height
     if outline is None:
         return "has no segmentation"
     if isinstance(outline, list):
-        if not all(_is_polygon(each) for each in outline):
-            return "has a polygon with fewer than three points, or that is not pairs of numbers"
-        sides = ((points[i::2], (W, H)[i]) for points in outline for i in (0, 1))
-        far = any(min(places) < -side or max(places) > 2 * side for places, side in sides)
-        return f"has a polygon far outside {record.file} of {W} x {H} pixels" if far else None
+        return _polygon_problem(outline, record)
     if not isinstance(outline, dict) or "counts" not in outline:
         return "has a segmentation that is neither polygons nor RLE"
+    W = record.width
+    H = record.height
     if outline.get("size") != [H, W]:
         return f"has an RLE mask of size {str(outline.get('size'))[:40]}, and {record.file} is {H} x {W}"
-    counts = outline["counts"]
-    try:
-        runs = run_lengths(counts) if isinstance(counts, str) else counts
-    except ValueError:  # of text in another code, too
-        return "has an RLE mask whose counts are not COCO's text"
-    fine = isinstance(runs, list) and all(type(n) is int and 0 <= n <= H * W for n in runs) and sum(runs) == H * W
-    return None if fine else "has an RLE mask whose counts do not add up to its pixels"
+    runs = outline["counts"]
+    if isinstance(runs, str):
+        try:
+            runs = run_lengths(runs)
+        except ValueError:  # of text in another code, too
+            return "has an RLE mask whose counts are not COCO's text"
+    counts = isinstance(runs, list) and all(type(run) is int and 0 <= run <= H * W for run in runs)
+    if counts and sum(runs) == H * W:
+        return None
+    return "has an RLE mask whose counts do not add up to its pixels"
+
+
+def _polygon_problem(polygons: Sequence[Any], record: ImageRecord) -> str | None:
+    if not all(map(_is_polygon, polygons)):
+        return "has a polygon with fewer than three points, or that is not pairs of numbers"
+    for points in polygons:
+        for places, side in ((points[::2], record.width), (points[1::2], record.height)):
+            if min(places) < -side or max(places) > 2 * side:
+                return f"has a polygon far outside {record.file} of {record.width} x {record.height} pixels"
+    return None
 
 
 def _is_polygon(points: Any) -> bool:
-    return isinstance(points, list) and len(points) >= 6 and not len(points) % 2 and all(map(_is_number, points))
+    if not isinstance(points, list) or len(points) < 6 or len(points) % 2:
+        return False
+    return all(map(_is_number, points))
 
 
 class DetectionSource(ImageSet[ImageRecord]):
@@ -260,13 +334,15 @@ class DetectionSource(ImageSet[ImageRecord]):
 
     def __init__(self, path: Path, annotations: Annotations, folder: Path, masks: bool) -> None:
         super().__init__(annotations.images, tuple(annotations.categories.values()))
-        self.annotations, self.folder, self.masks = path, folder, masks
+        self.annotations = path
+        self.folder = folder
+        self.masks = masks
         self.category_ids = tuple(annotations.categories)
         self.label_of = {number: label for label, number in enumerate(self.category_ids)}
 
     def with_objects(self) -> "DetectionSource":
         """Return the images with objects other than crowds. Raises: UserError if there are none."""
-        chosen = [i for i, record in enumerate(self.samples) if any(not each["iscrowd"] for each in record.objects)]
+        chosen = [i for i, record in enumerate(self.samples) if _without_crowds(record)]
         if not chosen:
             raise UserError(
                 f"{self.annotations} has no objects, or crowds only, in {len(self)} images; give a file with "
@@ -278,7 +354,8 @@ class DetectionSource(ImageSet[ImageRecord]):
         return self.folder / self.samples[index].file
 
     def image(self, index: int) -> Image.Image:
-        image, record = super().image(index), self.samples[index]
+        image = super().image(index)
+        record = self.samples[index]
         if image.size != (record.width, record.height):
             raise UserError(
                 f"{self.path(index)} has {image.width} x {image.height} pixels, and its annotations in "
@@ -290,22 +367,35 @@ class DetectionSource(ImageSet[ImageRecord]):
     def objects(self, index: int) -> Objects:
         """Return the objects of an image, without crowds. Boxes are cut at the borders of the image."""
         record = self.samples[index]
-        found = [each for each in record.objects if not each["iscrowd"]]
-        boxes = torch.tensor([each["bbox"] for each in found], dtype=torch.float32).reshape(-1, 4)
+        shown = _without_crowds(record)
+        boxes = torch.tensor([thing["bbox"] for thing in shown], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         limits = torch.tensor([record.width, record.height] * 2, dtype=torch.float32)
-        labels = torch.tensor([self.label_of[each["category_id"]] for each in found], dtype=torch.int64)
-        objects = {"boxes": boxes.clamp(min=0).minimum(limits), "labels": labels}
+        labels = [self.label_of[thing["category_id"]] for thing in shown]
+        objects = {
+            "boxes": boxes.clamp(min=0).minimum(limits),
+            "labels": torch.tensor(labels, dtype=torch.int64),
+        }
         if self.masks:
-            objects["masks"] = draw_masks([each["segmentation"] for each in found], record.height, record.width)
+            outlines = [thing["segmentation"] for thing in shown]
+            objects["masks"] = draw_masks(outlines, record.height, record.width)
         return objects
 
     def example(self, index: int) -> tuple[Image.Image, Objects]:
         return self.image(index), self.objects(index)
 
 
-def open_split(
-    root: Path, split: str, masks: bool, annotations: str | None = None, images: str | None = None, skip: int = 0
+def _without_crowds(record: ImageRecord) -> list[dict[str, Any]]:
+    return [thing for thing in record.objects if not thing["iscrowd"]]
+
+
+def open_annotated(
+    root: Path,
+    split: str,
+    masks: bool,
+    annotations: str | None = None,
+    images: str | None = None,
+    skip: int = 0,
 ) -> DetectionSource:
     """Open the images of a split, train or test, of a folder with annotations in COCO's format.
 
@@ -317,41 +407,64 @@ def open_split(
     if not root.is_dir():
         raise UserError(f"there is no folder {root}; give data.root a folder with images and COCO annotations")
     path = root / annotations if annotations else find_annotations(root, split)
-    found = read_annotations(path, masks, skip)
-    known = [root / name for name in (*IMAGE_FOLDERS[split], "images", ".") if (root / name).is_dir()]
-    places = [root / images] if images else known
-    files = [file_inside(places[0], record.file, str(path)) and record.file for record in found.images]
-    folder = next((place for place in places if (place / files[0]).is_file()), places[0])
+    content = read_annotations(path, masks, skip)
+    if images:
+        folders = [root / images]
+    else:
+        names = (*IMAGE_FOLDERS[split], "images", ".")
+        folders = [root / name for name in names if (root / name).is_dir()]
+    for record in content.images:
+        file_inside(folders[0], record.file, str(path))
+    first = content.images[0].file
+    folder = next((folder for folder in folders if (folder / first).is_file()), folders[0])
+    records = _with_names_on_disk(content.images, folder, path)
+    return DetectionSource(path, content._replace(images=records), folder, masks)
+
+
+def _with_names_on_disk(records: Sequence[ImageRecord], folder: Path, path: Path) -> list[ImageRecord]:
+    """Return the images with the names of their files, which may have another Unicode form in the annotations.
+
+    Raises: UserError for missing files.
+    """
     present = set(os.listdir(folder)) if folder.is_dir() else set()
-    unlike = {composed(name): name for name in present}  # in another Unicode form
-    files = [name if name in present else unlike.get(composed(name), name) for name in map(str, files)]
-    found = found._replace(images=[each._replace(file=str(f)) for each, f in zip(found.images, files, strict=True)])
-    missing = [name for name in files if name not in present and not (folder / name).is_file()]
+    by_form = {composed(name): name for name in present}
+    named = []
+    missing = []
+    for record in records:
+        name = record.file
+        if name not in present:
+            name = by_form.get(composed(name), name)
+        if name not in present and not (folder / name).is_file():
+            missing.append(name)
+        named.append(record._replace(file=name))
     if missing:
-        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{folder} has no file {missing[0]}{others}, of the images in {path}; correct data.root")
-    return DetectionSource(path, found, folder, masks)
+    return named
 
 
 def find_annotations(root: Path, split: str, instead: str = "") -> Path:
     """Return the annotations of a split. Raises: UserError, which says what to give `instead`, if there are none."""
     places = ANNOTATION_FILES[split]
-    found = next((root / name for name in places if (root / name).is_file()), None)
-    if found is None:
-        instead = instead or f"give task.{split} a file"
-        raise UserError(f"{root} has none of {', '.join(places)} for the {split} split; {instead}")
-    return found
+    for name in places:
+        if (root / name).is_file():
+            return root / name
+    instead = instead or f"give task.{split} a file"
+    raise UserError(f"{root} has none of {', '.join(places)} for the {split} split; {instead}")
 
 
 def check_same_categories(train: DetectionSource, test: DetectionSource) -> None:
     """Raise UserError if the test data has categories with other numbers or names than the training data."""
-    (a, b) = (dict(zip(s.category_ids, s.classes, strict=True)) for s in (train, test))
-    if a != b:
-        other = next(number for number in sorted({*a, *b}) if a.get(number) != b.get(number))
-        raise UserError(
-            f"category {other} is {a.get(other)!r} in {train.annotations} and {b.get(other)!r} in "
-            f"{test.annotations}; give both the same categories"
-        )
+    trained = dict(zip(train.category_ids, train.classes, strict=True))
+    tested = dict(zip(test.category_ids, test.classes, strict=True))
+    for number in sorted(trained.keys() | tested.keys()):
+        old = trained.get(number)
+        new = tested.get(number)
+        if old != new:
+            raise UserError(
+                f"category {number} is {old!r} in {train.annotations} and {new!r} in {test.annotations}; "
+                "give both the same categories"
+            )
 
 
 class FitTransform:
@@ -362,15 +475,18 @@ class FitTransform:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.size = tuple(config["input_size"][-2:])
-        self.mean, self.std = list(config["mean"]), list(config["std"])
+        self.mean = list(config["mean"])
+        self.std = list(config["std"])
 
     def fit(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
         """Return an image as the network reads it, and its height and width inside."""
-        resized = V.resize(V.pil_to_tensor(image), fitted_size(image.size[::-1], self.size), antialias=True)
+        size = fitted_size(image.size[::-1], self.size)
+        resized = V.resize(V.pil_to_tensor(image), size, antialias=True)
         return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
 
     def normalise(self, image: Tensor) -> Tensor:
-        return V.normalize(V.to_dtype(image, torch.float32, scale=True), self.mean, self.std)
+        shares = V.to_dtype(image, torch.float32, scale=True)
+        return V.normalize(shares, self.mean, self.std)
 
 
 class TrainTransform(FitTransform):
@@ -385,7 +501,8 @@ class TrainTransform(FitTransform):
 
     def __init__(self, config: Mapping[str, Any], scales: tuple[float, float], flip: float) -> None:
         super().__init__(config)
-        self.scales, self.flip = scales, flip
+        self.scales = scales
+        self.flip = flip
 
     def __call__(self, example: tuple[Image.Image, Objects]) -> tuple[Tensor, Objects]:
         image, objects = example
@@ -397,16 +514,22 @@ class TrainTransform(FitTransform):
         draw = torch.rand(4)  # flip, scale, row and column of the crop
         if draw[0] < self.flip:
             sample = {name: V.horizontal_flip(value) for name, value in sample.items()}
-        scale = self.scales[0] + (self.scales[1] - self.scales[0]) * draw[1].item()
-        size = fitted_size(canvas, tuple(max(1, round(n * scale)) for n in self.size))
+        smallest, largest = self.scales
+        scale = smallest + (largest - smallest) * draw[1].item()
+        size = fitted_size(canvas, tuple(max(1, round(side * scale)) for side in self.size))
         sample = {name: _resize(value, size) for name, value in sample.items()}
-        top, left = (int(max(n - m, 0) * part + 0.5) for n, m, part in zip(size, self.size, draw[2:], strict=True))
-        kept = [min(n, m) for n, m in zip(size, self.size, strict=True)]
-        sample = {name: V.crop(value, top, left, *kept) for name, value in sample.items()}
-        return pad_to(self.normalise(sample["image"].as_subclass(Tensor)), self.size), self._objects(sample, objects)
+
+        height = min(size[0], self.size[0])
+        width = min(size[1], self.size[1])
+        top = int((size[0] - height) * draw[2] + 0.5)
+        left = int((size[1] - width) * draw[3] + 0.5)
+        sample = {name: V.crop(value, top, left, height, width) for name, value in sample.items()}
+        cropped = self.normalise(sample["image"].as_subclass(Tensor))
+        return pad_to(cropped, self.size), self._objects(sample, objects)
 
     def _objects(self, sample: dict[str, Any], objects: Objects) -> Objects:
-        boxes, labels = sample["boxes"].as_subclass(Tensor), objects["labels"]
+        boxes = sample["boxes"].as_subclass(Tensor)
+        labels = objects["labels"]
         if "masks" not in sample:
             left = ((boxes[:, 2:] - boxes[:, :2]) >= _MIN_SIDE).all(1)
             return {"boxes": boxes[left], "labels": labels[left]}
@@ -420,15 +543,22 @@ class TrainTransform(FitTransform):
 def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
     """Return height and width of an image resized to fit a limit, with its ratio kept."""
     scale = min(limit[0] / size[0], limit[1] / size[1])
-    return [min(bound, max(1, round(n * scale))) for n, bound in zip(size, limit, strict=True)]
+    fitted = []
+    for side, largest in zip(size, limit, strict=True):
+        scaled = max(1, round(side * scale))
+        fitted.append(min(largest, scaled))
+    return fitted
 
 
 def _resize(value: Any, size: list[int]) -> Any:
     if isinstance(value, tv_tensors.Mask):
-        return resize_masks(value, size) if len(value) else value.new_zeros(0, *size)
+        if len(value):
+            return resize_masks(value, size)
+        return value.new_zeros(0, *size)
     return V.resize(value, size, antialias=True)
 
 
 def pad_to(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """Pad an image or masks with zeros on the right and below. Shape: (C, H, W) -> (C, *size)"""
-    return torch.nn.functional.pad(x, (0, size[1] - x.shape[-1], 0, size[0] - x.shape[-2]))
+    height, width = size
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]))

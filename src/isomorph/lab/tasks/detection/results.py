@@ -30,7 +30,6 @@ from isomorph.lab.training.task import Prediction
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.input_sizes import evaluation_config, label_names
 
-KINDS = {"bbox": "box", "segm": "mask"}
 # The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 # Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito).
@@ -43,7 +42,8 @@ class FittedImages(Dataset[tuple[Tensor, int]]):
     """Images as the network reads them, with their indices in the source. Shape: -> (3, H, W), index"""
 
     def __init__(self, source: DetectionSource, config: Mapping[str, Any]) -> None:
-        self.source, self.transform = source, FitTransform(config)
+        self.source = source
+        self.transform = FitTransform(config)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -67,38 +67,55 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
     """
     images: Any = loader.dataset
     source: DetectionSource = images.source
-    own, device = Results([], []), next(model.parameters()).device
+    own = Results([], [])
+    device = next(model.parameters()).device
     with eval_mode(model):
         for batch, indices in runtime.pad_batches(loader):
             records = [source.samples[max(int(i), 0)] for i in indices]
-            inside: Any = [tuple(fitted_size((r.height, r.width), images.transform.size)) for r in records]
-            found = model.detect(batch.to(device), inside)  # type: ignore[operator]
-            for index, record, height_width, each in zip(indices, records, inside, found, strict=True):
-                if index >= 0:  # the others fill up a batch
-                    own.entries.extend(as_results(to_image(each, record, height_width), record, source.category_ids))
-                    own.image_ids.append(record.id)
-    gathered = runtime.gather(tuple(own))
-    return Results([each for part, _ in gathered for each in part], [i for _, part in gathered for i in part])
+            inside: Any = []
+            for record in records:
+                size = fitted_size((record.height, record.width), images.transform.size)
+                inside.append(tuple(size))
+            detected = model.detect(batch.to(device), inside)  # type: ignore[operator]
+            for index, record, size, detections in zip(indices, records, inside, detected, strict=True):
+                if index < 0:  # it fills up a batch
+                    continue
+                detections = to_image(detections, record, size)
+                own.entries.extend(as_results(detections, record, source.category_ids))
+                own.image_ids.append(record.id)
+    everything = Results([], [])
+    for entries, image_ids in runtime.gather(tuple(own)):
+        everything.entries.extend(entries)
+        everything.image_ids.extend(image_ids)
+    return everything
 
 
-def to_image(found: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]) -> dict[str, Tensor]:
+def to_image(detections: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]) -> dict[str, Tensor]:
     """Return detections in pixels of the image itself; `inside` is its size in the input. Masks: -> (n, H, W) bool"""
-    found = {name: value.cpu() for name, value in found.items()}
-    found["boxes"] = found["boxes"] * torch.tensor([record.width / inside[1], record.height / inside[0]] * 2)
-    if "masks" in found:
-        pasted = paste_masks_in_image(found["masks"], found["boxes"], (record.height, record.width))
-        found["masks"] = pasted[:, 0] > 0.5
-    return found
+    detections = {name: value.cpu() for name, value in detections.items()}
+    height, width = inside
+    across = record.width / width
+    down = record.height / height
+    detections["boxes"] = detections["boxes"] * torch.tensor([across, down, across, down])
+    if "masks" in detections:
+        size = (record.height, record.width)
+        pasted = paste_masks_in_image(detections["masks"], detections["boxes"], size)
+        detections["masks"] = pasted[:, 0] > 0.5
+    return detections
 
 
-def as_results(found: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]) -> list[dict[str, Any]]:
-    corners = found["boxes"].double()
-    boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
-    entries: list[dict[str, Any]] = [
-        {"image_id": record.id, "category_id": category_ids[label], "bbox": box, "score": score}
-        for box, label, score in zip(boxes, found["labels"].tolist(), found["scores"].tolist(), strict=True)
-    ]
-    for entry, mask in zip(entries, found.get("masks", ()), strict=False):
+def as_results(detections: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Return detections in COCO's format, with boxes as left, top, width, height."""
+    corners = detections["boxes"].double()
+    first = corners[:, :2]
+    boxes = torch.cat([first, corners[:, 2:] - first], 1).tolist()
+    labels = detections["labels"].tolist()
+    scores = detections["scores"].tolist()
+    entries: list[dict[str, Any]] = []
+    for box, label, score in zip(boxes, labels, scores, strict=True):
+        category = category_ids[label]
+        entries.append({"image_id": record.id, "category_id": category, "bbox": box, "score": score})
+    for entry, mask in zip(entries, detections.get("masks", ()), strict=False):
         entry["segmentation"] = encode_mask(mask)
     return entries
 
@@ -118,34 +135,43 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
     """
     if not results.image_ids:
         raise UserError("there is nothing to evaluate: the data has no images")
-    require_finite(torch.tensor([(each["score"], *each["bbox"]) for each in results.entries]))
+    require_finite(torch.tensor([(entry["score"], *entry["bbox"]) for entry in results.entries]))
     truth = ground_truth(source)
-    masks = source.masks and all("segmentation" in each for each in results.entries)
+    kinds = {"bbox": "box"}
+    if source.masks and all("segmentation" in entry for entry in results.entries):
+        kinds["segm"] = "mask"
     overall: dict[str, Any] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for kind, name in KINDS.items() if masks else [("bbox", "box")]:
+    for kind, name in kinds.items():
         run = _evaluate(truth, results, kind)
-        overall |= {f"{name}_{key}": 100 * float(n) for key, n in zip(STATISTICS, run.stats, strict=False) if n >= 0}
+        for statistic, share in zip(STATISTICS, run.stats, strict=False):
+            if share >= 0:
+                overall[f"{name}_{statistic}"] = 100 * float(share)
         precision = run.eval["precision"][:, :, :, 0, -1]  # (IoU, recall, class), all sizes, most detections
         for label, title in enumerate(source.classes):
-            found = precision[:, :, label]
-            if (found >= 0).any():
-                means = {f"{name}_ap": 100 * found.mean(), f"{name}_ap50": 100 * found[0].mean()}
-                rows.setdefault(title, {"class": title}).update({key: float(n) for key, n in means.items()})
+            of_class = precision[:, :, label]
+            if (of_class >= 0).any():
+                row = rows.setdefault(title, {"class": title})
+                row[f"{name}_ap"] = float(100 * of_class.mean())
+                row[f"{name}_ap50"] = float(100 * of_class[0].mean())
     return [{**overall, "images": len(results.image_ids)}, *rows.values()]
 
 
 def ground_truth(source: DetectionSource) -> Any:
     """Return the objects of a source as pycocotools' COCO, with ids from 1 (it takes 0 for no match)."""
-    codec, objects = pycocotools("mask"), list[dict[str, Any]]()
+    codec = pycocotools("mask")
+    objects = list[dict[str, Any]]()
     for record in source.samples:
-        for each in record.objects:
-            area = each["area"]
-            if area is None and each["segmentation"] is not None:  # COCO's own definition
-                area = float(codec.area(encode_outline(each["segmentation"], record.height, record.width)))
+        for thing in record.objects:
+            area = thing["area"]
+            if area is None and thing["segmentation"] is not None:  # COCO's own definition
+                outline = encode_outline(thing["segmentation"], record.height, record.width)
+                area = float(codec.area(outline))
             elif area is None:
-                area = each["bbox"][2] * each["bbox"][3]
-            objects.append({**each, "image_id": record.id, "id": len(objects) + 1, "area": area})
+                _, _, width, height = thing["bbox"]
+                area = width * height
+            number = len(objects) + 1
+            objects.append({**thing, "image_id": record.id, "id": number, "area": area})
     coco = pycocotools("coco").COCO()
     coco.dataset = {
         "info": {},
@@ -160,15 +186,15 @@ def ground_truth(source: DetectionSource) -> Any:
 
 def _evaluate(truth: Any, results: Results, kind: str) -> Any:
     other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
-    given = [{key: value for key, value in each.items() if key != other} for each in results.entries]
+    given = [{key: value for key, value in entry.items() if key != other} for entry in results.entries]
     with contextlib.redirect_stdout(io.StringIO()):
         if given:
-            found = truth.loadRes(given)
+            detections = truth.loadRes(given)
         else:  # it takes no empty list
-            found = pycocotools("coco").COCO()
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
-        run = pycocotools("cocoeval").COCOeval(truth, found, kind)
+            detections = pycocotools("coco").COCO()
+            detections.dataset = {**truth.dataset, "annotations": []}
+            detections.createIndex()
+        run = pycocotools("cocoeval").COCOeval(truth, detections, kind)
         run.params.imgIds = sorted(results.image_ids)
         run.evaluate()
         run.accumulate()
@@ -187,37 +213,49 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     image = read_image(path)
     inputs, inside = FitTransform(evaluation_config(model)).fit(image)
     with eval_mode(model):
-        found = model.detect(inputs[None].to(next(model.parameters()).device), [inside])[0]  # type: ignore[operator]
-    found = to_image(found, ImageRecord(0, "", image.height, image.width), inside)
+        device = next(model.parameters()).device
+        detections = model.detect(inputs[None].to(device), [inside])[0]  # type: ignore[operator]
+    detections = to_image(detections, ImageRecord(0, "", image.height, image.width), inside)
     names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
-    listed = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
-    entries: list[dict[str, Any]] = [
-        {"label": i, "name": names[i], "score": round(score, 4), "box": [round(n, 1) for n in box]}
-        for i, score, box in listed
-    ]
-    for entry, mask in zip(entries, found.get("masks", ()), strict=False):
+    entries = _json_entries(detections, names)
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry["score"] >= SHOWN_SCORE:
+            box = " ".join(f"{side:g}" for side in entry["box"])
+            rows.append({"class": entry["name"], "probability": 100 * entry["score"], "box": box})
+    return Prediction(rows, {".png": draw_objects(image, detections, names), ".json": entries})
+
+
+def _json_entries(detections: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
+    labels = detections["labels"].tolist()
+    scores = detections["scores"].tolist()
+    boxes = detections["boxes"].tolist()
+    entries: list[dict[str, Any]] = []
+    for label, score, corners in zip(labels, scores, boxes, strict=True):
+        box = [round(side, 1) for side in corners]
+        entries.append({"label": label, "name": names[label], "score": round(score, 4), "box": box})
+    for entry, mask in zip(entries, detections.get("masks", ()), strict=False):
         coded = encode_mask(mask)
-        entry["segmentation"] = {"size": list(coded["size"]), "counts": coded["counts"].decode("ascii")}
-    rows = [
-        {"class": each["name"], "probability": 100 * each["score"], "box": " ".join(f"{n:g}" for n in each["box"])}
-        for each in entries
-        if each["score"] >= SHOWN_SCORE
-    ]
-    return Prediction(rows, {".png": draw_objects(image, found, names), ".json": entries})
+        counts = coded["counts"].decode("ascii")
+        entry["segmentation"] = {"size": list(coded["size"]), "counts": counts}
+    return entries
 
 
-def draw_objects(image: Image.Image, found: Mapping[str, Tensor], names: Sequence[str]) -> Image.Image:
+def draw_objects(image: Image.Image, detections: Mapping[str, Tensor], names: Sequence[str]) -> Image.Image:
     """Draw boxes with class and score, and outlines filled in half-transparent colours, from a score of .3."""
-    shown = found["scores"] >= SHOWN_SCORE
-    found = {name: value[shown] for name, value in found.items()}
-    labels = found["labels"].tolist()
-    colours: list[Any] = [COLOURS[label % len(COLOURS)] for label in labels]
     canvas = V.pil_to_tensor(image.convert("RGB"))
-    if labels and "masks" in found:
-        canvas = draw_segmentation_masks(canvas, found["masks"].bool(), alpha=0.45, colors=colours)
-    if labels:
-        texts = [f"{names[label]} {score:.2f}" for label, score in zip(labels, found["scores"].tolist(), strict=True)]
-        corners = found["boxes"].clamp(min=0).minimum(torch.tensor([image.width - 1, image.height - 1] * 2))
-        width = max(2, round(max(image.size) / 200))
-        canvas = draw_bounding_boxes(canvas, corners, texts, colors=colours, width=width)
+    is_shown = detections["scores"] >= SHOWN_SCORE
+    shown = {name: value[is_shown] for name, value in detections.items()}
+    labels = shown["labels"].tolist()
+    if not labels:
+        return V.to_pil_image(canvas)
+    colours: list[Any] = [COLOURS[label % len(COLOURS)] for label in labels]
+    if "masks" in shown:
+        canvas = draw_segmentation_masks(canvas, shown["masks"].bool(), alpha=0.45, colors=colours)
+    scores = shown["scores"].tolist()
+    texts = [f"{names[label]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
+    limits = torch.tensor([image.width - 1, image.height - 1] * 2)
+    corners = shown["boxes"].clamp(min=0).minimum(limits)
+    width = max(2, round(max(image.size) / 200))
+    canvas = draw_bounding_boxes(canvas, corners, texts, colors=colours, width=width)
     return V.to_pil_image(canvas)

@@ -24,9 +24,14 @@ from isomorph.lab.tasks.detection.data import (
     TrainTransform,
     check_same_categories,
     find_annotations,
-    open_split,
+    open_annotated,
 )
-from isomorph.lab.tasks.detection.results import FittedImages, collect_detections, metric_rows, predict_file
+from isomorph.lab.tasks.detection.results import (
+    FittedImages,
+    collect_detections,
+    metric_rows,
+    predict_file,
+)
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
@@ -132,7 +137,8 @@ class GuidedDetectionLoss(DetectionLoss):
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
-        maps, objectness = losses.pop("maps"), losses.pop("objectness")
+        maps = losses.pop("maps")
+        objectness = losses.pop("objectness")
         with torch.no_grad():
             teacher = self.teacher.model
             theirs = list(teacher.pyramid_maps(self.teacher.images(input)).values())
@@ -187,7 +193,8 @@ class Detection(Task):
             raise ValueError("task.scales must be the smallest and the largest scale, like [0.1, 2.0]")
 
     def open_data(self, recipe: Recipe) -> tuple[DetectionSource, DetectionSource]:
-        root, options = data_root(recipe.data.root), self.options
+        root = data_root(recipe.data.root)
+        options = self.options
         train = self._open(root, "train", options.train, options.train_images)
         test = self._open(root, "test", options.test, options.test_images)
         check_same_categories(train, test)
@@ -199,7 +206,7 @@ class Detection(Task):
         return train, test
 
     def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> DetectionSource:
-        return open_split(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
+        return open_annotated(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         part = recipe.model
@@ -232,13 +239,19 @@ class Detection(Task):
         def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
             return metric_rows(loader.dataset.source, collect_detections(student(module), loader, runtime))[0]
 
-        options, loss = self.options, DetectionLoss(model, device)
+        options = self.options
+        loss = DetectionLoss(model, device)
         if options.teacher is not None:
             loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[Tensor, list[Target]]:
         """Return images with one object each, in the middle."""
         H, W = config["input_size"][-2:]
@@ -259,7 +272,8 @@ class Detection(Task):
         return torch.stack([each.float().mean() for each in tensors]).sum()
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
-        given, own = options.data, self.options
+        given = options.data
+        own = self.options
         if given is not None and given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
         elif given is None or given in self.sources:

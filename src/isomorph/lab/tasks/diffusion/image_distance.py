@@ -84,7 +84,9 @@ class PooledFeatures(nn.Module):
             raise UserError(f"{type(model).__name__} has no features before a classifier; give a timm classifier")
         self.model: Any = model
         config = evaluation_config(model)
-        self.size, self.mean, self.std = tuple(config["input_size"][-2:]), list(config["mean"]), list(config["std"])
+        self.size = tuple(config["input_size"][-2:])
+        self.mean = list(config["mean"])
+        self.std = list(config["std"])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x / 255
@@ -163,7 +165,10 @@ def open_folder(folder: Path) -> Source:
 
 
 def open_real_images(
-    data: str, split: Literal["train", "test"], root: Path | None = None, max_images: int | None = None
+    data: str,
+    split: Literal["train", "test"],
+    root: Path | None = None,
+    max_images: int | None = None,
 ) -> Source:
     """Open the images of a data source, of a split of a folder, or of a folder without splits, all of them.
 
@@ -188,7 +193,9 @@ def _batches(
         images = [source.image(i) for i in numbers]
         for number, image in zip(numbers, images, strict=True) if exact else ():
             if image.size[::-1] != size:
-                (height, width), (own_height, own_width), paths = size, image.size[::-1], cast(Any, source.images)
+                (height, width) = size
+                (own_height, own_width) = image.size[::-1]
+                paths = cast(Any, source.images)
                 what = f"is {own_height} x {own_width}, and {paths[0]} is {height} x {width}"
                 raise UserError(f"{paths[number]} {what}; give images of one size")
         yield torch.stack([(crop(image) * 255).round().to(torch.uint8) for image in images])
@@ -206,7 +213,8 @@ def compare_folder(
 
     Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite.
     """
-    own, features = open_folder(folder), []
+    own = open_folder(folder)
+    features = []
     width, height = own.image(0).size
     for source, title in ((own, "generated images"), (real, "real images")):
         report = partial(lambda title, done, total: progress(done, total, title), title)

@@ -128,10 +128,20 @@ def sample(
     with eval_mode(model):
         net = fuse(model, norms=False) if fusible_modules(model) else model
     shape, batches = (int(model.in_chans), height, width), []  # type: ignore[arg-type]
-    passes, total = count(1), -(-images // batch_size) * steps
+    passes = count(1)
+    total = -(-images // batch_size) * steps
     with eval_mode(net):
         for numbers in batch_ranges(images, batch_size):
-            x = denoise(net, numbers, shape, sampler, schedule, steps, seed, lambda: progress(next(passes), total))
+            x = denoise(
+                net,
+                numbers,
+                shape,
+                sampler,
+                schedule,
+                steps,
+                seed,
+                lambda: progress(next(passes), total),
+            )
             batches.append(((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches)
 
@@ -140,7 +150,10 @@ def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
     """Return the number of steps of a sampler. Raises: UserError for an unknown sampler, or another number of steps."""
     if sampler not in get_args(Sampler):
         raise UserError(f"the sampler {sampler!r} is unknown; choose {' or '.join(get_args(Sampler))}")
-    steps = steps if steps is not None else time_steps if sampler == "ancestral" else min(DDIM_STEPS, time_steps)
+    if steps is not None:
+        steps = steps
+    else:
+        steps = time_steps if sampler == "ancestral" else min(DDIM_STEPS, time_steps)
     if not 2 <= steps <= time_steps:
         raise UserError(f"{steps:,} steps are out of range; the model takes 2 to {time_steps:,}")
     return steps
@@ -151,7 +164,11 @@ def spaced_times(time_steps: int, steps: int) -> list[int]:
 
 
 def next_images(
-    x: Tensor, noise: Tensor, signal: tuple[float, float], sampler: str, generators: list[torch.Generator]
+    x: Tensor,
+    noise: Tensor,
+    signal: tuple[float, float],
+    sampler: str,
+    generators: list[torch.Generator],
 ) -> Tensor:
     """Return the images of the next time step, given the noise predicted in those of this one.
 
@@ -185,7 +202,8 @@ def denoise(
     after_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return images of these numbers, from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W). Raises: NotFinite."""
-    parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
+    parameter = next(net.parameters())
+    times = spaced_times(schedule.time_steps, steps)
     generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
     signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]

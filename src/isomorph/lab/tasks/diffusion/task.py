@@ -17,7 +17,12 @@ from isomorph.lab.data.loaders import eval_transform, loader_of_share, train_loa
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import Source, spaced_images, with_changes
 from isomorph.lab.evaluation.model_data import open_split
-from isomorph.lab.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
+from isomorph.lab.tasks.diffusion.sampling import (
+    NoiseSchedule,
+    check_denoiser_size,
+    noise_schedule,
+    require_denoiser,
+)
 from isomorph.lab.training.build import build_model, build_test_loader, open_sources
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
@@ -56,13 +61,17 @@ class DenoisingLoss(LossModule):
 
     def __init__(self, model: nn.Module, schedule: NoiseSchedule, parts: int, device: torch.device) -> None:
         super().__init__(model, device)
-        self.schedule, self.parts = schedule, parts
+        self.schedule = schedule
+        self.parts = parts
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
         t = torch.randint(self.schedule.time_steps, (len(input),), device=input.device)
         noise = torch.randn_like(input)
         predicted = self.trainable_module(self.schedule.add_noise(input, noise, t), t)
-        return {"loss": squared_errors(predicted, noise).sum() * self.parts / 1000, "output": predicted}
+        return {
+            "loss": squared_errors(predicted, noise).sum() * self.parts / 1000,
+            "output": predicted,
+        }
 
 
 def squared_errors(predicted: Tensor, noise: Tensor) -> Tensor:
@@ -72,7 +81,10 @@ def squared_errors(predicted: Tensor, noise: Tensor) -> Tensor:
 
 @torch.no_grad()
 def denoising_errors(
-    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], schedule: NoiseSchedule, runtime: Runtime
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    schedule: NoiseSchedule,
+    runtime: Runtime,
 ) -> Tensor:
     """Return the sum of the images' mean squared errors and the number of images, by interval of time steps.
 
@@ -81,13 +93,19 @@ def denoising_errors(
 
     Shape: -> (INTERVALS, 2), float64
     """
-    sums, index = torch.zeros(INTERVALS, 2, dtype=torch.float64), runtime.rank
+    sums = torch.zeros(INTERVALS, 2, dtype=torch.float64)
+    index = runtime.rank
     with eval_mode(model):
         for images, labels in loader:
             images = images.to(runtime.device)
-            t, noise = _draw(images.shape, range(index, index + len(images) * runtime.world, runtime.world), schedule)
+            t, noise = _draw(
+                images.shape,
+                range(index, index + len(images) * runtime.world, runtime.world),
+                schedule,
+            )
             index += len(images) * runtime.world
-            t, noise = t.to(images.device), noise.to(images)
+            t = t.to(images.device)
+            noise = noise.to(images)
             with runtime.autocast():
                 predicted = model(schedule.add_noise(images, noise, t), t)
             require_finite(predicted)
@@ -101,7 +119,8 @@ def denoising_errors(
 
 def _draw(shape: torch.Size, numbers: Iterable[int], schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
     """Return time step and noise of every image of a batch by its index. Shape: -> (B,), (B, C, H, W)"""
-    steps, noises = [], []
+    steps = []
+    noises = []
     for number in numbers:
         generator = torch.Generator().manual_seed(derive_seed("denoising", number))
         steps.append(torch.randint(schedule.time_steps, (), generator=generator))
@@ -131,7 +150,15 @@ class Diffusion(Task):
     sources = tuple(SOURCES)
     unused = (
         *(f"augment.{name}" for name in AugmentPart.model_fields if name != "hflip"),
-        *("loss", "distill", "token_labels", "map_similarity", "mask", "model.num_classes", "monitor_every"),
+        *(
+            "loss",
+            "distill",
+            "token_labels",
+            "map_similarity",
+            "mask",
+            "model.num_classes",
+            "monitor_every",
+        ),
     )
     printed = {"denoising": ".5f"}
     test_loader: Any = staticmethod(build_test_loader)

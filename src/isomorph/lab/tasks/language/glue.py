@@ -61,22 +61,44 @@ class GlueData:
     tolerant: bool = False
 
 
-_PAIR, _BINARY = ("sentence1", "sentence2"), ("0", "1")
-_ENTAILMENT, _PARAPHRASE = ("entailment", "not_entailment"), ("different", "paraphrase")
+_PAIR = ("sentence1", "sentence2")
+_BINARY = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+_PARAPHRASE = ("different", "paraphrase")
 _THREE = ("entailment", "neutral", "contradiction")
 _TWO_SCORES = ("accuracy", "f1")
 
 # The eight tasks of the paper's table, by name; WNLI is left out, as usual.
 GLUE: dict[str, GlueData] = {
-    "cola": GlueData("CoLA", (3,), 1, _BINARY, ("unacceptable", "acceptable"), ("matthews", "accuracy"), ("sentence",)),
+    "cola": GlueData(
+        "CoLA",
+        (3,),
+        1,
+        _BINARY,
+        ("unacceptable", "acceptable"),
+        ("matthews", "accuracy"),
+        ("sentence",),
+    ),
     "sst2": GlueData("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
     "mrpc": GlueData("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _PARAPHRASE, _TWO_SCORES, _PAIR),
     "stsb": GlueData("STS-B", _PAIR, "score", (), ("similarity",), ("spearman", "pearson")),
     "qqp": GlueData(
-        "QQP", ("question1", "question2"), "is_duplicate", _BINARY, _PARAPHRASE, _TWO_SCORES, tolerant=True
+        "QQP",
+        ("question1", "question2"),
+        "is_duplicate",
+        _BINARY,
+        _PARAPHRASE,
+        _TWO_SCORES,
+        tolerant=True,
     ),
     "mnli": GlueData(
-        "MNLI", _PAIR, "gold_label", _THREE, _THREE, hub_texts=("premise", "hypothesis"), test="dev_matched"
+        "MNLI",
+        _PAIR,
+        "gold_label",
+        _THREE,
+        _THREE,
+        hub_texts=("premise", "hypothesis"),
+        test="dev_matched",
     ),
     "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
     "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
@@ -101,7 +123,8 @@ def read_file(path: Path, task: GlueData) -> list[Row]:
 
 
 def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData) -> list[int]:
-    if missing := [column for column in wanted if column not in header]:
+    missing = [column for column in wanted if column not in header]
+    if missing:
         has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
         raise UserError(f"{path} {has}; give the published file, or the hub's")
     return [header.index(str(column)) for column in wanted]
@@ -166,7 +189,10 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
         with impatient_hub():
             return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # those of the hub's client and of the network
-        what = "the hub does not answer" if is_connection_error(error) else " ".join(str(error).split())[:160]
+        if is_connection_error(error):
+            what = "the hub does not answer"
+        else:
+            what = " ".join(str(error).split())[:160]
         command = f"hf download {name} --repo-type dataset --include {' '.join(map(repr, wanted))} --local-dir glue"
         raise UserError(
             f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `{command}` where the network "
@@ -176,7 +202,10 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
 
 def _patterns(name: str, split: Split) -> dict[str, str]:
     test = GLUE[name].test
-    names = ("train", "train") if split == "train" else (test, test.replace("dev", "validation"))
+    if split == "train":
+        names = ("train", "train")
+    else:
+        names = (test, test.replace("dev", "validation"))
     return {GLUE[name].folder: f"{names[0]}.tsv", name: f"{names[1]}-*.parquet"}
 
 
@@ -185,14 +214,16 @@ def find_files(root: Path, name: str, split: Split) -> list[Path]:
     for folder, pattern in _patterns(name, split).items():
         own = (root,) if root.name.lower() == folder.lower() else ()
         for place in (root / folder, root / "glue" / folder, *own):
-            if files := sorted(place.glob(pattern)):
+            files = sorted(place.glob(pattern))
+            if files:
                 return files
     return []
 
 
 def read_examples(root: Path, name: str, split: Split) -> list[Row]:
     """Return the examples of a task's split. Raises: UserError if there are none, or the files are damaged."""
-    if files := find_files(root, name, split):
+    files = find_files(root, name, split)
+    if files:
         return [row for path in files for row in read_file(path, GLUE[name])]
     published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
     other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
@@ -252,7 +283,10 @@ class SentenceLoss(LossModule):
     def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
         output = self.trainable_module(**input).float()  # (B, num_classes)
         regression = target.is_floating_point()
-        loss = F.mse_loss(output[:, 0], target) if regression else F.cross_entropy(output, target)
+        if regression:
+            loss = F.mse_loss(output[:, 0], target)
+        else:
+            loss = F.cross_entropy(output, target)
         return {"loss": loss, "output": output}
 
 
@@ -269,7 +303,9 @@ def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndar
     require_finite(torch.from_numpy(predicted))
 
     def correlation(found: Any) -> float:
-        return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else found(predicted, labels).statistic
+        if np.ptp(predicted) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        return found(predicted, labels).statistic
 
     known = {
         "accuracy": lambda: metrics.accuracy_score(labels, predicted),
@@ -306,7 +342,12 @@ class TextClassification(LanguageTask):
         return synthetic_data(recipe, counts)
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[dict[str, Tensor], Tensor]:
         words = self.random_words(model, samples, device)
         labels = random_labels(len(self.glue.classes), samples, device)
@@ -326,7 +367,8 @@ class TextClassification(LanguageTask):
 
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        device, found = next(model.parameters()).device, list[tuple[np.ndarray, np.ndarray]]()
+        device = next(model.parameters()).device
+        found = list[tuple[np.ndarray, np.ndarray]]()
         with eval_mode(model):
             for inputs, targets, *_ in runtime.pad_batches(loader):
                 with runtime.autocast():
@@ -335,7 +377,10 @@ class TextClassification(LanguageTask):
                 own = targets != REPEATED
                 found.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
         outputs, labels = map(np.concatenate, zip(*chain.from_iterable(runtime.gather(found)), strict=True))
-        predicted = outputs[:, 0] if len(self.glue.classes) == 1 else outputs.argmax(1)
+        if len(self.glue.classes) == 1:
+            predicted = outputs[:, 0]
+        else:
+            predicted = outputs.argmax(1)
         return compute_metrics(self.glue.metrics, predicted, labels)
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:

@@ -57,10 +57,17 @@ def pack(texts: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
         some = list(texts[start : start + _TEXTS_AT_A_TIME])
         encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
         parts.append([token for ids in encoded["input_ids"] for token in (*ids, tokenizer.sep_token_id)])
-    stream = np.concatenate([np.array(part, dtype=np.int32) for part in parts]) if parts else np.empty(0, np.int32)
+    if parts:
+        stream = np.concatenate([np.array(part, dtype=np.int32) for part in parts])
+    else:
+        stream = np.empty(0, np.int32)
     count = len(stream) // (length - 2)
     rows = stream[: count * (length - 2)].reshape(count, length - 2)
-    return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id)))
+    return np.pad(
+        rows,
+        ((0, 0), (1, 1)),
+        constant_values=((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id)),
+    )
 
 
 class PackedTexts(Dataset[Any]):
@@ -75,8 +82,11 @@ class PackedTexts(Dataset[Any]):
     classes: tuple[str, ...] = ()
 
     def __init__(self, rows: np.ndarray, tokenizer: Any, masked: float = 0.15, fixed: bool = False) -> None:
-        self.rows, self.masked, self.fixed = rows, masked, fixed
-        self.mask_token, self.vocabulary = tokenizer.mask_token_id, len(tokenizer)
+        self.rows = rows
+        self.masked = masked
+        self.fixed = fixed
+        self.mask_token = tokenizer.mask_token_id
+        self.vocabulary = len(tokenizer)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
 
     def __len__(self) -> int:
@@ -98,7 +108,11 @@ class PackedTexts(Dataset[Any]):
         other = torch.randint(self.vocabulary, (len(chosen),), generator=generator)
         shown = torch.where(kind < 0.8, self.mask_token, torch.where(kind < 0.9, other, ids[chosen]))
         lacking = (0, count - len(chosen))  # in a sequence of almost nothing but special tokens
-        return F.pad(chosen, lacking), F.pad(ids[chosen], lacking, value=IGNORED), ids.index_copy(0, chosen, shown)
+        return (
+            F.pad(chosen, lacking),
+            F.pad(ids[chosen], lacking, value=IGNORED),
+            ids.index_copy(0, chosen, shown),
+        )
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
         return with_changes(self, rows=self.rows[indices])
@@ -130,10 +144,12 @@ class MaskedLM(LanguageTask):
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
         root = data_root(recipe.data.root)
         if recipe.data.source == "glue":
-            train, test = training_sentences(open_root(root)), []
+            train = training_sentences(open_root(root))
+            test = []
         else:
             files, test_files = find_text_files(root)
-            train, test = read_lines(files), read_lines(test_files)
+            train = read_lines(files)
+            test = read_lines(test_files)
         packed = self._pack(train, root)
         train_set, test_set = self.split(recipe, packed, self._pack(test, root) if test else None, TEST_PART)
         test_set.fixed = True
@@ -150,7 +166,12 @@ class MaskedLM(LanguageTask):
         return synthetic_data(recipe, labelled=False)
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[dict[str, Tensor], Tensor]:
         words = self.random_words(model, samples, device)
         chosen = max(1, round(self.options.masked * words.shape[1]))
@@ -170,7 +191,8 @@ class MaskedLM(LanguageTask):
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         """Return loss and accuracy on masked words, which are masked alike at every call."""
-        device, sums = next(model.parameters()).device, torch.zeros(4, dtype=torch.float64)
+        device = next(model.parameters()).device
+        sums = torch.zeros(4, dtype=torch.float64)
         with eval_mode(model):
             for inputs, targets, *_ in runtime.pad_batches(loader):
                 with runtime.autocast():
@@ -178,16 +200,24 @@ class MaskedLM(LanguageTask):
                 require_finite(logits)
                 sums += _masked_sums(logits, targets.to(device)).cpu()
         loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
-        mean, accuracy = loss / max(words, 1), 100 * right / max(words, 1)
+        mean = loss / max(words, 1)
+        accuracy = 100 * right / max(words, 1)
         perplexity = math.exp(min(mean, 700))
-        return {"masked_loss": mean, "masked_accuracy": accuracy, "perplexity": perplexity, "sequences": sequences}
+        return {
+            "masked_loss": mean,
+            "masked_accuracy": accuracy,
+            "perplexity": perplexity,
+            "sequences": sequences,
+        }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
         if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
-            texts, whole = training_sentences(open_root(root)), True
+            texts = training_sentences(open_root(root))
+            whole = True
         else:
             files, test_files = find_text_files(root)
-            texts, whole = read_lines(test_files or files), not test_files
+            texts = read_lines(test_files or files)
+            whole = not test_files
         packed = self._pack(texts, root)
         part, sequences = recorded_split(model)
         if part and whole and len(packed) == sequences:  # what training left out of this text
@@ -198,7 +228,8 @@ class MaskedLM(LanguageTask):
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
     """Return sums: loss, right predictions, words, sequences. Shape: logits (B, K, V), targets (B, K) -> (4,)"""
-    counted, sequences = targets >= 0, (targets != REPEATED).any(1).sum()
+    counted = targets >= 0
+    sequences = (targets != REPEATED).any(1).sum()
     words = targets.masked_fill(~counted, IGNORED).flatten()
     loss = F.cross_entropy(logits.flatten(0, 1), words, ignore_index=IGNORED, reduction="sum")
     right = ((logits.argmax(-1) == targets) & counted).sum()

@@ -61,7 +61,8 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
     title = f"task.tokenizer {source!r}"
     if (path := Path(source)).is_file():
         words = set(read_text(path).splitlines())
-        if lacking := [token for token in _NEEDED if token not in words]:
+        lacking = [token for token in _NEEDED if token not in words]
+        if lacking:
             raise UserError(f"{title} is not a vocabulary of BERT, one token a line: it has no {lacking[0]}")
         return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
     try:
@@ -71,7 +72,10 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
         if not (fetch or path.exists()):
             what = f"the checkpoint names the tokenizer {source!r}, which is not on this machine"
             raise UserError(f"{what}; if you trust it, run `hf download {source}` first") from None
-        reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
+        if source.startswith((".", "/", "~")):
+            reason = ""
+        else:
+            reason = f" that answers: {' '.join(str(error).split())[:160]}"
         raise UserError(f"{title} is not a vocabulary file, a folder or a name on the hub{reason}") from None
     missing = [name for name in ("pad", "cls", "sep", "mask") if getattr(tokenizer, f"{name}_token_id") is None]
     if missing:
@@ -87,12 +91,16 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
     if length > model.max_length:
         what = f"task.length {length} is longer than the network's {model.max_length} positions"
         raise UserError(f"{what}; lower it, or give model.kwargs.max_position_embeddings")
-    words, rows = len(tokenizer), model.table.shape[0]
-    padding, own = getattr(model.body.config, "pad_token_id", None), tokenizer.pad_token_id
+    words = len(tokenizer)
+    rows = model.table.shape[0]
+    padding = getattr(model.body.config, "pad_token_id", None)
+    own = tokenizer.pad_token_id
     if not rows - UNUSED_EMBEDDINGS <= words <= rows:
-        what, instead = f"it has {words:,} tokens, and the network {rows:,} word embeddings", f"vocab_size {words}"
+        what = f"it has {words:,} tokens, and the network {rows:,} word embeddings"
+        instead = f"vocab_size {words}"
     elif padding not in (None, own):
-        what, instead = f"its padding is token {own}, the network's {padding}", "pad_token_id"
+        what = f"its padding is token {own}, the network's {padding}"
+        instead = "pad_token_id"
     else:
         return
     wrong = f"task.tokenizer {source} does not belong to this network: {what}"
@@ -147,7 +155,8 @@ class LanguageTask(Task):
         Without a test file, or with data.split, a part of the training examples is tested on, the same for every seed.
         """
         data = recipe.data
-        part, split = data.split or (default if test is None else None), None
+        part = data.split or (default if test is None else None)
+        split = None
         if part:
             split = (part, len(examples))
             examples, test = divide(examples, part)
@@ -188,8 +197,17 @@ class LanguageTask(Task):
         if options.size:
             raise UserError("--size is for images; leave it out for this model")
         recorded = spec_of(model).config.get("source")
-        source = options.data if options.data in self.sources else recorded or self.sources[0]
+        if options.data in self.sources:
+            source = options.data
+        else:
+            source = recorded or self.sources[0]
         folder = options.data if options.data not in self.sources else None
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
         test = drawn_once(self.open_test(model, source, data_root(options.root or folder)), options.max_images)
-        return [self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)]
+        return [
+            self.measure(
+                model,
+                self.share_loader(test, options.batch_size, options.workers, runtime),
+                runtime,
+            )
+        ]

@@ -18,7 +18,15 @@ from torchvision.transforms.v2 import query_size
 
 from isomorph.lab.tasks.image_sets import resize_masks
 from isomorph.lab.tasks.segmentation.data import IGNORE, Pair
-from isomorph.lab.training.recipe.fields import File, Fraction, NotNegative, Part, Positive, Size, both_sides
+from isomorph.lab.training.recipe.fields import (
+    File,
+    Fraction,
+    NotNegative,
+    Part,
+    Positive,
+    Size,
+    both_sides,
+)
 
 # Two sizes in pixels; one number stands for both.
 Sides = Annotated[tuple[Size, Size], BeforeValidator(both_sides)]
@@ -89,7 +97,8 @@ class RatioResize(v2.Transform):
 
     def __init__(self, resize: Sequence[int] | None, ratio: tuple[float, float]) -> None:
         super().__init__()
-        self.resize, self.ratio = resize, ratio
+        self.resize = resize
+        self.ratio = ratio
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = query_size(flat_inputs)
@@ -112,7 +121,8 @@ class CappedCrop(v2.Transform):
 
     def __init__(self, size: Sequence[int], share: float) -> None:
         super().__init__()
-        self.size, self.share = size, share
+        self.size = size
+        self.share = share
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         sides = query_size(flat_inputs)
@@ -145,7 +155,8 @@ class Photometric(v2.Transform):
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         def maybe(low: float, high: float) -> float | None:
-            value, drawn = _uniform(low, high), torch.rand(()).item() < 0.5
+            value = _uniform(low, high)
+            drawn = torch.rand(()).item() < 0.5
             return value if drawn else None
 
         return {
@@ -182,16 +193,24 @@ class PadTo(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         fill = IGNORE if isinstance(inpt, tv_tensors.Mask) else 0
-        return F.pad(inpt, params["padding"], fill=fill) if any(params["padding"]) else inpt
+        if any(params["padding"]):
+            return F.pad(inpt, params["padding"], fill=fill)
+        return inpt
 
 
 class TrainTransform:
     """Augment a pair. Shape: (3, H, W) uint8, (H, W) -> (3, *crop) float32, normalised, (*crop) int64"""
 
     def __init__(self, part: SegmentationPart, mean: Sequence[float], std: Sequence[float]) -> None:
-        geometry = [RatioResize(part.resize, part.ratio), CappedCrop(part.crop, part.category_share)]
+        geometry = [
+            RatioResize(part.resize, part.ratio),
+            CappedCrop(part.crop, part.category_share),
+        ]
         colours = [Photometric()] if part.photometric else []
-        numbers = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True), v2.Normalize(mean, std)]
+        numbers = [
+            v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
+            v2.Normalize(mean, std),
+        ]
         self.steps = v2.Compose([*geometry, v2.RandomHorizontalFlip(part.hflip), *colours, *numbers, PadTo(part.crop)])
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -205,7 +224,9 @@ class TestTransform:
     __test__ = False
 
     def __init__(self, resize: Sequence[int] | None, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.resize, self.mean, self.std = resize, list(mean), list(std)
+        self.resize = resize
+        self.mean = list(mean)
+        self.std = list(std)
 
     def image(self, image: Tensor) -> Tensor:
         """Return an image as the network reads it. Shape: (3, H, W) uint8 -> (3, h, w)"""

@@ -104,7 +104,8 @@ class MaskedImages(ImageSet[Files]):
         colours: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(samples, classes)
-        self.table, self.colours = table, colours
+        self.table = table
+        self.colours = colours
 
     def path(self, index: int) -> Path:
         return self.samples[index].image
@@ -121,7 +122,8 @@ class MaskedImages(ImageSet[Files]):
         return classes
 
     def example(self, index: int) -> Pair:
-        image, mask = self.image(index), self.mask(index)
+        image = self.image(index)
+        mask = self.mask(index)
         _check_size(self.samples[index], image.size, mask.shape[::-1])
         return Pair(tv_tensors.Image(pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(mask)))
 
@@ -134,7 +136,8 @@ class MaskedImages(ImageSet[Files]):
         """
         if not len(self):
             raise UserError("there are no images; check data.root")
-        damaged, seen = set[str](), set[int]()
+        damaged = set[str]()
+        seen = set[int]()
         for files in self.samples:
             for path in files:
                 if not path.is_file():
@@ -144,7 +147,8 @@ class MaskedImages(ImageSet[Files]):
         for index in spaced_indices(np.zeros(len(self)), CHECKED_MASKS):
             with _counting(damaged, unreadable):
                 seen.update(np.unique(self.mask(index)).tolist())
-        folder, ignored = self.samples[0].mask.parent, {IGNORE} & seen
+        folder = self.samples[0].mask.parent
+        ignored = {IGNORE} & seen
         if not seen - ignored:
             raise UserError(f"no pixel of the masks in {folder} has a class; give masks with class numbers")
         if len(self.classes) == 2 and ignored and len(seen) == 2:
@@ -183,7 +187,8 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
 
 
 # Names of the two folders of a data set of one's own; the first that exists is used.
-IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
+IMAGE_FOLDERS = ("images", "image", "imgs")
+MASK_FOLDERS = ("masks", "mask", "labels", "annotations")
 _CAMVID_NAMES = "Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist"
 _CAMVID_COLOURS = "808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0"
 CAMVID = dict(zip(_CAMVID_NAMES.split(), map(tuple, map(bytes.fromhex, _CAMVID_COLOURS.split())), strict=True))
@@ -197,7 +202,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _pair_by_name(images: Path, masks: Path) -> list[Files]:
     """Pair images with masks of the same names. Raises: UserError for an image without a mask, or no images."""
-    found, named = [], {composed(str(path.relative_to(masks))): path for path in _files(masks)}
+    found = []
+    named = {composed(str(path.relative_to(masks))): path for path in _files(masks)}
     for file in _files(images):
         stem = masks / file.relative_to(images).with_suffix("")
         names = (f"{stem.relative_to(masks)}{end}" for end in (".png", file.suffix, *sorted(IMAGE_SUFFIXES)))
@@ -294,7 +300,11 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
     return [str(number) for number in range(largest + 1)]
 
 
-FORMATS: dict[str, Callable[[str, Path], MaskedImages | None]] = {"masks": masks, "ade20k": ade20k, "camvid": camvid}
+FORMATS: dict[str, Callable[[str, Path], MaskedImages | None]] = {
+    "masks": masks,
+    "ade20k": ade20k,
+    "camvid": camvid,
+}
 
 
 def open_masks(source: str, split: str, root: Path) -> MaskedImages | None:
@@ -327,7 +337,11 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
 
 
 def open_test_pairs(
-    source: str, root: Path, fraction: float | None, max_images: int | None, images: int | None = None
+    source: str,
+    root: Path,
+    fraction: float | None,
+    max_images: int | None,
+    images: int | None = None,
 ) -> MaskedImages:
     """Return the test images of a data source, or evenly spaced ones of them.
 
@@ -343,13 +357,19 @@ def open_test_pairs(
         pairs = open_splits(source, root, fraction)[1] if fraction else None
         if pairs and pairs.split and images not in (None, now := pairs.split[1]):
             kept = f"the {len(pairs)} that a split of {fraction:g} leaves out of training are used"
-            warnings.warn(f"{root} has {now} images, it had {images} in training: {kept}", DataWarning, stacklevel=2)
+            warnings.warn(
+                f"{root} has {now} images, it had {images} in training: {kept}",
+                DataWarning,
+                stacklevel=2,
+            )
     pairs = pairs or open_masks(source, "test", root)
     if pairs is None and source == "masks" and not any(_own_folders(root, names) for names in SPLITS.values()):
         pairs = masks("train", root)
     if pairs is None:
         raise _missing(source, root, "test")
-    return pairs if max_images is None else pairs.subset(spaced_indices(np.zeros(len(pairs)), max_images))
+    if max_images is None:
+        return pairs
+    return pairs.subset(spaced_indices(np.zeros(len(pairs)), max_images))
 
 
 def _missing(source: str, root: Path, kind: str) -> UserError:

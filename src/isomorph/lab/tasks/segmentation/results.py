@@ -4,7 +4,9 @@ Logits come from windows of the size that the network was trained on, averaged w
 """
 
 import colorsys
+import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,11 @@ def window_starts(side: int, window: int, stride: int) -> list[int]:
 
 
 def slide(
-    model: nn.Module, images: Tensor, window: Sequence[int], stride: Sequence[int], batch_size: int = WINDOWS
+    model: nn.Module,
+    images: Tensor,
+    window: Sequence[int],
+    stride: Sequence[int],
+    batch_size: int = WINDOWS,
 ) -> Tensor:
     """Return the logits of every pixel, the mean over all windows that contain it; a side below the window's is whole.
 
@@ -36,24 +42,27 @@ def slide(
     Source: sliding-window testing as in G2SD's code (mmsegmentation's)
     """
     B, _, H, W = images.shape
-    height, width = min(window[0], H), min(window[1], W)
-    starts = [
-        (image, top, left)
-        for image in range(B)
-        for top in window_starts(H, height, stride[0])
-        for left in window_starts(W, width, stride[1])
-    ]
+    height = min(window[0], H)
+    width = min(window[1], W)
+    tops = window_starts(H, height, stride[0])
+    lefts = window_starts(W, width, stride[1])
+    starts = list(product(range(B), tops, lefts))
     if len(starts) == B:
         return torch.cat([model(part) for part in images.split(batch_size)])
-    total, count = torch.empty(0), images.new_zeros(B, 1, H, W)
+    total = torch.empty(0)
+    count = images.new_zeros(B, 1, H, W)
     for first in range(0, len(starts), batch_size):
-        boxes = starts[first : first + batch_size]
-        logits = model(torch.stack([images[i, :, t : t + height, x : x + width] for i, t, x in boxes]))
+        windows = [
+            (image, slice(None), slice(top, top + height), slice(left, left + width))
+            for image, top, left in starts[first : first + batch_size]
+        ]
+        batch = torch.stack([images[window] for window in windows])
+        batch_logits = model(batch)
         if not len(total):
-            total = logits.new_zeros(B, logits.shape[1], H, W)
-        for (image, top, left), each in zip(boxes, logits, strict=True):
-            total[image, :, top : top + height, left : left + width] += each
-            count[image, :, top : top + height, left : left + width] += 1
+            total = batch_logits.new_zeros(B, batch_logits.shape[1], H, W)
+        for window, logits in zip(windows, batch_logits, strict=True):
+            total[window] += logits
+            count[window] += 1
     return total / count
 
 
@@ -65,14 +74,16 @@ class Confusion:
 
     def add(self, truth: Tensor, predicted: Tensor) -> None:
         """Count the pixels of a mask; those of class IGNORE do not count. Shape: (*), the same"""
-        K, valid = len(self.counts), truth != IGNORE
+        K = len(self.counts)
+        valid = truth != IGNORE
         pairs = truth[valid] * K + predicted[valid]
         self.counts += torch.bincount(pairs.cpu(), minlength=K * K).view(K, K)
 
     def ious(self) -> Tensor:
         """Return the IoU of each class; NaN for one that is neither true nor predicted. Shape: -> (K,)"""
         hits = self.counts.diagonal().double()
-        return hits / (self.counts.sum(0) + self.counts.sum(1) - self.counts.diagonal())
+        unions = self.counts.sum(0) + self.counts.sum(1) - self.counts.diagonal()
+        return hits / unions
 
     def recalls(self) -> Tensor:
         """Return the share of each class's pixels that were found; NaN for a class without pixels. Shape: -> (K,)"""
@@ -80,19 +91,26 @@ class Confusion:
 
     def metrics(self) -> dict[str, float]:
         """Return miou, mean_accuracy and pixel_accuracy in percent; means over the classes that occur."""
-        values = {
-            "miou": self.ious().nanmean(),
-            "mean_accuracy": self.recalls().nanmean(),
-            "pixel_accuracy": self.counts.diagonal().double().sum() / self.counts.sum(),
+        hits = self.counts.diagonal().double().sum()
+        return {
+            "miou": 100 * float(self.ious().nanmean()),
+            "mean_accuracy": 100 * float(self.recalls().nanmean()),
+            "pixel_accuracy": 100 * float(hits / self.counts.sum()),
         }
-        return {name: 100 * float(value) for name, value in values.items()}
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the IoU, the accuracy and the share of the pixels of each class, in percent; None where undefined."""
         shares = self.counts.sum(1).double() / max(1, int(self.counts.sum()))
-        columns = {"iou": self.ious(), "accuracy": self.recalls(), "share": shares}
-        percent = {name: [None if v != v else 100 * v for v in values.tolist()] for name, values in columns.items()}
-        return [{"class": name, **{key: percent[key][i] for key in percent}} for i, name in enumerate(names)]
+        ious = _percents(self.ious())
+        accuracies = _percents(self.recalls())
+        columns = zip(names, ious, accuracies, _percents(shares), strict=True)
+        return [
+            {"class": name, "iou": iou, "accuracy": accuracy, "share": share} for name, iou, accuracy, share in columns
+        ]
+
+
+def _percents(shares: Tensor) -> list[float | None]:
+    return [None if math.isnan(share) else 100 * share for share in shares.tolist()]
 
 
 @torch.no_grad()
@@ -102,13 +120,15 @@ def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: 
     with eval_mode(model):
         logits = slide(model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride)
     require_finite(logits)  # the largest of NaNs would be class 0
-    logits = logits if tuple(logits.shape[-2:]) == size else resize_map(logits, size)
+    if tuple(logits.shape[-2:]) != size:
+        logits = resize_map(logits, size)
     return logits[0].argmax(0)
 
 
 def measure(model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime) -> tuple[Confusion, int]:
     """Return the counts over the images of all processes, and the number of images."""
-    total, images = Confusion(model.num_classes), 0  # type: ignore[arg-type]
+    total = Confusion(model.num_classes)  # type: ignore[arg-type]
+    images = 0
     with eval_mode(model):
         for image, truth in loader:
             with runtime.autocast():
@@ -131,8 +151,12 @@ _GOLDEN = 0.6180339887
 
 def class_colours(classes: int) -> np.ndarray:
     """Return a colour for each class; they differ in hue. Shape: -> (K, 3) uint8"""
-    shades = [(0.55 + 0.4 * (i % 2), 0.95 - 0.3 * (i // 2 % 2)) for i in range(classes)]
-    colours = [colorsys.hsv_to_rgb(i * _GOLDEN % 1, *shade) for i, shade in enumerate(shades)]
+    colours = []
+    for i in range(classes):
+        hue = i * _GOLDEN % 1
+        saturation = 0.55 + 0.4 * (i % 2)
+        value = 0.95 - 0.3 * (i // 2 % 2)
+        colours.append(colorsys.hsv_to_rgb(hue, saturation, value))
     return (255 * np.array(colours)).round().astype(np.uint8)
 
 
@@ -148,7 +172,7 @@ def index_image(mask: np.ndarray, colours: np.ndarray) -> Image.Image:
 def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray) -> Image.Image:
     """Return an image with the colours of a mask over it; pixels without a class stay as they are. Shape: (H, W)"""
     pixels = np.asarray(image.convert("RGB"), np.float32)
-    shown = (mask != IGNORE)[..., None] & (mask < len(colours))[..., None]
+    shown = ((mask != IGNORE) & (mask < len(colours)))[..., None]
     painted = colours[np.minimum(mask, len(colours) - 1)].astype(np.float32)
     mixed = np.where(shown, (1 - _OPACITY) * pixels + _OPACITY * painted, pixels)
     return Image.fromarray(mixed.round().astype(np.uint8))
@@ -159,16 +183,20 @@ def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[floa
     order = np.argsort(-np.asarray(pixels), kind="stable").tolist()
     shown = [i for i in order if pixels[i]][:SHOWN_CLASSES]
     size = _ROW - 10
-    left = sum(map(bool, pixels)) - len(shown)
-    texts = [" ".join(names[i].split())[:_LONGEST_NAME] for i in shown] + ([f"and {left} more"] if left else [])
+    texts = [" ".join(names[i].split())[:_LONGEST_NAME] for i in shown]
+    left_out = sum(map(bool, pixels)) - len(shown)
+    if left_out:
+        texts.append(f"and {left_out} more")
     ruler = ImageDraw.Draw(Image.new("L", (1, 1)))
-    width = 2 * _ROW + 20 + max(round(ruler.textlength(text, font_size=size)) for text in texts)
+    longest = max(round(ruler.textlength(text, font_size=size)) for text in texts)
+    width = 2 * _ROW + 20 + longest
     canvas = Image.new("RGB", (width, _ROW * len(texts)), "white")
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
         top = _ROW * row
         if row < len(shown):
-            draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=tuple(colours[shown[row]].tolist()))
+            colour = tuple(colours[shown[row]].tolist())
+            draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=colour)
         draw.text((2 * _ROW + 10, top + 3), text, fill="black", font_size=size)
     return canvas
 
@@ -176,7 +204,8 @@ def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[floa
 def draw_prediction(image: Image.Image, mask: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
     """Return an image with the colours of a mask over it, and a legend of its classes below. Shape: mask (H, W)"""
     painted = overlay(image, mask, colours)
-    legend = draw_legend(names, colours, np.bincount(mask.flatten(), minlength=len(names)).tolist())
+    pixels = np.bincount(mask.flatten(), minlength=len(names)).tolist()
+    legend = draw_legend(names, colours, pixels)
     size = (max(painted.width, legend.width), painted.height + legend.height)
     canvas = Image.new("RGB", size, "white")
     canvas.paste(painted)

@@ -28,7 +28,13 @@ from isomorph.lab.tasks.segmentation.data import (
     open_splits,
     open_test_pairs,
 )
-from isomorph.lab.tasks.segmentation.results import class_colours, draw_prediction, index_image, measure, predict_mask
+from isomorph.lab.tasks.segmentation.results import (
+    class_colours,
+    draw_prediction,
+    index_image,
+    measure,
+    predict_mask,
+)
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
@@ -65,7 +71,10 @@ def channel_distillation(student: Tensor, teacher: Tensor, temperature: float = 
     Source: channel-wise distillation (Shu et al., 2021) as in G2SD's code, where t is 1
     """
     B, K = student.shape[:2]
-    teacher = resize_map(teacher, student.shape[-2:]) if teacher.shape != student.shape else teacher
+    if teacher.shape != student.shape:
+        teacher = resize_map(teacher, student.shape[-2:])
+    else:
+        teacher = teacher
     log_own = (student.float().flatten(2) / temperature).log_softmax(-1)  # (B, K, H W)
     target = (teacher.float().flatten(2) / temperature).softmax(-1)  # (B, K, H W)
     return -(target * log_own).sum() * temperature**2 / (K * B)
@@ -75,7 +84,11 @@ class SegmentationLoss(ClassificationTask):
     """loss = CE(head) + w CE(auxiliary head) + d distillation; the last two where there is such a head, a teacher."""
 
     def __init__(
-        self, model: nn.Module, part: SegmentationPart, device: torch.device, teacher: nn.Module | None = None
+        self,
+        model: nn.Module,
+        part: SegmentationPart,
+        device: torch.device,
+        teacher: nn.Module | None = None,
     ) -> None:
         super().__init__(model, criterion=pixel_cross_entropy, device=device, verbose=False)
         self.part = part
@@ -151,7 +164,8 @@ class Segmentation(Task):
         if not isinstance(model, UPerNet):
             instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
-        if reason := input_size_problem(model, config["input_size"]):
+        reason = input_size_problem(model, config["input_size"])
+        if reason:
             raise UserError(f"the network cannot take crops of {self.options.crop}: {reason}; give another task.crop")
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
@@ -175,7 +189,12 @@ class Segmentation(Task):
         return Objective(loss, measure_masks, lambda metrics: metrics["miou"])
 
     def synthetic_batch(
-        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        config: dict[str, Any],
+        samples: int,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         classes = getattr(model, "num_classes", 2)
         mask = torch.randint(classes, (samples, *config["input_size"][-2:]), device=device)
@@ -183,9 +202,11 @@ class Segmentation(Task):
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
         recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-        source, root = options.data or recorded["source"], options.root
+        source = options.data or recorded["source"]
+        root = options.root
         if options.data is not None and options.data not in FORMATS:
-            source, root = "masks", Path(options.data)
+            source = "masks"
+            root = Path(options.data)
             if not root.is_dir():
                 raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
         fraction, images = recorded_split(model)

@@ -26,7 +26,8 @@ from isomorph.lab.training.optim import build_optimizer, describe_groups
 from isomorph.lab.training.parallel import prepare_model
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.run.loop import train_step
-from isomorph.lab.training.run.state import Run, check_model_given, find_snapshot
+from isomorph.lab.training.run.resume import find_snapshot
+from isomorph.lab.training.run.state import Run, check_model_given
 from isomorph.lab.training.task import Objective, Task
 from isomorph.surgery.anneal import annealed_layers
 
@@ -154,7 +155,9 @@ class DryRun:
 
 def _number(value: float) -> str:
     """Return a number with two digits, written out if it is large."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    if value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.2g}"
 
 
 class SyntheticTask:

@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.task import DistillationTeacher, LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.task import (
+    DistillationTeacher,
+    LogitDistillationTask,
+    TokenDistillationTask,
+    TrainingTask,
+)
 from torch import Tensor, nn
 
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
@@ -25,7 +30,11 @@ class FrozenTeacher(nn.Module):
     shift: Tensor
 
     def __init__(
-        self, model: nn.Module, own: Mapping[str, Any], theirs: Mapping[str, Any], device: torch.device
+        self,
+        model: nn.Module,
+        own: Mapping[str, Any],
+        theirs: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.model: Any = model
@@ -71,7 +80,8 @@ class SoftDistillationLoss(LogitDistillationTask):
         with torch.no_grad():
             images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
             teacher = named_logits(self.teacher(images))
-        label, distance = self.criterion(logits, target), self.divergence(logits, teacher)
+        label = self.criterion(logits, target)
+        distance = self.divergence(logits, teacher)
         loss = self.task_loss_weight * label + self.distill_loss_weight * distance
         return {"loss": loss, "output": logits, "task_loss": label, "kd_loss": distance}
 
@@ -94,7 +104,11 @@ def untrained_teacher(part: DistillPart) -> nn.Module:
 
 
 def build_distillation(
-    model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device, rehearses: bool = False
+    model: nn.Module,
+    part: DistillPart,
+    criterion: nn.Module,
+    device: torch.device,
+    rehearses: bool = False,
 ) -> TrainingTask:
     """Return a loss with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
 
@@ -113,7 +127,11 @@ def build_distillation(
         )
     teacher = _Teacher(teacher.requires_grad_(False).to(device), device=device)
     shared: dict[str, Any] = dict(
-        criterion=criterion, task_loss_weight=1 - part.share, temperature=part.temperature, device=device, verbose=False
+        criterion=criterion,
+        task_loss_weight=1 - part.share,
+        temperature=part.temperature,
+        device=device,
+        verbose=False,
     )
     if not part.token:
         kind = HardDistillationLoss if part.kind == "hard" else SoftDistillationLoss

@@ -111,12 +111,17 @@ class GenericDistillationLoss(_HiddenPatches):
     metric = "alignment"
 
     def __init__(
-        self, student: MaskedAutoencoder, teacher: MaskedAutoencoder, device: torch.device, block: int = 4
+        self,
+        student: MaskedAutoencoder,
+        teacher: MaskedAutoencoder,
+        device: torch.device,
+        block: int = 4,
     ) -> None:
         _check_pair(student, teacher, block)
         super().__init__(AlignedStudent(student, teacher.width), device)
         own, theirs = (training_config(model.encoder) for model in (student, teacher))
-        self.teacher, self.block = FrozenTeacher(teacher, own, theirs, device), block
+        self.teacher = FrozenTeacher(teacher, own, theirs, device)
+        self.block = block
         teacher.ratio = student.ratio
 
     @torch.no_grad()
@@ -129,12 +134,14 @@ class GenericDistillationLoss(_HiddenPatches):
         return module.student  # type: ignore[return-value]
 
     def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        output, target = module(images, noise), self.teacher_features(images, noise)
+        output = module(images, noise)
+        target = self.teacher_features(images, noise)
         return F.smooth_l1_loss(output.to(target.dtype), target, beta=SMOOTH_L1_BETA), output
 
 
 def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
-    blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
+    blocks = len(teacher.decoder_blocks)
+    size = tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
         raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
     try:
@@ -191,20 +198,30 @@ def pretraining_objective(
 
 @torch.no_grad()
 def evaluate_pretraining(
-    loss: _HiddenPatches, module: nn.Module, loader: Iterable[Any], runtime: Runtime = ALONE, seed: int = 0
+    loss: _HiddenPatches,
+    module: nn.Module,
+    loader: Iterable[Any],
+    runtime: Runtime = ALONE,
+    seed: int = 0,
 ) -> dict[str, float]:
     """Return the mean loss in eval mode over the images of all processes; those with the label -1 do not count.
 
     An image's mask depends only on its position in the data and the seed. Raises: UserError when the loader is empty.
     """
-    autoencoder, positions, total, seen = loss.autoencoder(module), count(runtime.rank, runtime.world), 0.0, 0
+    autoencoder = loss.autoencoder(module)
+    positions = count(runtime.rank, runtime.world)
+    total = 0.0
+    seen = 0
     device = autoencoder.mask_token.device
     with eval_mode(module):
         for images, labels in runtime.pad_batches(loader):
             height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
             seeds = ((seed * 1_000_003 + position) % 2**32 for position in islice(positions, len(images)))
             draws = [torch.rand(height * width, generator=torch.Generator().manual_seed(each)) for each in seeds]
-            real = int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
+            if isinstance(labels, Tensor):
+                real = int((labels >= 0).sum())
+            else:
+                real = len(images)
             total += loss.loss(module, images.to(device), torch.stack(draws).to(device))[0].item() * real
             seen += real
     parts = runtime.gather((total, seen))

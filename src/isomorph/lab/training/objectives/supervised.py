@@ -28,7 +28,9 @@ def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
     """Return softmax or sigmoid cross-entropy, with label smoothing, or soft targets for mixed images."""
     if loss == "sigmoid":
         return SigmoidLoss(augment.smoothing, sum_classes=True)
-    return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
+    if augment.mixes:
+        return SoftTargetCrossEntropy()
+    return nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
 def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Tensor:
@@ -68,7 +70,11 @@ class PenalisedLoss(ClassificationTask):
     """
 
     def __init__(
-        self, model: nn.Module, criterion: nn.Module, device: torch.device, similarity: MapSimilarityPart | None = None
+        self,
+        model: nn.Module,
+        criterion: nn.Module,
+        device: torch.device,
+        similarity: MapSimilarityPart | None = None,
     ) -> None:
         super().__init__(model, criterion=criterion, device=device, verbose=False)
         self.similarity = similarity

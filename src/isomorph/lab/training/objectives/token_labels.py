@@ -23,7 +23,9 @@ def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
 
 def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """Return labels as smoothed probabilities; mixed labels already are. Shape: (B,) or (B, K) -> (B, K classes)"""
-    return target if target.ndim == 2 else _smooth(F.one_hot(target, num_classes), smoothing)
+    if target.ndim == 2:
+        return target
+    return _smooth(F.one_hot(target, num_classes), smoothing)
 
 
 def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
@@ -41,7 +43,8 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
     Source: Jiang et al. (2021); differs: their code swaps rows and columns of the crop
     """
     height, width = dense.shape[-2:]
-    boxes = target.box.to(dense)[:, [1, 0, 3, 2]] * dense.new_tensor([width, height, width, height])
+    boxes = target.box.to(dense)[:, [1, 0, 3, 2]]
+    boxes = boxes * dense.new_tensor([width, height, width, height])
     scores = roi_align(dense, list(boxes[:, None]), grid_size, aligned=True)  # (B, num_classes, H, W)
     scores = torch.where(target.flipped[:, None, None, None], scores.flip(-1), scores)
     return scores.flatten(2).transpose(1, 2).softmax(-1)  # (B, H W, num_classes)
@@ -50,13 +53,16 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
 def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
     """Draw a box of area 1 - lambda, lambda from Beta(beta, beta), with a uniform centre, clipped at the border."""
     lam = torch.distributions.Beta(beta, beta).sample().item()
-    sides = [int(size * math.sqrt(1 - lam)) for size in grid_size]
-    centres = [int(torch.randint(size, ())) for size in grid_size]
-    (top, bottom), (left, right) = (
-        (max(centre - side // 2, 0), min(centre + side // 2, size))
-        for centre, side, size in zip(centres, sides, grid_size, strict=True)
-    )
+    share = math.sqrt(1 - lam)
+    top, bottom = _draw_interval(grid_size[0], share)
+    left, right = _draw_interval(grid_size[1], share)
     return Box(top, bottom, left, right)
+
+
+def _draw_interval(size: int, share: float) -> tuple[int, int]:
+    half = int(size * share) // 2
+    centre = int(torch.randint(size, ()))
+    return max(centre - half, 0), min(centre + half, size)
 
 
 class MixedLabelMaps(NamedTuple):
@@ -67,7 +73,8 @@ class MixedLabelMaps(NamedTuple):
 
     def mix(self, labels: Tensor) -> Tensor:
         """Mix labels by the shares of the images, the same everywhere. Shape: (B, ..., num_classes), the same"""
-        own = self.own.to(labels).view(-1, *[1] * (labels.ndim - 1))
+        ones = [1] * (labels.ndim - 1)
+        own = self.own.to(labels).view(-1, *ones)
         return own * labels + (1 - own) * labels.flip(0)
 
 
@@ -76,7 +83,8 @@ class LabelMapMixup(Mixup):
 
     def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:
         # with one class per image, the mixed label of an image holds its own share
-        self.num_classes, self.label_smoothing = len(x), 0.0
+        self.num_classes = len(x)
+        self.label_smoothing = 0.0
         mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
         return mixed, MixedLabelMaps(target, shares.diagonal())
 
@@ -108,7 +116,8 @@ class TokenLabelLoss(PenalisedLoss):
             raise UserError(
                 "token_labels needs a model that classifies its patches; train a refined_vit_* with dense_head=True"
             )
-        self.part, self.smoothing = part, smoothing
+        self.part = part
+        self.smoothing = smoothing
         self.num_classes: int = model.num_classes  # type: ignore[assignment]
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
 
@@ -121,7 +130,8 @@ class TokenLabelLoss(PenalisedLoss):
         patches = _smooth(crop_label_maps(dense, target, grid_size), self.smoothing)
         if self.part.class_token == "label":
             return _soft_labels(target.label, self.num_classes, self.smoothing), patches
-        return _smooth(crop_label_maps(dense, target, (1, 1))[:, 0], self.smoothing), patches
+        image = crop_label_maps(dense, target, (1, 1))[:, 0]
+        return _smooth(image, self.smoothing), patches
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return `labels`, mixed if the images were mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
@@ -133,11 +143,20 @@ class TokenLabelLoss(PenalisedLoss):
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         grid_size = self.grid_of(tuple(input.shape[-2:]))
         labels, dense = self.mixed_labels(target, grid_size)
-        box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
+        box = Box(0, 0, 0, 0)
+        if self.part.mix:
+            box = draw_box(grid_size, self.part.beta)
         (logits, tokens), penalty = self.predict(input, tokens=True, box=box)
         inside = box.mask(grid_size, input.device).flatten()  # (H W,)
         mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())
         dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
-        image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
+        image = self.criterion(logits, mixed)
+        patches = self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
         loss = image + self.part.weight * patches + penalty
-        return {"loss": loss, "output": logits, "target": mixed, "task_loss": image, "token_loss": patches}
+        return {
+            "loss": loss,
+            "output": logits,
+            "target": mixed,
+            "task_loss": image,
+            "token_loss": patches,
+        }

@@ -10,7 +10,14 @@ from isomorph.lab.training.recipe.recipe import Recipe
 # Fields that do not change what is trained, or say only where it is read, kept and reported.
 _WITHOUT_EFFECT = (
     *("name", "out", "device", "seed", "amp", "dataset", "source", "expected", "log_every"),
-    *("checkpoint_minutes", "tensorboard", "evaluate_every", "keep_every", "monitor_every", "scale"),
+    *(
+        "checkpoint_minutes",
+        "tensorboard",
+        "evaluate_every",
+        "keep_every",
+        "monitor_every",
+        "scale",
+    ),
     *("data.root", "data.workers", "data.unreadable", "data.images", "data.draw"),
     *("model.weights", "model.start", "distill.weights", "mask.teacher", "token_labels.maps"),
 )

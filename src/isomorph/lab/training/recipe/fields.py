@@ -52,13 +52,16 @@ def both_sides(size: Any) -> Any:
     """Return two sides for one number, and for text like 224,320 or 224x320."""
     if isinstance(size, str) and (found := re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", size.strip())):
         return [int(found[1]), int(found[2])]
-    return [size, size] if isinstance(size, int) and not isinstance(size, bool) else size
+    if isinstance(size, int) and not isinstance(size, bool):
+        return [size, size]
+    return size
 
 
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 # Learning rate, and multiple of lr, above which a number is probably a multiple without its x.
-MAX_WRITTEN_RATE, MAX_MULTIPLE = 10.0, 5000.0
+MAX_WRITTEN_RATE = 10.0
+MAX_MULTIPLE = 5000.0
 
 # Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support.
 UNSUPPORTED_OPTIMIZERS = ("adahessian", "kron")
@@ -68,7 +71,11 @@ class Part(BaseModel):
     """Base class of the groups of fields."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+        extra="forbid",
+        use_attribute_docstrings=True,
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
     )
 
     @classmethod
@@ -98,7 +105,10 @@ class TaskPart(Part):
         if not isinstance(values, dict) or not isinstance(values.get("name"), str):
             return values  # which the check of `name` reports
         given = {name: value for name, value in values.items() if name != "name"}
-        return {"name": values["name"], **find_task(values["name"]).fields.model_validate(given).model_dump()}
+        return {
+            "name": values["name"],
+            **find_task(values["name"]).fields.model_validate(given).model_dump(),
+        }
 
     @cached_property
     def task(self) -> Any:
@@ -162,7 +172,9 @@ class DataPart(Part):
     @classmethod
     def accept_name(cls, values: Any) -> Any:
         """Accept the name of a source, or a folder of images, in place of fields."""
-        return cls.named(values) if isinstance(values, str) else values
+        if isinstance(values, str):
+            return cls.named(values)
+        return values
 
     @field_validator("source")
     @classmethod
@@ -251,13 +263,19 @@ class AugmentPart(Part):
             ) from error
         for magnitude, largest in magnitudes(transform):
             if magnitude > largest:
-                more = f"add -mmax{magnitude:g} to have it, or " if str(policy).startswith("rand") else ""
+                if str(policy).startswith("rand"):
+                    more = f"add -mmax{magnitude:g} to have it, or "
+                else:
+                    more = ""
                 raise ValueError(f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     def padding_at(self, height: int, width: int) -> int:
         """Return `crop_padding` at an image size; auto, as resizing blurs a small image, which moves BatchNorm."""
-        automatic = min(height, width) // 8 if max(height, width) <= 64 else 0
+        if max(height, width) <= 64:
+            automatic = min(height, width) // 8
+        else:
+            automatic = 0
         return automatic if self.crop_padding == "auto" else self.crop_padding
 
     @property
@@ -313,7 +331,8 @@ class OptimPart(Part):
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
         if not isinstance(rate, str | int | float):
             return rate
-        rate, lr = str(rate), info.data.get("lr", 1.0)
+        rate = str(rate)
+        lr = info.data.get("lr", 1.0)
         try:
             factor = float(rate.removesuffix("x"))
         except ValueError:
@@ -322,7 +341,9 @@ class OptimPart(Part):
             raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
         if not rate.endswith("x") and factor > max(MAX_WRITTEN_RATE, MAX_MULTIPLE * lr):
             raise ValueError(f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x")
-        return factor * lr if rate.endswith("x") else factor
+        if rate.endswith("x"):
+            return factor * lr
+        return factor
 
     @field_validator("name")
     @classmethod
@@ -341,7 +362,8 @@ class OptimPart(Part):
         if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):
             raise ValueError("the schedule step, and no other, needs optim.milestones in ascending order")
         if self.min_weight_decay is not None and self.min_weight_decay > self.weight_decay:
-            low, high = f"{self.min_weight_decay:g}", f"{self.weight_decay:g}"
+            low = f"{self.min_weight_decay:g}"
+            high = f"{self.weight_decay:g}"
             raise ValueError(f"min_weight_decay {low} is above weight_decay {high}, from which it falls; lower it")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, from which the rate falls; lower it")

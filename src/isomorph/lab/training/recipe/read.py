@@ -26,7 +26,15 @@ SCHEDULES: dict[str, int | None] = {
 }
 
 # Fields whose values on a command line are taken as they are: a folder named 2024_01_31 is not a number.
-TEXTS = ("name", "out", "data.root", "model.weights", "distill.teacher", "distill.weights", "mask.teacher")
+TEXTS = (
+    "name",
+    "out",
+    "data.root",
+    "model.weights",
+    "distill.teacher",
+    "distill.weights",
+    "mask.teacher",
+)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -56,7 +64,9 @@ def parse_value(text: str) -> Any:
     except RecursionError:
         raise UserError(f"{text[:20]}... has too many levels of groups and lists") from None
     except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
-        return [part.strip() for part in text[1:-1].split(",")] if text[:1] + text[-1:] == "[]" else text
+        if text[:1] + text[-1:] == "[]":
+            return [part.strip() for part in text[1:-1].split(",")]
+        return text
     if not isinstance(value, str):
         return value
     try:
@@ -138,11 +148,15 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         if new != old:
             before, after = (", ".join(f"{each:g}" for each in lengths) for lengths in (old, new))
             changes.append(f"{field} {before} -> {after}")
-    return f"{length} of {usual} {unit}, so {', '.join(changes)}" if changes else ""
+    if changes:
+        return f"{length} of {usual} {unit}, so {', '.join(changes)}"
+    return ""
 
 
 def _rounded(value: float, least: int | None) -> float:
-    return value if least is None else max(least, round(value))
+    if least is None:
+        return value
+    return max(least, round(value))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

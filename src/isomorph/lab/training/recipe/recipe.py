@@ -135,7 +135,8 @@ class Recipe(Part):
             if source not in (*SOURCES, *STREAMS):
                 yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
             return
-        task, name = self.task.task, self.task.name
+        task = self.task.task
+        name = self.task.name
         if source not in task.sources:
             yield f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}"
         yield from (f"{field} does not apply to {name}; leave it out" for field in task.unused if self._sets(field))
@@ -154,14 +155,25 @@ class Recipe(Part):
 
     def keeps(self, epoch: int) -> bool:
         every = self.keep_every
-        return epoch in every if isinstance(every, list) else every is not None and epoch % every == 0
+        if isinstance(every, list):
+            return epoch in every
+        return every is not None and epoch % every == 0
 
     @property
     def folder(self) -> Path:
         return self.out or Path("runs") / self.name
 
 
-_FREE = ("out", "device", "dataset", "source", "expected", "log_every", "checkpoint_minutes", "tensorboard")
+_FREE = (
+    "out",
+    "device",
+    "dataset",
+    "source",
+    "expected",
+    "log_every",
+    "checkpoint_minutes",
+    "tensorboard",
+)
 CHANGEABLE: dict[str, Any] = dict.fromkeys(_FREE, True) | {
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
@@ -178,7 +190,8 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
+        a = old.get(name)
+        b = new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             changed += changed_fields(a, b, f"{prefix}{name}.")
         elif a != b:
@@ -215,9 +228,14 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
         names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
     message = problem["msg"].removeprefix("Value error, ")
-    message = message if problem["type"] == "value_error" else message[0].lower() + message[1:]
+    if problem["type"] == "value_error":
+        message = message
+    else:
+        message = message[0].lower() + message[1:]
     if isinstance(problem["input"], dict):
-        return f"{field}: {message}" if problem["loc"] else message
+        if problem["loc"]:
+            return f"{field}: {message}"
+        return message
     return f"{field}: {message} (given {repr(problem['input'])[:80]})"
 
 
@@ -229,9 +247,11 @@ def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
     """Return Markdown with a line per field: option, description, default; groups follow under their names."""
-    lines, groups = [], []
+    lines = []
+    groups = []
     for name, field in part.documented_fields().items():
-        if group := part_of(field.annotation):
+        group = part_of(field.annotation)
+        if group:
             title = " ".join((group.__doc__ or "").split("\n\n")[0].split())
             groups.append(
                 f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{document_fields(group, f'{prefix}{name}.')}"

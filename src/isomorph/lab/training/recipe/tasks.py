@@ -28,7 +28,10 @@ def find_task(name: Any) -> Any:
             register_task(entry.name, entry.value)
     if name not in TASKS:
         close = get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"choose one of {', '.join(TASKS)}, or leave it out"
         raise UserError(f"{name!r} is not a task; {hint}")
     found = TASKS[name]
     if isinstance(found, str):

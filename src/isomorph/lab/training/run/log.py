@@ -33,7 +33,9 @@ class Journal:
     """Writer of a run's logs, curves and terminal output; only the leading process writes."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
-        self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
+        self.recipe = recipe
+        self.runtime = runtime
+        self.folder = recipe.folder
         self.console = Console(file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main))  # type: ignore[arg-type]
         self.curves: Any = None
         self.tensorboard: Any = None
@@ -47,7 +49,8 @@ class Journal:
             return
         for name in LOGS:
             _truncate_log(self.folder / name, epoch, step)
-        if missing := set(range(1, epoch + 1)) - {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}:
+        missing = set(range(1, epoch + 1)) - {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}
+        if missing:
             lacks = f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot"
             self.say(f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again")
         if self.tensorboard:
@@ -56,9 +59,20 @@ class Journal:
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         device = self.runtime.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        row: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
-        row |= {"command": sys.argv, "threads": torch.get_num_threads(), "python": platform.python_version()}
-        row |= {"device": f"{device.type} {name}".strip(), "processes": self.runtime.world, "cores": os.cpu_count()}
+        row: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+        }
+        row |= {
+            "command": sys.argv,
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+        }
+        row |= {
+            "device": f"{device.type} {name}".strip(),
+            "processes": self.runtime.world,
+            "cores": os.cpu_count(),
+        }
         row |= {"torch": torch.__version__, "timm": timm.__version__, "numpy": np.__version__}
         self.write("environment.jsonl", row)
 
@@ -95,7 +109,12 @@ class Journal:
     @contextmanager
     def progress(self, title: str, done: int, total: int) -> Iterator[Any]:
         """Show a progress bar if the output is a terminal. Yields a function to call after each step."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         off = not self.console.is_terminal or self.console.quiet
         with Progress(*columns, console=self.console, transient=True, disable=off) as bar:
             task = bar.add_task(title, total=total, completed=done)

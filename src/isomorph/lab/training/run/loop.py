@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
+from isomorph.analysis import (
+    attention_spans,
+    branch_similarity,
+    centres,
+    gammas,
+    gates,
+    logit_stats,
+)
 from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
+from isomorph.lab.training.run.checkpoints import (
+    final_model,
+    has_saved_model,
+    save_autoencoder,
+    save_model,
+    save_snapshot,
+)
+from isomorph.lab.training.run.guards import (
+    Diverged,
+    Stopped,
+    StopRequest,
+    lock_folder,
+    stop_requests,
+)
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
@@ -79,62 +99,89 @@ def train(recipe: Recipe, show: bool = True) -> Result:
         if warning:
             journal.say(warning)
         run = Run(recipe, runtime)  # writes nothing
-        if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
+        if run.progress.closed == run.epochs and has_saved_model(run, recipe.folder / "model.safetensors"):
             journal.say(f"already complete in {recipe.folder}")
         else:
             with stop_requests() as request, journal:
                 _train_remaining_epochs(run, journal, request)
-        return Result(run.result(), run.progress.metrics, recipe.folder, runtime.is_main)
+        return Result(final_model(run), run.progress.metrics, recipe.folder, runtime.is_main)
 
 
 def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) -> None:
     progress = run.progress
     journal.open(progress.closed, progress.step)
     _print_start(run, journal)
-    if not progress.step and ((row := gating_row(run)) or run.has_weights):
-        metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
-        rate = run.optimizer.param_groups[0]["lr"]
-        journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
-        journal.say(f"before training  {printed(run, metrics)}")
+    if progress.step == 0:
+        _log_start(run, journal)
     while progress.closed < run.epochs:
         recast_when_due(run, journal)
-        name, done = f"epoch {progress.closed + 1}/{run.epochs}", progress.step % run.order.steps
+        name = f"epoch {progress.closed + 1}/{run.epochs}"
+        done = progress.step % run.order.steps
         with journal.progress(name, done, run.epoch_steps) as advance:
             loss = train_epoch(run, advance, journal, request)
         finish_epoch(run, loss, journal)
         if progress.closed < run.epochs:
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
     _say_if_worse(run, journal)
-    run.save_autoencoder()
-    run.save(run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+    save_autoencoder(run)
+    save_model(run, run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+
+
+def _log_start(run: Run, journal: Journal) -> None:
+    """Evaluate the model before training, where its start says something: it has gates, or trained weights."""
+    row = gating_row(run)
+    if not row and not run.has_weights:
+        return
+    metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
+    rate = run.optimizer.param_groups[0]["lr"]
+    journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
+    journal.say(f"before training  {printed(run, metrics)}")
 
 
 def _say_if_worse(run: Run, journal: Journal) -> None:
     """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
-    old: dict[str, Any] = next((row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0), {})
-    share, images = old.get("top1", 0.0), old.get("images") or 1
-    noise = chance_difference(share, images)
-    if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
+    rows = read_log(run.recipe.folder / "log.jsonl")
+    old = next((row for row in rows if row.get("epoch") == 0), None)
+    if old is None:
+        return
+    noise = chance_difference(old.get("top1", 0.0), old.get("images") or 1)
+    if run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
         advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
         journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
 
 
 def _print_start(run: Run, journal: Journal) -> None:
-    recipe, runtime, progress, order = run.recipe, run.runtime, run.progress, run.order
-    for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
-        journal.say(f"{message}; using the one before it")
-    begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
-    cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
-    shared = f", {runtime.world} processes" if runtime.world > 1 else ""
-    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.task.classifies else ""
-    journal.say(
-        f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
-        f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
-    )
-    padding = recipe.augment.padding_at(*run.config["input_size"][-2:]) if recipe.augment.crop_padding == "auto" else 0
-    crops = f"small images: random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
-    for message in filter(None, ("" if progress.step else run.start, recipe.shortened, crops * bool(padding))):
-        journal.say(message)
+    recipe = run.recipe
+    runtime = run.runtime
+    progress = run.progress
+    order = run.order
+    size = run.config.get("input_size", ())[-2:]  # texts have none
+    if run.resumed_from and runtime.is_main:
+        for message in rename_damaged(run.resumed_from):
+            journal.say(f"{message}; using the one before it")
+
+    plan = f"{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}"
+    if progress.step:
+        plan = f"resuming after step {progress.step:,} of {run.iterations:,}; {plan}"
+    if run.iterations % order.steps:
+        plan += f", {run.iterations:,} in all"
+    data = count_of(order.images, "image")
+    if run.task.classifies:
+        data += " of {} x {}".format(*size)
+    device = str(runtime.device)
+    if runtime.world > 1:
+        device += f", {runtime.world} processes"
+    journal.say(f"{plan}, {data} in batches of {order.batch}, on {device}")
+
+    if run.start and not progress.step:
+        journal.say(run.start)
+    if recipe.shortened:
+        journal.say(recipe.shortened)
+    if recipe.augment.crop_padding == "auto":
+        padding = recipe.augment.padding_at(*size)
+        if padding:
+            crops = f"random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
+            journal.say(f"small images: {crops}")
     journal.show(*describe_groups(run.trained, run.optimizer, recipe.optim))
 
 
@@ -146,7 +193,11 @@ def recast_when_due(run: Run, journal: Journal) -> None:
 
 def printed(run: Run, metrics: dict[str, Any]) -> str:
     """Return the metrics that the task prints, as text."""
-    return "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
+    text = ""
+    for name, form in run.task.printed.items():
+        if name in metrics:
+            text += f"{name} {metrics[name]:{form}}  "
+    return text
 
 
 def train_epoch(
@@ -156,7 +207,8 @@ def train_epoch(
     request: StopRequest | None = None,
 ) -> float:
     """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
-    steps, progress = run.epoch_steps, run.progress
+    steps = run.epoch_steps
+    progress = run.progress
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
     run.loss_module.train()
@@ -175,10 +227,13 @@ def train_epoch(
 def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
     """Context of a step: after the first step of the recast network, say which recast layers it did not call."""
     begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
-    names = edited_names(run.trained) if begins and run.progress.recast and not is_compiled(run.trained) else []
+    names = []
+    if begins and run.progress.recast and not is_compiled(run.trained):
+        names = edited_names(run.trained)
     with count_calls(run.trained, names) as calls:
         yield
-    if idle := [name for name in names if not calls[name]]:
+    idle = [name for name in names if not calls[name]]
+    if idle:
         journal.say(f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?")
 
 
@@ -187,9 +242,13 @@ def train_step(run: Run) -> tuple[float, Any]:
 
     Random draws are seeded by seed, step and part, so they do not depend on the number of processes.
     """
-    recipe, step, parts = run.recipe, run.progress.step, run.share.own
+    recipe = run.recipe
+    step = run.progress.step
+    parts = run.share.own
     since = step - recipe.model.recast_epoch * run.order.steps
-    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    anneal = None
+    if recipe.anneal and run.progress.recast:
+        anneal = recipe.anneal.schedule(run.order.steps)
     if anneal and not since:  # later steps begin where the one before has set it
         anneal.apply(run.trained, since)
     run.scheduler.step_update(step)
@@ -202,14 +261,17 @@ def train_step(run: Run) -> tuple[float, Any]:
         waited += time.perf_counter() - start
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
-        with no_gradient_sync(run.loss_module) if part != parts[-1] else nullcontext():
+        if part == parts[-1]:
             _train_part(run, inputs, targets)
+        else:
+            with no_gradient_sync(run.loss_module):
+                _train_part(run, inputs, targets)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.loss_module.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
     run.loss_module.update_ema(step)
     if anneal:
-        for model in filter(None, (run.trained, run.averaged)):
+        for model in run.models:
             anneal.apply(model, since + 1)
     return waited, inputs
 
@@ -217,8 +279,8 @@ def train_step(run: Run) -> tuple[float, Any]:
 def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
     parts = len(run.share.own)
-    inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
-    inputs = _at_its_size(run, inputs)
+    inputs = _at_its_size(run, to_device(inputs, run.runtime.device))
+    targets = to_device(targets, run.runtime.device)
     if run.mix:
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
@@ -227,7 +289,8 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     loss.backward()
     run.total[0] += loss.detach()
     if run.objective.accuracy:
-        run.total[1] += run.objective.accuracy(result["output"], result.get("target", targets)) / parts
+        truth = result.get("target", targets)
+        run.total[1] += run.objective.accuracy(result["output"], truth) / parts
 
 
 def _at_its_size(run: Run, inputs: Any) -> Any:
@@ -240,65 +303,103 @@ def _at_its_size(run: Run, inputs: Any) -> Any:
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
-    recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
+    recipe = run.recipe
+    progress = run.progress
+    folder = run.recipe.folder
     check_weights(run)
-    epoch, start = progress.closed + 1, time.perf_counter()
+    epoch = progress.closed + 1
+    start = time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
-    trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps} if run.objective.accuracy else {}
-    try:
-        metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
-    except NotFinite:
-        raise divergence_error(run, "the network's outputs are not finite", "the evaluation after it") from None
-    if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
-        raise divergence_error(run, f"the {wrong[0]} is not finite", "the evaluation after it")
+    metrics = _epoch_metrics(run, loss, due)
     if due:
         progress.metrics = metrics
         if run.objective.score(metrics) > progress.best:
             progress.best = run.objective.score(metrics)
-            run.save(folder / "best.safetensors")
+            save_model(run, folder / "best.safetensors")
     if recipe.keeps(epoch):
-        run.save(folder / f"epoch-{epoch}.safetensors")
+        save_model(run, folder / f"epoch-{epoch}.safetensors")
+
     row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **gating_row(run)}
     if progress.unreadable:
         row["unreadable"] = len(progress.unreadable)
         journal.say(f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}")
     row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
-    progress.closed, progress.seconds = epoch, 0.0
+    progress.closed = epoch
+    progress.seconds = 0.0
     run.total.zero_()
     progress.logged_total = 0.0
     save_snapshot(run)
-    heads = [gate for layer in row.get("gating", {}).values() for gate in layer.get("gates", ())]
-    text = printed(run, metrics) + (f"gates {min(heads):.2f} to {max(heads):.2f}  " if heads else "")
-    text += f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else ""
-    if recipe.anneal and progress.recast:
-        text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
+
+    text = printed(run, metrics) + _gating_text(run, row)
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
-    if heads and epoch == run.epochs and (still := unmoved_gates(run.trained, read_log(folder / "log.jsonl"))):
-        journal.say(still)
+    if epoch == run.epochs and row.get("gating"):
+        message = unmoved_gates(run.trained, read_log(folder / "log.jsonl"))
+        if message:
+            journal.say(message)
+
+
+def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> dict[str, float]:
+    """Return loss and training accuracy of an epoch, and what an evaluation measures. Raises: Diverged."""
+    metrics = {"loss": loss}
+    if run.objective.accuracy:
+        metrics["train_top1"] = 100 * run.mean_total(1) / run.epoch_steps
+    if evaluate:
+        try:
+            metrics |= run.measure()
+        except NotFinite:
+            problem = "the network's outputs are not finite"
+            raise divergence_error(run, problem, "the evaluation after it") from None
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise divergence_error(run, f"the {name} is not finite", "the evaluation after it")
+    return metrics
+
+
+def _gating_text(run: Run, row: Mapping[str, Any]) -> str:
+    """Return the range of the gates, the largest gamma and the progress of annealing, if there are any."""
+    recipe = run.recipe
+    text = ""
+    heads = [gate for layer in row.get("gating", {}).values() for gate in layer.get("gates", ())]
+    if heads:
+        text += f"gates {min(heads):.2f} to {max(heads):.2f}  "
+    if "gamma" in row:
+        text += f"gamma up to {max(row['gamma'].values()):.2g}  "
+    if recipe.anneal and run.progress.recast:
+        annealed = (row["epoch"] - recipe.model.recast_epoch) / recipe.anneal.epochs
+        text += f"annealed {min(1.0, annealed):.0%}  "
+    return text
 
 
 class StepMonitor:
     """Checks, logs and snapshots after each step of an epoch."""
 
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
-        self.run, self.journal, self.request = run, journal, request
+        self.run = run
+        self.journal = journal
+        self.request = request
         self.saved = self.agreed_at = time.perf_counter()
         self.agreed_step = run.progress.step
         self.slow = True  # a step takes more than a second, which is assumed until it is measured
         self._begin_row()
 
     def _begin_row(self) -> None:
-        self.began, self.first, self.waited = time.perf_counter(), self.run.progress.step, 0.0
+        self.began = time.perf_counter()
+        self.first = self.run.progress.step
+        self.waited = 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
-        run, recipe, step = self.run, self.run.recipe, self.run.progress.step
+        run = self.run
+        recipe = self.run.recipe
+        step = self.run.progress.step
         self.waited += waited
         last = step % run.order.steps == 0 or step == run.iterations
         logs = step % recipe.log_every == 0 or last
-        if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0 and (found := monitor_row(run, images)):
-            self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **found})
+        if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
+            row = monitor_row(run, images)
+            if row:
+                self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **row})
         if logs or step % CHECK_EVERY == 0:
             total = _finite_total(run)
             if logs:
@@ -306,11 +407,14 @@ class StepMonitor:
         elif run.runtime.world > 1 and not self.slow:
             return  # processes agree on the steps above whether to save or stop
         _check_unreadable(run)
-        due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
-        since, self.agreed_at = self.agreed_at, time.perf_counter()
+        minutes = (time.perf_counter() - self.saved) / 60
+        due = minutes >= recipe.checkpoint_minutes and run.runtime.is_main and not last
+        since = self.agreed_at
+        self.agreed_at = time.perf_counter()
         taken = (self.agreed_at - since) / (step - self.agreed_step)
         number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
-        self.agreed_step, self.slow = step, slowest > 1
+        self.agreed_step = step
+        self.slow = slowest > 1
         if number or anywhere_due:
             _finite_total(run)
             check_weights(run)
@@ -320,14 +424,23 @@ class StepMonitor:
 
     def _write_row(self, total: float) -> None:
         """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""
-        run, seconds = self.run, time.perf_counter() - self.began
-        progress, step = run.progress, run.progress.step
+        run = self.run
+        seconds = time.perf_counter() - self.began
+        progress = run.progress
+        step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
         speed = (step - self.first) * run.order.batch / seconds  # since the run resumed, if that was later
-        row = {"epoch": progress.closed + 1, "step": step, "loss": loss}
-        row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": speed}
-        self.journal.write("steps.jsonl", row | {"waiting": self.waited / seconds})
-        progress.logged, progress.logged_total = step, total
+        row = {
+            "epoch": progress.closed + 1,
+            "step": step,
+            "loss": loss,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "images_per_second": speed,
+            "waiting": self.waited / seconds,
+        }
+        self.journal.write("steps.jsonl", row)
+        progress.logged = step
+        progress.logged_total = total
         self._begin_row()
 
 
@@ -340,36 +453,43 @@ def _finite_total(run: Run) -> float:
 
 def check_weights(run: Run) -> None:
     """Raise Diverged when weights, or their averages, are not finite."""
-    models = filter(None, (run.trained, run.averaged))
-    tensors = (t for model in models for t in model.state_dict().values() if t.is_floating_point())
-    not_finite = any(not torch.isfinite(t.to_local() if hasattr(t, "to_local") else t).all() for t in tensors)
-    if run.runtime.maximum(not_finite)[0]:
+    finite = all(map(_has_finite_weights, run.models))
+    if run.runtime.maximum(not finite)[0]:
         raise divergence_error(run, "the weights are not finite")
 
 
-def save_snapshot(run: Run) -> None:
-    """Write a snapshot. Raises: UserError when it cannot be written."""
-    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
-    run.snapshot()
+def _has_finite_weights(model: nn.Module) -> bool:
+    for tensor in model.state_dict().values():
+        if hasattr(tensor, "to_local"):  # this process's part of a sharded tensor
+            tensor = tensor.to_local()
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            return False
+    return True
 
 
 def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverged:
     """Return the error for a run that diverged, by default at its latest step."""
     place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
-    saved = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
-    snapshot = f"the last snapshot is {run.recipe.folder / saved[0]}" if saved else "there is no snapshot yet"
-    gates = any(group["name"].startswith("gates") for group in run.optimizer.param_groups)
-    advice = f"lower optim.lr{' or optim.gate_lr' if gates else ''}, or set optim.clip_grad"
+    snapshots = list_snapshots(run.recipe.folder)
+    snapshot = "there is no snapshot yet"
+    if snapshots:
+        snapshot = f"the last snapshot is {run.recipe.folder / snapshots[0].name}"
+    rates = "optim.lr"
+    if any(group["name"].startswith("gates") for group in run.optimizer.param_groups):
+        rates = "optim.lr or optim.gate_lr"
+    advice = f"lower {rates}, or set optim.clip_grad"
     return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
 
 
 def _check_unreadable(run: Run) -> None:
     if not run.runtime.maximum(len(run.progress.unreadable))[0]:
         return
-    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
-    found, allowed = run.progress.unreadable, run.recipe.data.unreadable
-    if len(found) > allowed:
-        raise UserError(f"{len(found)} unreadable images, but data.unreadable allows {allowed}; latest: {found[-1]}")
+    run.share_unreadable()
+    messages = run.progress.unreadable
+    allowed = run.recipe.data.unreadable
+    if len(messages) > allowed:
+        count = f"{len(messages)} unreadable images, but data.unreadable allows {allowed}"
+        raise UserError(f"{count}; latest: {messages[-1]}")
 
 
 def _raise_if_stopped(run: Run, number: int) -> None:
@@ -384,7 +504,10 @@ GATE_MOVES = 2e-3
 
 def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return that the trained gates of a model are where the rows of its log begin; empty if one moved."""
-    trained = any(p.requires_grad for name, p in model.named_parameters() if name.rpartition(".")[2] == "gate")
+    trained = False
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] == "gate" and parameter.requires_grad:
+            trained = True
     logged = [row["gating"] for row in rows if row.get("gating")]
     if not trained or len(logged) < 2:
         return ""
@@ -402,21 +525,29 @@ def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+# Name in the log, measure, decimals.
+_GATING_MEASURES = (("gates", gates, 3), ("spans", attention_spans, 2), ("centres", centres, 2))
+
+
 def gating_row(run: Run) -> dict[str, Any]:
     """Return {"gating": {layer: {gates, spans, centres}}}, by head, and {"gamma": {layer: largest}}, for log.jsonl.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
-    measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
-    model, found = run.eval_model, dict[str, Any]()
+    model = run.eval_model
+    gating: dict[str, dict[str, Any]] = {}
+    row: dict[str, Any] = {}
     with unsharded(model):
-        with suppress(UserError):
-            for kind, (measure, decimals) in measures.items():
+        with suppress(UserError):  # no gated layer
+            for name, measure, decimals in _GATING_MEASURES:
                 for layer, values in measure(model).items():
-                    found.setdefault("gating", {}).setdefault(layer, {})[kind] = _rounded(values, decimals)
-        with suppress(UserError):
-            found["gamma"] = {layer: round(gamma.abs().max().item(), 6) for layer, gamma in gammas(model).items()}
-    return found
+                    gating.setdefault(layer, {})[name] = _rounded(values, decimals)
+        if gating:
+            row["gating"] = gating
+        with suppress(UserError):  # no inserted block
+            largest = {layer: gamma.abs().max().item() for layer, gamma in gammas(model).items()}
+            row["gamma"] = {layer: round(value, 6) for layer, value in largest.items()}
+    return row
 
 
 def _rounded(values: Tensor, decimals: int) -> Any:
@@ -430,7 +561,8 @@ def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
 
     Largest logit and attention are means over images, of the largest head. Raises: UserError for a model with neither.
     """
-    model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
+    model = run.objective.result(run.trained)
+    images = images[:MONITORED_IMAGES].to(run.runtime.device)
     row = _branches(model, images)
     try:
         stats = logit_stats(model, images)
@@ -439,9 +571,9 @@ def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
             return row
         raise
     return row | {
-        "max_logit": {name: each.max_logit.max().item() for name, each in stats.items()},
-        "max_attention": {name: each.max_attention.max().item() for name, each in stats.items()},
-        "entropy": {name: each.entropy.mean().item() for name, each in stats.items()},
+        "max_logit": {name: layer.max_logit.max().item() for name, layer in stats.items()},
+        "max_attention": {name: layer.max_attention.max().item() for name, layer in stats.items()},
+        "entropy": {name: layer.entropy.mean().item() for name, layer in stats.items()},
     }
 
 
@@ -452,4 +584,6 @@ def _branches(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
             pairs = torch.ones(matrix.shape[-2:], device=matrix.device).triu(1).bool()
             if pairs.any():
                 means[name] = matrix[..., pairs].mean().item()
-    return {"branch_similarity": means} if means else {}
+    if not means:
+        return {}
+    return {"branch_similarity": means}

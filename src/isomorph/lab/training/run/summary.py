@@ -6,13 +6,17 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from isomorph.checkpoints.files import short_reason
-from isomorph.errors import UserError
+from isomorph.errors import UserError, short_reason
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
 from isomorph.terminal_tables import METRIC_FORMATS
 
-_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}  # about the machine, or the paper's result
+# about the machine, or the paper's result
+_LOCAL_FIELDS: Any = {
+    "out": True,
+    "expected": True,
+    "data": {"root"},
+}
 
 
 def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -27,7 +31,10 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
         raise UserError(f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})") from None
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
     rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
-    last = rows[-1] if rows and (run.is_dir() or run.name == "model.safetensors") else {}
+    if rows and (run.is_dir() or run.name == "model.safetensors"):
+        last = rows[-1]
+    else:
+        last = {}
     metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
     # a path tells of this machine: its last name is enough
     plain = tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, changed)

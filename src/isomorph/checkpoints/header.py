@@ -1,0 +1,263 @@
+"""The header of a saved model, from which it is rebuilt: its parts and their limits, as a file may come from anyone."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, Json, JsonValue, TypeAdapter, ValidationError, model_validator
+
+from isomorph.errors import UserError
+from isomorph.models.model_kwargs import largest_allowed
+from isomorph.surgery import EDIT_RULES, Edit
+
+FORMAT = "isomorph-1"
+_MAX_PART_LENGTH = 2**24
+_MESSAGE_WIDTH = 60
+
+_Size = Annotated[int, Field(ge=1, le=2**13)]
+_FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
+_PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
+
+
+# Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
+_OPENS_FILES = {
+    *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
+    *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
+    *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
+}
+# What a path, an address or a name on the hub has, and no option of a network.
+_LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
+
+
+def check_foreign_kwargs(value: Any, where: str = "") -> None:
+    """Raises: ValueError for an argument of a file, at any level, that may open another file, fetch one or run code."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            place = f"{where}.{name}".lstrip(".")
+            if name in _OPENS_FILES and each:
+                raise ValueError(f"{place} is not allowed: a file may name no other file, repository or code")
+            check_foreign_kwargs(each, place)
+    elif isinstance(value, str) and _LOCATION.search(value):
+        raise ValueError(f"{where} is {value[:60]!r}: a file may name no other file, repository or code")
+
+
+def may_be_in_file(name: str, value: Any) -> bool:
+    """True for an argument of timm.create_model that a file may give (`check_foreign_kwargs`)."""
+    try:
+        check_foreign_kwargs({name: value})
+    except ValueError:
+        return False
+    return True
+
+
+class _StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _BaseSchema(_StrictModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    in_chans: _Size | None = None
+
+    @model_validator(mode="after")
+    def check_arguments(self) -> "_BaseSchema":
+        for name, value in self.__pydantic_extra__.items():
+            if name != "pretrained":
+                check_foreign_kwargs({name: value})
+            limit = largest_allowed(name)
+            number = _max_magnitude(value)
+            if not number <= limit:
+                raise ValueError(f"{name} holds {number:.6g} and should not be above {limit:,}")
+        return self
+
+
+class _ModuleSchema(_StrictModel):
+    """The class of a model that timm cannot build; `load` is given such a module as its base."""
+
+    class_: Annotated[str, Field(alias="class", max_length=1000)]
+
+
+class _EditSchema(_StrictModel):
+    rule: str
+    fields: dict[str, JsonValue]
+    names: list[str]
+
+
+class _DataSchema(_StrictModel):
+    """The images that the model expects, in tests `test_*`; `source` names the data set, `label_names` its classes.
+
+    `split` is the fraction of a folder that training left out for testing, and the number of images in the folder.
+    `task` is what the model was trained for, with its options, if that is not image classification.
+    """
+
+    input_size: tuple[_Size, _Size, _Size] | None = None
+    mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
+    std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
+    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    test_input_size: tuple[_Size, _Size, _Size] | None = None
+    test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
+    source: Annotated[str, Field(max_length=1000)] | None = None
+    label_names: list[str] | None = None
+    split: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[int, Field(ge=1)]] | None = None
+    task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
+
+
+class _FidelitySchema(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    output_sqnr: Annotated[float, Field(ge=-1e3, le=1e3)]
+    agreement: Annotated[float, Field(ge=0, le=100)] | None = None
+    images: Annotated[int, Field(ge=1)]
+
+
+class _ArtefactSchema(_DataSchema):
+    """What an exported file says about itself: its images, and the inputs and sizes that it takes."""
+
+    isomorph_version: str
+    architecture: str | None = None
+    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    dynamic: list[Literal["batch", "size"]] = []
+    size_multiple: _Size | None = None
+    inputs: Annotated[list[str], Field(min_length=1, max_length=16)] | None = None
+    length: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    quantization: str | None = None
+    fidelity: _FidelitySchema | None = None
+
+
+class _DecoderSchema(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    depth: Annotated[int, Field(ge=0, le=100)]
+    width: _Size
+    heads: _Size
+    mask: Annotated[float, Field(gt=0, lt=1)]
+    normalise: bool
+
+
+DATA_KEYS = tuple(_DataSchema.model_fields)  # keys of a pretrained_cfg that are saved with the weights
+
+
+class _HeaderSchema(_StrictModel):
+    """The parts of a header, each a text in JSON."""
+
+    base: Json[_BaseSchema] | None = None
+    module: Json[_ModuleSchema] | None = None
+    edits: Json[list[_EditSchema]]
+    data: Json[_DataSchema]
+    autoencoder: Json[_DecoderSchema] | None = None
+
+
+class Header(NamedTuple):
+    """The checked parts of a header; it has either a base or a module."""
+
+    base: dict[str, Any]
+    edits: tuple[Edit, ...]
+    data: dict[str, Any]
+    autoencoder: dict[str, Any]
+    module: dict[str, Any]
+
+
+def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save") -> Header:
+    """Return the parts of a header as plain values; `whose` and `todo` are the file and the advice in messages.
+
+    Raises: UserError for a missing part, or a field of another type or size.
+    """
+    try:
+        return _parse_parts(header)
+    except UserError as error:
+        raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
+
+
+def parse_data(values: Mapping[str, JsonValue], whose: object, part: str = "data") -> dict[str, Any]:
+    """Check the values on the images that a model or exported file expects. Raises: UserError for other values."""
+    schema = _ArtefactSchema if part == "artefact" else _DataSchema
+    try:
+        found = schema.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise UserError(f"cannot read the metadata of {whose}: {describe_problems(error, part)}") from None
+    except RecursionError as error:
+        raise UserError(f"cannot read the metadata of {whose}: {error}") from None
+    return {name: value for name, value in found.model_dump(exclude_unset=True).items() if value is not None}
+
+
+def _parse_parts(header: Mapping[str, str]) -> Header:
+    for name, text in header.items():
+        if len(text) > _MAX_PART_LENGTH:
+            raise UserError(f"{name} has more than {_MAX_PART_LENGTH:,} characters")
+    try:
+        found = _HeaderSchema.model_validate(dict(header))
+    except ValidationError as error:
+        raise UserError(describe_problems(error)) from None
+    if found.base is None and found.module is None:
+        raise UserError("base is missing")
+    made = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found.edits))
+    plain = found.model_dump(exclude_unset=True, by_alias=True)
+    base = dict(plain.get("base", {}))
+    base.pop("pretrained", None)
+    data = {name: value for name, value in plain["data"].items() if value is not None}
+    return Header(base, made, data, plain.get("autoencoder", {}), plain.get("module", {}))
+
+
+def _build_edit(edit: _EditSchema, place: str) -> Edit:
+    rule = EDIT_RULES.get(edit.rule)
+    if rule is None:
+        raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
+    known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
+    for name in edit.fields:
+        if name not in known:
+            raise UserError(f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}")
+    try:
+        made: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
+    except ValidationError as error:
+        raise UserError(describe_problems(error, f"{place}.fields")) from None
+    return Edit(made, tuple(edit.names))
+
+
+def describe_problems(error: ValidationError, part: str = "") -> str:
+    """Return the first problem of a part in words, and the number of further ones."""
+    first, *others = error.errors()
+    field = ".".join(filter(None, [part, *map(str, first["loc"])])) or "all of it"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        said = f"{field}.{message}" if field == "base" else f"{field}: {message}"
+    elif first["type"] == "json_invalid":
+        said = f"{field} is not JSON ({message.removeprefix('Invalid JSON: ')})"
+    elif first["type"] == "missing":
+        said = f"{field} is missing"
+    elif first["type"] == "extra_forbidden":
+        said = f"{field} is not a field"
+    else:
+        wrong = message.removeprefix("Input ").removeprefix("String ")
+        said = f"{field} is {_shorten(first['input'])} and {wrong}"
+    if others:
+        said += f" (and {len(others)} more)"
+    return said
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
+
+
+def _max_magnitude(value: JsonValue) -> float:
+    """Return the largest absolute number or list length in a plain value; NaN counts as infinite."""
+    if isinstance(value, Mapping):
+        return max(map(_max_magnitude, value.values()), default=0)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return max(len(value), *map(_max_magnitude, value), 0)
+    if not isinstance(value, int | float):
+        return 0
+    if isinstance(value, float) and math.isnan(value):
+        return math.inf
+    return abs(value)

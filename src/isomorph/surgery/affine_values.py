@@ -1,0 +1,476 @@
+"""Values of a model that are affine functions of another value, read from what one call of it computes.
+
+Operation after operation: a layer starts such a function, a norm in eval mode or a scale changes it, a sum adds two, a
+move takes it along. What each operation does is one method below.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.operations import Flow, Operation, Value, value_of
+from isomorph.surgery.affine import Affine, Summand, carrier_of, sum_of
+from isomorph.surgery.channels import Channels, Step, follow_channels, kind_of_step
+from isomorph.surgery.layer_calls import (
+    ADD,
+    ARITHMETIC,
+    DIV,
+    LAYERS,
+    MUL,
+    NORMS,
+    SUB,
+    InputWindow,
+    adds_zero,
+    bind_arguments,
+    is_unchanged,
+    window_of,
+)
+from isomorph.surgery.plain_layers import describe_attachments
+
+_TAKES_PART = ("__getitem__", "select", "narrow")
+_TURNED = "its channels are on another axis than those of the layer before it"
+
+
+class AffineValues:
+    """The affine values of one call, by value, and why norms and layers are none.
+
+    `keeps`: values that are not to change, because they are outputs of the model or of a module with hooks.
+    `affine_norms`: whether weights and biases of LayerNorm, RMSNorm and GroupNorm are read too. `avoid`: layers that
+    are not to be added to others.
+    """
+
+    def __init__(
+        self, model: nn.Module, flow: Flow, keeps: set[Value], affine_norms: bool, avoid: frozenset[str]
+    ) -> None:
+        self.model = model
+        self.flow = flow
+        self.keeps = keeps
+        self.affine_norms = affine_norms
+        self.avoid = avoid
+        self.of: dict[Value, Affine] = {}
+        # Values that another affine value takes up.
+        self.used: set[Value] = set()
+        # Names of the norms, and why nothing is done with one.
+        self.norms: set[str] = set()
+        self.left: dict[str, str] = {}
+        # Why the output of a layer is not an affine value.
+        self.rejected: dict[Value, str] = {}
+        # Outputs of pointwise layers, with what these read.
+        self.chained: list[tuple[Value, Affine]] = []
+        self.operations_of: dict[str, list[Operation]] = defaultdict(list)
+        depending = [each for each in flow.operations if not flow.constant.issuperset(each.outputs)]
+        for operation in depending:
+            self.operations_of[operation.module].append(operation)
+        for operation in depending:
+            self._read(operation)
+
+    def is_read_once(self, value: Value) -> bool:
+        return len(self.flow.reads[value]) == 1 and value not in self.keeps
+
+    def is_avoided(self, *layers: str | None) -> bool:
+        return not self.avoid.isdisjoint(layers)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(self.flow.tensors[value].shape)
+
+    def _read(self, operation: Operation) -> None:
+        """Note the outputs of an operation that are affine values, and the values that they take up."""
+        moved = self._read_moves(operation)
+        self.of |= moved
+        if moved or len(operation.outputs) != 1:
+            self.used |= {found.steps[-1].value for found in moved.values()}
+            return
+        found = self._read_arithmetic(operation)
+        if found is None:
+            return
+        output = operation.outputs[0]
+        self.of[output] = found if is_unchanged(operation) else replace(found, end=output)
+        for value in operation.inputs:
+            if value in self.of and self.is_read_once(value) and value != found.source:
+                self.used.add(value)
+
+    def _read_arithmetic(self, operation: Operation) -> Affine | None:
+        depends_on = [value for value in operation.inputs if value not in self.flow.constant]
+        if not depends_on:
+            return None
+        x = depends_on[0]
+        if operation.name in LAYERS:
+            return self._read_layer(operation)
+        if operation.name in NORMS and bind_arguments(operation).get("input") is self.flow.tensors[x]:
+            return self._read_norm(operation, x)
+        if is_unchanged(operation) or adds_zero(operation):
+            return self._take(x)
+        has_two_values = len(operation.inputs) == len(operation.args) == 2 and not operation.kwargs
+        if operation.name not in ARITHMETIC or not has_two_values:
+            return None
+        if len(depends_on) == 1:
+            return self._read_scale(operation, x)
+        return self._read_sum(operation)
+
+    def _take(self, value: Value) -> Affine | None:
+        return self.of.get(value) if self.is_read_once(value) else None
+
+    def _start(
+        self,
+        value: Value,
+        axis: int,
+        layer: str | None = None,
+        window: InputWindow = InputWindow(),  # noqa: B008
+    ) -> Affine:
+        """Return a layer of a source, or the source itself; `axis` and the number of channels are those of `value`."""
+        channels = self.shape(value)[axis]
+        ones = torch.ones(channels, dtype=torch.float64, device=self.flow.tensors[value].device)
+        return Affine(value, value, value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones))
+
+    # Moves, averages and choices of elements
+
+    def _read_moves(self, operation: Operation) -> dict[Value, Affine]:
+        """Return the outputs of an operation that moves, averages or selects the elements of one of its inputs."""
+        for value in dict.fromkeys(operation.inputs):
+            base = self._take(value)
+            others: list[Operation] = []
+            if base is None and self._is_read_in_parts(value):
+                base = self.of[value]
+                others = [other for other in self.flow.reads[value] if other is not operation]
+            if base is None:
+                continue
+            kind = kind_of_step(self.flow, operation, value)
+            if kind is None:
+                continue
+            if len(operation.outputs) > 1 or others:
+                may_move = base.is_layer_alone
+            else:  # into readers a scale goes where it was computed, before an average or a choice
+                may_move = base.has_layer or kind == "move"
+            if may_move:
+                return {
+                    output: base.moved(Step(operation, value, kind, i, tuple(others)))
+                    for i, output in enumerate(operation.outputs)
+                }
+        return {}
+
+    def _is_read_in_parts(self, value: Value) -> bool:
+        """True for what a layer gives if others read it in parts, such as queries, keys and values."""
+        base = self.of.get(value)
+        if base is None or not base.is_layer_alone or value in self.keeps:
+            return False
+        readers = self.flow.reads[value]
+        return len(readers) > 1 and all(each.name in _TAKES_PART for each in readers)
+
+    # Layers
+
+    def _read_layer(self, operation: Operation) -> Affine | None:
+        given = bind_arguments(operation)
+        output = operation.outputs[0]
+        source = operation.inputs[0]
+        if value_of(given["weight"]) not in self.flow.constant or source in self.flow.constant:
+            return None
+        window = window_of(operation)
+        weight = self._parameter_of(given["weight"])
+        if weight is not given["weight"]:
+            window = window._replace(computed=True)
+        name, reason = self._owner(operation, weight, given.get("bias"))
+        if weight is None or (window.computed and window.transposed):
+            reason = "its layer computes its weight"
+        if reason:
+            self.rejected[output] = reason
+            return None
+        axis = len(self.shape(output)) - 1 - len(window.kernel)
+        found = replace(self._start(output, axis, name, window), source=source)
+        before = self._take(source)
+        if before is None or before.steps or not window.is_pointwise:
+            return found
+        self.chained.append((output, before))
+        return replace(found, through=self._through_two_layers(before, found, name))
+
+    def _through_two_layers(self, before: Affine, found: Affine, name: str) -> Affine | None:
+        """Return a pointwise layer and the layer before it as a function of what that one reads, or None."""
+        first = carrier_of(before.summands)
+        if first is None or len(before.summands) > 1 or before.gone or self.is_avoided(first.layer, name):
+            return None
+        if first.window.groups > 1 or not first.window.is_plain:
+            return None
+        summand = first._replace(gain=found.summands[0].gain, after=name)
+        return replace(found, source=before.source, summands=(summand,))
+
+    def _parameter_of(self, weight: Tensor) -> Tensor | None:
+        """Return the parameter of whose rows the rows of a weight consist, the weight itself if it is one, or None."""
+        value = value_of(weight)
+        steps: list[Step] = []
+        while value[0] not in self.flow.names:
+            made = self.flow.made.get(value)
+            if made is None or len(self.flow.reads[value]) != 1:
+                return None
+            source = made.inputs[0]
+            if not is_unchanged(made):
+                if kind_of_step(self.flow, made, source) != "move":
+                    return None
+                steps.insert(0, Step(made, source, "move", made.outputs.index(value)))
+            value = source
+        parameter = self.flow.tensors[value]
+        if not steps:
+            return parameter
+        channels = follow_channels(self.flow, value, 0, steps)
+        if channels is None or not channels.keeps_shifts:
+            return None
+        rows = channels.along(0)
+        is_in_order = rows is not None and rows.tolist() == list(range(len(parameter)))
+        return parameter if is_in_order else None
+
+    def _owner(self, operation: Operation, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
+        """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
+        names = [] if weight is None else self.flow.names.get(id(weight), [])
+        if weight is None or not names:
+            return "", "its layer computes its weight"
+        if len(names) > 1:
+            return "", f"the weight of {names[0]} is tied"
+        name = names[0].rpartition(".")[0]
+        module = self.model.get_submodule(name)
+        shown = name or "the model"
+        if len(self.flow.reads[value_of(weight)]) != 1:
+            return name, f"{shown} is used more than once"
+        attached = describe_attachments(module)
+        if attached:
+            return name, f"{shown} has {attached}"
+        if bias is not None and (len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1):
+            return name, f"the bias of {shown} is tied or used elsewhere"
+        own_bias = (vars(module) | module._parameters).get("bias", weight)
+        owns_both = module._parameters.get("weight") is weight and own_bias is bias
+        if not owns_both or (bias is None and operation.module != name):
+            return name, f"the bias of {shown} is not its own"
+        return name, ""
+
+    # Norms and scales
+
+    def _read_norm(self, operation: Operation, x: Value) -> Affine | None:
+        if operation.name != "batch_norm":
+            return self._read_affine_norm(operation)
+        given = bind_arguments(operation)
+        name = operation.module
+        self.norms.add(name)
+        mean: Any = given.get("running_mean")
+        variance: Any = given.get("running_var")
+        reason = self._why_needed(operation)
+        if not reason and (given.get("training") or mean is None or variance is None):
+            reason = "it uses the statistics of the batch"
+        if reason:
+            self.left[name] = reason
+            return None
+        gain = torch.rsqrt(variance.double() + given.get("eps", 1e-5))
+        if given.get("weight") is not None:
+            gain = gain * given["weight"].double()
+        shift = -mean.double() * gain
+        if given.get("bias") is not None:
+            shift = shift + given["bias"].double()
+
+        change = ("identity", name)
+        base = self._take(x)
+        if base is None:
+            self.left[name] = self._why_none_before(x)
+            return self._start(x, 1).scaled(gain, shift, change)
+        sides = (-1, *[1] * (len(self.shape(x)) - 2))
+        scale = self._by_channel(base, gain.view(sides), shift.view(sides))
+        if isinstance(scale, str):
+            self.left[name] = scale
+            return self._start(x, 1).scaled(gain, shift, change)
+        return base.scaled(*scale, change)
+
+    def _read_affine_norm(self, operation: Operation) -> Affine | None:
+        """Return the weight and bias of a LayerNorm, RMSNorm or GroupNorm as a function of what it normalises."""
+        given = bind_arguments(operation)
+        name = operation.module
+        output = operation.outputs[0]
+        weight = given.get("weight")
+        bias = given.get("bias")
+        owns = self.model.get_submodule(name)._parameters.get("weight") is weight
+        if not self.affine_norms or weight is None or weight.ndim != 1 or not owns or output in self.keeps:
+            return None
+        self.norms.add(name)
+        reason = self._why_not_alone(name)
+        if reason:
+            self.left[name] = reason
+            return None
+        axis = 1 if operation.name == "group_norm" else len(self.shape(output)) - 1
+        shift = torch.zeros_like(weight) if bias is None else bias
+        normalised = replace(self._start(output, axis), source=(0, 0))
+        return normalised.scaled(weight.double(), shift.double(), ("unscaled", name))
+
+    def _why_needed(self, operation: Operation) -> str:
+        """Return why the module of an operation cannot become the identity, or ""."""
+        name = operation.module
+        if operation.name in NORMS:
+            reason = self._why_not_alone(name)
+            if reason:
+                return reason
+        if not name or not self._computes_in_turn(name):
+            return "its module computes more than the norm"
+        return describe_attachments(self.model.get_submodule(name)) or ""
+
+    def _computes_in_turn(self, name: str) -> bool:
+        """True for a module called once with one value, whose operations of arithmetic follow one another."""
+        calls = self.flow.inputs[name]
+        if len(calls) != 1 or len(calls[0]) != 1:
+            return False
+        (value,) = calls[0]
+        for operation in self.operations_of[name]:
+            depends_on = [each for each in operation.inputs if each not in self.flow.constant]
+            is_arithmetic = operation.name in ARITHMETIC or operation.name == "batch_norm" or is_unchanged(operation)
+            if not is_arithmetic or depends_on != [value]:
+                return False
+            value = operation.outputs[0]
+        return True
+
+    def _why_not_alone(self, name: str) -> str:
+        attached = describe_attachments(self.model.get_submodule(name))
+        if attached:
+            return f"it has {attached}"
+        return "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
+
+    def _why_none_before(self, value: Value) -> str:
+        if value in self.of:
+            return "the output of the layer before it is read elsewhere"
+        if value in self.rejected:
+            return self.rejected[value]
+        maker = self.flow.made.get(value)
+        return f"it follows {maker.name}" if maker else "it reads the model's input"
+
+    def _by_channel(self, base: Affine, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor] | str:
+        """Return gain and shift of the value by channel of its start, or why it has none.
+
+        Shape: gain and shift broadcast to the value -> (C,), (C,)
+        """
+        if not base.steps:
+            shape = self.shape(base.start)
+            return _along_axis(gain, shift, len(shape), base.axis, shape[base.axis]) or _TURNED
+        channels = follow_channels(self.flow, base.start, base.axis, base.steps)
+        if channels is None:
+            return _TURNED
+        reason = why_stopped(channels, base.steps, gain, shift)
+        if reason:
+            return f"it follows {reason}"
+        gains = channels.vector(gain, 1.0)
+        shifts = channels.vector(shift, 0.0)
+        if gains is None or shifts is None:
+            return _TURNED
+        return gains, shifts
+
+    def _read_scale(self, operation: Operation, x: Value) -> Affine | None:
+        """Return a value times, or plus, numbers that the model stores."""
+        (constant,) = set(operation.inputs) - {x}
+        shape = self.shape(x)
+        is_turned = operation.name in SUB | DIV and operation.inputs[1] != constant
+        if is_turned or self.shape(operation.outputs[0]) != shape or self._why_needed(operation):
+            return None
+        number = self.flow.tensors[constant].detach().double()
+        gain = torch.ones_like(number)
+        shift = torch.zeros_like(number)
+        if operation.name in MUL:
+            gain = number
+        elif operation.name in DIV:
+            gain = 1 / number
+        elif operation.name in ADD:
+            shift = number
+        else:
+            shift = -number
+        for base in self._bases(x):
+            scale = self._by_channel(base, gain, shift)
+            if not isinstance(scale, str):
+                return base.scaled(*scale, ("identity", operation.module))
+        return None
+
+    def _bases(self, value: Value) -> list[Affine]:
+        """Return an affine value, or any other value as its own source, with channels on either axis."""
+        base = self._take(value)
+        if base:
+            return [base]
+        last = len(self.shape(value)) - 1
+        return [self._start(value, axis) for axis in sorted({1, last}) if 0 < axis <= last]
+
+    # Sums
+
+    def _read_sum(self, operation: Operation) -> Affine | None:
+        first, second = operation.inputs
+        if operation.name not in ADD | SUB or first == second:
+            return None
+        total = next(self._sums(first, second, operation.name in SUB), None)
+        if total is None or (total.has_layer and carrier_of(total.summands) is None):
+            return None
+        for value in operation.inputs:
+            if value not in self.of and value != total.source:  # multiplied by a number
+                self.used.add(self.flow.made[value].inputs[0])
+        return total
+
+    def _sums(self, first: Value, second: Value, subtracts: bool) -> Iterator[Affine]:
+        """Yield a sum or difference as a function of the source of both values, or of one value if it is the source."""
+        first_terms = self._terms(first)
+        second_terms = self._terms(second)
+        if subtracts:
+            may_change = [term for term in second_terms if not self.is_avoided(*(part.layer for part in term.summands))]
+            second_terms = [term.negated() for term in may_change]
+        for one, other in product(first_terms, second_terms):
+            total = sum_of(one, other)
+            if total:
+                yield total
+        for term in first_terms:
+            if term.source == second:
+                yield _with_source(term, -1.0 if subtracts else 1.0)
+        for term in second_terms:
+            if term.source == first:
+                yield _with_source(term, 1.0)
+
+    def _terms(self, value: Value) -> list[Affine]:
+        """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
+        found = self._take(value) or self._multiplied(value)
+        if found is None:
+            return []
+        ways = [found] if found.through is None else [found, found.through]
+        return [way for way in ways if not way.steps]
+
+    def _multiplied(self, value: Value) -> Affine | None:
+        """Return a value of layers that the model's own code multiplies by a number, or None."""
+        made = self.flow.made.get(value)
+        if self.flow.branches_on_data or self.flow.reads_parameters:  # numbers may not be those of the code
+            return None
+        if made is None or made.name not in MUL | DIV or len(made.inputs) != 1 or not self.is_read_once(value):
+            return None
+        numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
+        is_turned = made.name in DIV and not isinstance(made.args[0], Tensor)
+        base = self._take(made.inputs[0])
+        if base is None or is_turned or not numbers:
+            return None
+        layers = [summand.layer for summand in base.summands]
+        if not all(layers) or self.is_avoided(*layers):
+            return None
+        return base.times(1 / numbers[0] if made.name in DIV else numbers[0])
+
+
+def _with_source(found: Affine, factor: float) -> Affine:
+    """Return found + factor * source, where the model's own code adds the source."""
+    gain = factor * torch.ones_like(found.shift)
+    own = Summand(None, InputWindow(), gain, stays=True, factor=factor)
+    return replace(found, summands=(*found.summands, own), through=None)
+
+
+def _along_axis(gain: Tensor, shift: Tensor, ndim: int, axis: int, channels: int) -> tuple[Tensor, Tensor] | None:
+    """Return tensors that vary along one axis of those with which they are broadcast. Shape: -> (C,), (C,)"""
+    sides = (1,) * (ndim - gain.ndim) + tuple(gain.shape)
+    if len(sides) != ndim:
+        return None
+    if any(side != 1 for i, side in enumerate(sides) if i != axis):
+        return None
+    return gain.reshape(-1).expand(channels), shift.reshape(-1).expand(channels)
+
+
+def why_stopped(channels: Channels, steps: tuple[Step, ...], gain: Tensor, shift: Tensor) -> str:
+    """Return through which operation a scale or a shift does not pass, or ""."""
+    if channels.keeps_order and bool((gain < 0).any()):
+        largest = [step.operation.name for step in steps if step.kind == "largest"]
+        return f"{largest[-1]}, through which a scale below 0 does not pass"
+    if bool(shift.any()) and not channels.keeps_shifts:
+        last = steps[-1].operation.name
+        return f"{last}, after zeros or an average with them, through which a shift does not pass"
+    return ""

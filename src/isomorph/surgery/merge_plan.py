@@ -1,0 +1,355 @@
+"""What of a model is exactly one layer, found by what one call of it computes.
+
+A value is an affine function of another, its source, where only layers, norms in eval mode, scales, sums and moves lie
+between them: the sum of summands gain * layer(source), or gain * source, plus a shift (`affine_values.py`). Such a
+value is written into one layer; without a layer it is written into all layers that read it.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.operations import Flow, Operation, Value, hooks_on, value_of
+from isomorph.surgery.affine import Affine, Change, Group, carrier_of
+from isomorph.surgery.affine_values import AffineValues, why_stopped
+from isomorph.surgery.channels import Step, follow_channels, kind_of_step
+from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
+
+
+class _Reader(NamedTuple):
+    """A layer that reads a value, its window, and the gain and shift of its inputs."""
+
+    layer: str
+    window: InputWindow
+    scale: tuple[Tensor, Tensor]
+
+
+class MergePlan:
+    """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
+
+    def __init__(self, model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()) -> None:
+        self.model = model
+        self.flow = flow
+        self.groups: list[Group] = []
+        self._keeps = set(flow.given_out)
+        # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
+        self._touching: dict[Value, set[str]] = defaultdict(set)
+        self._order: dict[str, int] = {}
+        self._owners: dict[str, list[str]] = {}
+        for name, module in model.named_modules():
+            self._add_module(name, module)
+        self._deciding = self._modules_that_decide()
+        self._values = AffineValues(model, flow, self._keeps, affine, avoid)
+        self.norms = self._values.norms
+        self.left = self._values.left
+        for value, found in self._values.of.items():
+            if value in self._values.used:
+                continue
+            if found.has_layer:
+                self._write_into_layer(found)
+            else:
+                self._write_into_readers(value, found)
+        self._add_chains()
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
+        """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
+        values: set[Value] = set()
+        for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
+            values |= set(call)
+        if hooks_on(module):
+            self._keeps |= values
+        self._order[name] = len(self._order)
+        if name:
+            for value in values:
+                self._touching[value].add(name)
+
+    def _modules_that_decide(self) -> set[str]:
+        """Return the modules whose code branches on data, and the parents of those that decide and give no value."""
+        deciding = set(self.flow.branches_on_data)
+        for name in sorted(self.flow.branches_on_data, key=len, reverse=True):
+            while name in deciding and name and not any(self.flow.outputs[name]):
+                name = name.rpartition(".")[0]
+                deciding.add(name)
+        return deciding
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the modules that the call runs, and of those whose parameters it reads."""
+        names = {name for name, outputs in self.flow.outputs.items() if outputs}
+        for value, tensor in self.flow.tensors.items():
+            if self.flow.reads.get(value):
+                parameters = self.flow.names.get(id(tensor), ())
+                names |= {name.rpartition(".")[0] for name in parameters}
+        return names
+
+    def concerns(self, group: Group) -> bool:
+        """True if the call runs or reads what a group changes."""
+        if any(name in self.flow.outputs for name in _names_of(group)):
+            return True
+        weights = [self._weight(name) for name in group.carriers]
+        return any(self.flow.reads.get(value_of(weight)) for weight in weights)
+
+    def _weight(self, name: str) -> Tensor:
+        return self.model.get_submodule(name).get_parameter("weight")
+
+    # A value with a layer is written into it
+
+    def _write_into_layer(self, found: Affine) -> None:
+        carrier = carrier_of(found.summands)
+        others = [summand.layer for summand in found.summands if summand.layer and summand is not carrier]
+        if carrier is None or carrier.layer is None or not (found.gone or others):
+            return
+        others += [summand.after for summand in found.summands if summand.after]
+        changes = [*self._changes_of(found), *(("nothing", name) for name in others if name)]
+        group = Group("sum", (carrier.layer,), (carrier.window,), tuple(changes), found.summands, found.shift)
+        self._add(group, self._values_between(found.source, found.end))
+
+    def _changes_of(self, found: Affine) -> list[Change]:
+        """Return what becomes of the modules of a value; a branch without a layer gives 0: its weight is elsewhere."""
+        has_own_branch = any(summand.layer is None and not summand.stays for summand in found.summands)
+        changes = []
+        for form, name in found.gone:
+            if has_own_branch and form == "identity" and found.source in self.flow.inputs[name][0]:
+                form = "nothing"
+            changes.append((form, name))
+        return changes
+
+    # A value without a layer is written into all layers that read it
+
+    def _write_into_readers(self, value: Value, found: Affine) -> None:
+        norms = [name for _, name in found.gone if name in self.norms]
+        if len(found.summands) > 1:
+            for name in norms:
+                self.left.setdefault(name, "it follows a sum")
+            return
+        readers: list[_Reader] = []
+        reason = self._find_readers(value, found, readers)
+        if reason:
+            for name in norms:
+                before = f"{self.left[name]}; nor does it fit into what follows: " if name in self.left else ""
+                self.left[name] = before + reason
+            return
+        group = Group(
+            "readers",
+            carriers=tuple(reader.layer for reader in readers),
+            windows=tuple(reader.window for reader in readers),
+            gone=found.gone,
+            summands=found.summands,
+            shift=found.shift,
+            scales=tuple(reader.scale for reader in readers),
+        )
+        self._add(group, {value, *self._values_between(found.source, value), *self._values_after(value)})
+
+    def _find_readers(self, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
+        """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
+        if value in self._keeps or not self.flow.reads[value]:
+            return "what it gives is an output of the model"
+        for operation in self.flow.reads[value]:
+            moved = self._moved(operation, value, found)
+            reason = None
+            if not moved:
+                reason = self._add_reader(operation, value, found, readers)
+            for output, each in moved.items():
+                is_dropped = len(moved) > 1 and not self.flow.reads[output] and output not in self._keeps
+                if not is_dropped and not reason:
+                    reason = self._find_readers(output, each, readers)
+            if reason:
+                return reason
+        return None
+
+    def _moved(self, operation: Operation, value: Value, found: Affine) -> dict[Value, Affine]:
+        """Return the outputs of an operation that leaves the elements of a value as they are; empty for any other."""
+        if is_unchanged(operation) or adds_zero(operation):
+            return {operation.outputs[0]: found}
+        kind = kind_of_step(self.flow, operation, value)
+        if not kind:
+            return {}
+        return {output: found.moved(Step(operation, value, kind, i)) for i, output in enumerate(operation.outputs)}
+
+    def _add_reader(self, operation: Operation, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
+        """Add a layer that reads a value; return why the value cannot be written into it, if so."""
+        output = operation.outputs[0]
+        layer = self._values.of.get(output) if operation.name in LAYERS else None
+        steps = [step.operation.name for step in found.steps if step.kind != "move"]
+        first_reader = steps[0] if steps else operation.name
+        if layer is None or layer.source != value:
+            return self._values.rejected.get(output) or f"it is read by {first_reader}"
+        summand = layer.summands[0]
+        name = str(summand.layer)
+        window = summand.window
+        if window.transposed:
+            return f"{name} is transposed"
+        if not window.is_plain:
+            return f"{name} computes its weight"
+        if bool(found.shift.any()) and any(window.padding):
+            return f"{name} pads with zeros"
+        axis = len(self._values.shape(value)) - 1 - len(window.kernel)
+        gain = found.summands[0].gain
+        rows = None
+        if found.steps:
+            channels = follow_channels(self.flow, found.start, found.axis, found.steps)
+            stopped_by = why_stopped(channels, found.steps, gain, found.shift) if channels else ""
+            if stopped_by:
+                return f"it is read by {stopped_by}"
+            if channels:
+                rows = channels.along(axis)
+        elif axis == found.axis:
+            rows = torch.arange(len(found.shift), device=found.shift.device)
+        if rows is None:
+            return f"it is read by {first_reader}"
+        is_zero = rows < 0
+        scale = gain[rows].where(~is_zero, 1), found.shift[rows].where(~is_zero, 0)
+        readers.append(_Reader(name, window, scale))
+        return None
+
+    # What a group changes
+
+    def _values_between(self, source: Value, value: Value) -> set[Value]:
+        """Return the values from which one is computed, back to its source, without both."""
+        between: set[Value] = set()
+        waiting = [value]
+        while waiting:
+            maker = self.flow.made.get(waiting.pop())
+            for read in maker.inputs if maker else ():
+                if read != source and read in self._values.of and read not in between:
+                    between.add(read)
+                    waiting.append(read)
+        return between
+
+    def _values_after(self, value: Value) -> set[Value]:
+        """Return what operations give that a norm passes on its way into the layers that read it."""
+        after: set[Value] = set()
+        for operation in self.flow.reads[value]:
+            if operation.name not in LAYERS:
+                for output in operation.outputs:
+                    after |= {output, *self._values_after(output)}
+        return after
+
+    def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
+        """Return the modules that are not among the parts and whose inputs or outputs are among the changed values.
+
+        A norm that is written into its readers is one of them: it gives what it gets then.
+        """
+        parts = parts | {*group.carriers, *_parts_of(group)}
+        touched: set[str] = set()
+        for value in changed:
+            touched |= self._touching[value]
+        names = [name for name in touched if not self._consists_of(name, parts)]
+        names.sort(key=self._order.__getitem__)
+        if group.kind == "readers":
+            names += [name for _, name in group.gone]
+        return tuple(names)
+
+    def _consists_of(self, name: str, parts: set[str]) -> bool:
+        """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
+        if name not in self._owners:
+            self._owners[name] = _owners_in(name, self.model.get_submodule(name))
+        outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
+        return not outside
+
+    def _add(self, group: Group, changed: set[Value], parts: frozenset[str] = frozenset()) -> None:
+        """Add a group unless the code that connects its modules branches on the numbers of a batch.
+
+        `changed`: the values that are others once the group is merged, by which it is found what lies `across` it:
+        modules that are neither merged here nor among the parts.
+        """
+        reason = self._why_not_merged(group)
+        if reason:
+            for _, name in group.gone:
+                if name in self.norms:
+                    self.left[name] = reason
+            return
+        for _, name in group.gone:
+            self.left.pop(name, None)
+        self.groups.append(replace(group, across=self._across(group, changed, set(parts))))
+
+    def _why_not_merged(self, group: Group) -> str:
+        if group.kind != "chain" and not all(map(self._ends_with, group.gone)):
+            return "its module computes more than the norm"
+        names = _names_of(group)
+        for deciding in self._deciding:
+            children = {_child_of(deciding, name) for name in names}
+            if len(children) > 1 or deciding in names:
+                return f"{deciding or 'the model'} branches on the numbers of a batch"
+        return ""
+
+    def _ends_with(self, change: Change) -> bool:
+        """True if the last operation of a module that becomes the identity is what the change removes."""
+        form, name = change
+        operations = self._values.operations_of[name]
+        if form != "identity" or not operations:
+            return True
+        end = self._values.of.get(operations[-1].outputs[0])
+        return end is not None and change in end.gone
+
+    # Two layers in turn become their product
+
+    def _add_chains(self) -> None:
+        """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
+        zero_branches = {name for group in self.groups for form, name in group.gone if form == "nothing"}
+        outputs: dict[str, int] = {}
+        for output, before in reversed(self._values.chained):
+            first = carrier_of(before.summands)
+            second = self._values.of[output].summands[0]
+            last = second.layer
+            if first is None or not first.layer or not last or zero_branches & {first.layer, last}:
+                continue
+            is_shared = any(summand.layer is None for summand in before.summands)
+            if is_shared or first.window.groups > 1 or not first.window.is_plain:
+                continue
+            one = self._weight(first.layer)
+            two = self._weight(last)
+            rows = outputs.get(last, len(two))
+            if one.ndim != two.ndim or rows * one[0].numel() > one.numel() + rows * two.shape[1]:
+                continue
+            outputs[first.layer] = rows
+            group = Group(
+                "chain",
+                carriers=(first.layer, last),
+                windows=(first.window, second.window),
+                gone=(("identity", last),),
+                needs_sum=bool(before.gone) or len(before.summands) > 1,
+            )
+            self._add(group, self._values_between(before.source, output), frozenset(_parts_of(before)))
+
+
+def _names_of(group: Group) -> list[str]:
+    return [*group.carriers, *(name for _, name in group.gone)]
+
+
+def _parts_of(found: Affine | Group) -> set[str]:
+    """Return the names of the modules that compute a value or are merged with a group."""
+    names = {name for _, name in found.gone}
+    for summand in found.summands:
+        names |= {name for name in (summand.layer, summand.after) if name}
+    return names
+
+
+def _lies_within(path: str, parts: set[str]) -> bool:
+    """Return True for the name of one of the parts, or of a module inside one."""
+    while path not in parts:
+        if not path:
+            return False
+        path = path.rpartition(".")[0]
+    return True
+
+
+def _owners_in(name: str, module: nn.Module) -> list[str]:
+    """Return the names of a module and of those inside that have parameters or buffers of their own."""
+    owners = []
+    for path, inner in module.named_modules(prefix=name):
+        own = (*inner._parameters.values(), *inner._buffers.values())
+        if any(tensor is not None for tensor in own):
+            owners.append(path)
+    return owners
+
+
+def _child_of(parent: str, name: str) -> str | None:
+    if not parent:
+        return name.partition(".")[0]
+    if not name.startswith(f"{parent}."):
+        return None
+    return name.removeprefix(f"{parent}.").partition(".")[0]

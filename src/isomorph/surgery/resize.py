@@ -1,0 +1,314 @@
+"""Other patch and image sizes of a vision transformer, and by how much its outputs move.
+
+Pixels of a patch as a vector x, resized by the matrix B: B x. New filters are w' = (B^+)^T w, with the pseudo-inverse
+of B. Then w' . y = w . (B^+ y) for every patch y: exactly what the old filters give of the patch resized by B^+. If
+patches grow, B^+ B = 1, so that w' . (B x) = w . x. Positions of another grid are interpolated, which is not exact.
+"""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.errors import UserError, first_line
+from isomorph.layers.modes import eval_mode
+from isomorph.operations import copy_module, unwrap
+from isomorph.surgery.calls import call_model, check_not_empty, leaves, relative_difference
+from isomorph.surgery.comparison import class_agreement
+from isomorph.surgery.recast import check_model
+
+Size = tuple[int, int]
+
+
+def resizing_matrix(old: Size, new: Size) -> Tensor:
+    """Return the matrix that resizes an image as a vector, bicubic with antialiasing, in float64.
+
+    Shape: -> (new height * new width, old height * old width)
+    """
+    count = old[0] * old[1]
+    pixels = torch.eye(count, dtype=torch.float64).reshape(count, 1, *old)
+    resized = F.interpolate(pixels, size=new, mode="bicubic", antialias=True, align_corners=False)
+    return resized.reshape(count, -1).T
+
+
+def resize_filters(filters: Tensor, size: Size) -> Tensor:
+    """Return filters of patches of another size, which give the same of resized patches; see above.
+
+    Shape: (O, C, h, w) -> (O, C, *size), in float64
+    Source: FlexiViT (Beyer et al., 2023), section 3.4
+    """
+    inverse = torch.linalg.pinv(resizing_matrix(_sides(filters), size))  # (h w, h' w')
+    resized = filters.double().flatten(2) @ inverse.to(filters.device)  # (O, C, h' w')
+    return resized.reshape(*filters.shape[:2], *size)
+
+
+def resize_positions(positions: Tensor, old: Size, new: Size) -> Tensor:
+    """Return embeddings of the positions of another grid, interpolated as timm does.
+
+    Shape: (old height * old width, C) -> (new height * new width, C), in float64
+    """
+    grid = positions.double().T.reshape(1, -1, *old)  # (1, C, h, w)
+    resized = F.interpolate(grid, size=new, mode="bicubic", antialias=True, align_corners=False)
+    return resized.flatten(2)[0].T
+
+
+@dataclass(frozen=True)
+class OutputShift:
+    """By how much outputs moved: the root mean square relative to that of the outputs, and the share of equal classes.
+
+    `same_class` is in percent, None where outputs are not logits of images.
+    """
+
+    relative: float
+    same_class: float | None
+
+    def __str__(self) -> str:
+        same = "" if self.same_class is None else f", same class for {self.same_class:.0f}%"
+        return f"{100 * self.relative:.2g}% (root mean square){same}"
+
+
+@dataclass(frozen=True, repr=False)
+class ResizeReport:
+    """Result of `resize_patches`: the model for other sizes, and what is exact.
+
+    Sizes are heights and widths before and after. `embedding` is the largest relative difference of the embeddings of
+    the images' patches from those that the original gives of the resized patches, computed in float64: rounding of the
+    new filters alone. `enlarged` is the same for patches of the original's size that are enlarged, None if patches do
+    not grow. `moved` says by how much outputs
+    move: the new model on the images at its size, the original on the same images at its own; `moved_by_timm` the same
+    for timm's `set_input_size`.
+
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1).eval()
+    >>> report = iso.resize_patches(vit, torch.randn(2, 3, 64, 64), patch_size=32, image_size=128)
+    >>> report.grid, report.embedding < 1e-6, report.enlarged < 1e-6
+    (((4, 4), (4, 4)), True, True)
+    """
+
+    model: nn.Module = field(compare=False)
+    patch: tuple[Size, Size]
+    grid: tuple[Size, Size]
+    image: tuple[Size, Size]
+    embedding: float
+    enlarged: float | None
+    moved: OutputShift
+    moved_by_timm: OutputShift
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON, without the model."""
+        shifts = {name: vars(getattr(self, name)) for name in ("moved", "moved_by_timm")}
+        return {name: value for name, value in vars(self).items() if name != "model"} | shifts
+
+    def __str__(self) -> str:
+        lines = [f"{name} {_by(old)} -> {_by(new)}" for name, (old, new) in self._sizes.items()]
+        lines = [", ".join(lines)]
+        if self.patch[0] != self.patch[1]:
+            lines.append(
+                f"  exact: each patch is embedded as the original embeds it resized (relative difference "
+                f"{self.embedding:.1g}, rounding of the filters)"
+            )
+        if self.enlarged is not None:
+            lines.append(f"  exact: an enlarged patch has the embedding of the original one ({self.enlarged:.1g})")
+        if self.grid[0] != self.grid[1]:
+            lines.append("  not exact: embeddings of positions are interpolated to the new grid")
+        lines.append(f"  outputs on these images move by {self.moved}; by timm's set_input_size {self.moved_by_timm}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    @property
+    def _sizes(self) -> dict[str, tuple[Size, Size]]:
+        return {"patches": self.patch, "grid": self.grid, "images": self.image}
+
+
+def _by(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+@torch.no_grad()
+def resize_patches(
+    model: nn.Module,
+    images: Tensor,
+    patch_size: int | Size | None = None,
+    image_size: int | Size | None = None,
+) -> ResizeReport:
+    """Return a copy of a vision transformer for another patch or image size, and what of it is exact.
+
+    timm's `set_input_size` builds the copy; its patch filters are then computed in float64. The report says what the
+    new patches embed exactly, and by how much outputs move on your images, compared with the original on the same
+    images at its own size. Train it further where that is too much.
+
+    Args:
+        model: a model of timm whose patches are embedded by one convolution, and that has `set_input_size`.
+        images: normalised images (B, C, H, W) of any size; they are resized to the sizes of both models.
+        patch_size: by default the model's own.
+        image_size: by default the model's own; with other patches, the grid changes then.
+
+    Raises: UserError for another model (create the other size in its library, and give it the weights by
+        `iso.port_weights`), or for images that the patches do not fill.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+        >>> report = iso.resize_patches(vit, torch.randn(2, 3, 32, 32), patch_size=8)
+        >>> report.grid, report.model(torch.randn(2, 3, 32, 32)).shape
+        (((2, 2), (4, 4)), torch.Size([2, 1000]))
+    """
+    original = unwrap(check_model(model))
+    check_not_empty(images)
+    new, by_timm = _for_sizes(original, patch_size, image_size)
+    embed = original.patch_embed
+    layer = embed.proj
+    old_image: Size = tuple(embed.img_size)
+    new_image: Size = tuple(new.patch_embed.img_size)
+    pictures = {size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)}
+    wanted = _logits(original, pictures[old_image])
+    return ResizeReport(
+        model=new,
+        patch=(_kernel(layer), _kernel(new.patch_embed.proj)),
+        grid=(tuple(embed.grid_size), tuple(new.patch_embed.grid_size)),
+        image=(old_image, new_image),
+        embedding=_embedding_difference(layer, new.patch_embed.proj, pictures[new_image]),
+        enlarged=_enlarged_difference(layer, new.patch_embed.proj, pictures[old_image]),
+        moved=_shift(wanted, _logits(new, pictures[new_image])),
+        moved_by_timm=_shift(wanted, _logits(by_timm, pictures[new_image])),
+    )
+
+
+def _for_sizes(original: Any, patch_size: int | Size | None, image_size: int | Size | None) -> tuple[Any, Any]:
+    """Return copies of a model for other sizes, with filters computed in float64 and as timm computes them.
+
+    Raises: UserError as `resize_patches`.
+    """
+    embed = getattr(original, "patch_embed", None)
+    layer = getattr(embed, "proj", None)
+    if not isinstance(layer, nn.Conv2d) or not hasattr(original, "set_input_size"):
+        raise UserError(
+            f"{type(original).__name__} is not a vision transformer of timm with set_input_size; create it for the "
+            "other size in its own library, and give it the weights by iso.port_weights"
+        )
+    assert embed is not None
+    patch = _pair(patch_size or _kernel(layer))
+    image = _pair(image_size or tuple(embed.img_size))
+    if image[0] % patch[0] or image[1] % patch[1]:
+        raise UserError(f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them")
+    by_timm: Any = copy_module(original)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+            by_timm.set_input_size(img_size=image, patch_size=patch)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"timm cannot set this size: {first_line(error)}") from error
+    new = copy.deepcopy(by_timm)
+    with torch.no_grad():
+        new.patch_embed.proj.weight.copy_(resize_filters(layer.weight, patch))
+    return new, by_timm
+
+
+@dataclass(frozen=True)
+class OtherSize:
+    """A copy of a vision transformer for the images and patches of another model, and its own sizes."""
+
+    model: nn.Module
+    image: Size
+    patch: Size
+
+    @classmethod
+    def of(cls, model: nn.Module, images: Tensor, patch: Size | None) -> "OtherSize":
+        """Return the copy. Raises: UserError as `resize_patches`."""
+        original: Any = unwrap(model)
+        new, _ = _for_sizes(original, patch, _sides(images))
+        return cls(new, tuple(original.patch_embed.img_size), _kernel(original.patch_embed.proj))
+
+    def back(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model like this one for the sizes that it had."""
+        return _for_sizes(unwrap(model), self.patch, self.image)[0]
+
+    def describe(self, images: Tensor) -> str:
+        """Return what is resized."""
+        embed: Any = self.model.patch_embed
+        sizes = [f"images of {_by(_sides(images))} and {_by(self.image)}"]
+        if _kernel(embed.proj) != self.patch:
+            sizes.append(f"patches of {_by(_kernel(embed.proj))} and {_by(self.patch)}")
+        return ", ".join(sizes)
+
+    @torch.no_grad()
+    def shift(self, original: nn.Module, resized: nn.Module, images: Tensor) -> OutputShift | None:
+        """Return by how much outputs move from the original, on the images, to a resized model; None without logits."""
+        try:
+            wanted = _single_tensor(call_model(original, images))
+            found = _single_tensor(call_model(resized, _resized(images, self.image)))
+            return _shift(wanted, found)
+        except UserError:
+            return None
+
+
+def _single_tensor(outputs: Any) -> Tensor:
+    """Return the single tensor of an output. Raises: UserError for several."""
+    tensors = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor)]
+    if len(tensors) != 1:
+        raise UserError(f"the model gives {len(tensors)} tensors, not one")
+    return tensors[0]
+
+
+def _pair(size: int | Sequence[int]) -> Size:
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
+    return sides[0], sides[1]
+
+
+def _resized(images: Tensor, size: Size) -> Tensor:
+    if _sides(images) == size:
+        return images
+    return F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
+
+
+def _patches(images: Tensor, size: Size) -> Tensor:
+    """Return patches as vectors. Shape: (B, C, H, W) -> (B, C, h w, N)"""
+    vectors = F.unfold(images.double().cpu(), size, stride=size)  # (B, C h w, N)
+    return vectors.unflatten(1, (images.shape[1], -1))
+
+
+def _embed(layer: nn.Conv2d, patches: Tensor) -> Tensor:
+    """Return the embeddings of patches without the bias, in float64. Shape: (B, C, h w, N) -> (B, O, N)"""
+    return torch.einsum("ocp,bcpn->bon", layer.weight.double().cpu().flatten(2), patches)
+
+
+def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float:
+    sizes = _kernel(old), _kernel(new)
+    patches = _patches(images, sizes[1])
+    resized = torch.linalg.pinv(resizing_matrix(*sizes)) @ patches
+    return relative_difference(_embed(old, resized), _embed(new, patches))
+
+
+def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float | None:
+    sizes = _kernel(old), _kernel(new)
+    if sizes[0] == sizes[1] or sizes[1][0] < sizes[0][0] or sizes[1][1] < sizes[0][1]:
+        return None
+    patches = _patches(images, sizes[0])
+    return relative_difference(_embed(old, patches), _embed(new, resizing_matrix(*sizes) @ patches))
+
+
+def _sides(images: Tensor) -> Size:
+    return images.shape[-2], images.shape[-1]
+
+
+def _kernel(layer: nn.Conv2d) -> Size:
+    return layer.kernel_size[0], layer.kernel_size[1]
+
+
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    with eval_mode(model):
+        out = call_model(model, images)
+    return _single_tensor(out)
+
+
+def _shift(outputs: Tensor, others: Tensor) -> OutputShift:
+    if outputs.shape != others.shape:
+        raise UserError("outputs of the model have a value for each position; give a model with a head or pooling")
+    apart = (outputs - others).double().square().mean().sqrt()
+    size = outputs.double().square().mean().sqrt()
+    return OutputShift(float(apart / size), class_agreement(outputs, others))
