@@ -187,7 +187,7 @@ class Stem(nn.Module):
 class BatchNormStem(Stem):
     """The stem with BatchNorm, which `fuse` folds into the first convolution."""
 
-    norm_act_layer = MBConv.norm_act_layer
+    norm_act_layer = staticmethod(MBConv.norm_act_layer)
 
     @torch.no_grad()
     def fuse(self) -> Stem:
@@ -203,4 +203,4 @@ class BatchNormStem(Stem):
 class LayerNormStem(Stem):
     """The stem with LayerNorm over the channels of every position."""
 
-    norm_act_layer = LayerNormMBConv.norm_act_layer
+    norm_act_layer = staticmethod(LayerNormMBConv.norm_act_layer)
