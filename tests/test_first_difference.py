@@ -179,6 +179,7 @@ def test_an_exported_file_is_compared_by_its_modules(tmp_path):
     assert (first.module, first.operation) == ("blocks.1.mlp.fc1", "MatMul")
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_first_operation(tmp_path):
     cnn, _ = other_eps()
     iso.save(cnn, tmp_path / "cnn.safetensors")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from isomorph.errors import UserError
 from isomorph.operations import tensors_in
@@ -19,7 +18,7 @@ from isomorph.surgery.calls import Inputs, leaves, relative
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
 from isomorph.surgery.port.pair import Pairing
-from isomorph.surgery.port.watch import Call, Watch
+from isomorph.surgery.port.watch import Call, Watch, swap
 
 # Relative differences in float64 up to which values are equal.
 TOLERANCE = 1e-10
@@ -132,7 +131,7 @@ class _Forced(Watch):
                 return tensor
             return self._compare(("input", index), wanted, tensor)
 
-        args, kwargs = tree_map_only(Tensor, put, (args, kwargs))
+        args, kwargs = swap(Tensor, put, (args, kwargs))
         out = function(*args, **kwargs)
         if forced.made is None or not isinstance(out, Tensor):
             return out
@@ -175,7 +174,7 @@ class _WithSettings(Watch):
         def put(tensor: Tensor) -> Tensor:
             return self.settings.constants.get(self.number_of(tensor), tensor)
 
-        args, kwargs = tree_map_only(Tensor, put, (args, kwargs))
+        args, kwargs = swap(Tensor, put, (args, kwargs))
         theirs = self.settings.calls.get(index)
         if theirs is None or name != self.target.seen.calls[index].name:
             return function(*args, **kwargs)

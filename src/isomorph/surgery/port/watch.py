@@ -49,8 +49,21 @@ class Call:
     def run(self, value_of: Callable[[int], Tensor]) -> Any:
         """Run the function again, on other values."""
         assert self.function is not None
-        put = partial(tree_map_only, Ref, lambda ref: value_of(ref.number))
-        return self.function(*put(list(self.args)), **put(self.kwargs))
+        put = partial(swap, Ref, lambda ref: value_of(ref.number))
+        return self.function(*put(self.args), **put(self.kwargs))
+
+
+def swap(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments with those of a kind changed, also in containers."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is tuple or type(value) is list:
+        return type(value)([swap(kind, change, each) for each in value])
+    if type(value) is dict:
+        return {name: swap(kind, change, each) for name, each in value.items()}
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | Ref | Tensor):
+        return value
+    return tree_map_only(kind, change, value)  # torch knows further containers
 
 
 class _Write(NamedTuple):
@@ -152,7 +165,7 @@ class Watch(TorchFunctionMode):
         name = name_of(func)
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
-        kept = tree_map_only(Tensor, lambda x: Ref(self.number_of(x)), (list(args), given))
+        kept = swap(Tensor, lambda x: Ref(self.number_of(x)), (tuple(args), given))
         writes = bool(read) and _writes(name, args, given)
         if writes:
             self._keep(read[0])
@@ -163,7 +176,7 @@ class Watch(TorchFunctionMode):
             outputs = tuple(map(self._add, made))
             function = _set_item if name == "__setitem__" else func
             module = self.running[-1]
-            call = Call(len(self.calls), name, function, module, *_tuple(kept), inputs, outputs)
+            call = Call(len(self.calls), name, function, module, kept[0], kept[1], inputs, outputs)
             self._record(call)
             if writes and made[0] is read[0]:
                 self._note_write(made[0], outputs[0])
@@ -211,10 +224,6 @@ class Watch(TorchFunctionMode):
                 hooks.enter_context(module.register_forward_hook(leave))
             with torch.no_grad(), torch.autocast("cpu", enabled=False), self:
                 self.result = run_model(self.model, inputs)
-
-
-def _tuple(kept: tuple[list[Any], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(kept[0]), kept[1]
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
