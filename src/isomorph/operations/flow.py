@@ -230,6 +230,19 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+@contextmanager
+def around_modules(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Context in which functions are called before and after every module of a model.
+
+    `enter(name, module, args, kwargs)` and `leave(name, module, args, output)`.
+    """
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
+        yield
+
+
 @torch.no_grad()
 def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
     """Return what happens in a call of a model or of one of its methods: who reads every value, which modules run.
@@ -244,12 +257,8 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
         (['conv2d', 'batch_norm', 'relu'], 1)
     """
     flow = Flow(_constants(model))
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(flow.leave, name)))
-        with flow.kernels, flow:
-            flow.result = call()
+    with around_modules(model, flow.enter, flow.leave), flow.kernels, flow:
+        flow.result = call()
     flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
 

@@ -7,7 +7,6 @@ are watched alike.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from isomorph.operations import FusedCall, tensors_in
-from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
+from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, around_modules, name_of
 from isomorph.surgery.calls import Inputs, run_model
 
 # Operations whose outputs have none of the numbers of their input.
@@ -218,12 +217,9 @@ class Watch(TorchFunctionMode):
         def leave(*_: Any) -> None:
             self.running.pop()
 
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
-                hooks.enter_context(module.register_forward_hook(leave))
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), self:
-                self.result = run_model(self.model, inputs)
+        exact = torch.autocast("cpu", enabled=False)
+        with around_modules(self.model, enter, leave), torch.no_grad(), exact, self:
+            self.result = run_model(self.model, inputs)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
