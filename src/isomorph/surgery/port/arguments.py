@@ -20,11 +20,18 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "clamp": ("input", "min", "max"),
 }
 # The values that torch takes where code gives none.
+_PLAIN_CONV = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": None}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gelu": {"approximate": "none"},
-    **{f"conv{n}d": {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": None} for n in (1, 2, 3)},
+    **{f"conv{n}d": _PLAIN_CONV for n in (1, 2, 3)},
 }
 _NUMBERED = ("first", "second", "third", "fourth")
+_MORE = tuple(f"argument {i}" for i in range(5, 20))
+
+
+# Arguments that change nothing in eval mode, or follow from the tensors.
+_NO_SETTINGS = {"input", "normalized_shape", "training", "momentum", "inplace"}
+_NO_SETTINGS |= {"weight", "bias", "running_mean", "running_var"}
 
 
 @cache
@@ -39,18 +46,29 @@ def _signature(function: Callable[..., Any] | None) -> inspect.Signature | None:
 
 def named_arguments(call: Call) -> dict[str, Any]:
     """Return the arguments of a call by name, with torch's defaults where they are known."""
-    names = _POSITIONAL.get(call.name)
-    if names is None and (signature := _signature(call.function)):
-        try:
-            bound = signature.bind(*call.args, **call.kwargs)
-        except TypeError:
-            bound = None
-        if bound is not None and not {"args", "kwargs"} & set(bound.arguments):
-            bound.apply_defaults()
-            return dict(bound.arguments)
-    names = (names or _NUMBERED) + tuple(f"argument {i}" for i in range(5, 20))
+    if call.name not in _POSITIONAL:
+        bound = _bound(call)
+        if bound is not None:
+            return bound
+    names = _POSITIONAL.get(call.name, _NUMBERED) + _MORE
     given = dict(zip(names, call.args, strict=False))
-    return {**_DEFAULTS.get(call.name, {}), **given, **call.kwargs}
+    defaults = _DEFAULTS.get(call.name, {})
+    return {**defaults, **given, **call.kwargs}
+
+
+def _bound(call: Call) -> dict[str, Any] | None:
+    """Return the arguments by the function's own names; None for a function that does not say them."""
+    signature = _signature(call.function)
+    if signature is None:
+        return None
+    try:
+        bound = signature.bind(*call.args, **call.kwargs)
+    except TypeError:
+        return None
+    if "args" in bound.arguments or "kwargs" in bound.arguments:
+        return None
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def bind(call: Call) -> dict[str, int]:
@@ -70,11 +88,8 @@ def settings_of(call: Call) -> dict[str, Any]:
     """Return the arguments of a call that are not tensors: numbers, words and None."""
     settings = {}
     for name, given in named_arguments(call).items():
-        if isinstance(given, Ref) or name in ("input", "normalized_shape", "training", "momentum"):
-            continue
-        if name in ("weight", "bias", "running_mean", "running_var", "inplace"):
-            continue
-        settings[name] = plain(given)
+        if name not in _NO_SETTINGS and not isinstance(given, Ref):
+            settings[name] = plain(given)
     return settings
 
 

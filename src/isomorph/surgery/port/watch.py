@@ -7,7 +7,6 @@ are watched alike.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from isomorph.operations import FusedCall, tensors_in
 from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
+from isomorph.operations.observe import Running, observing
 from isomorph.surgery.calls import Inputs, run_model
 
 # Operations whose outputs have none of the numbers of their input.
@@ -105,7 +105,7 @@ class Watch(TorchFunctionMode):
         self.values: list[Tensor] = []
         self.makers: dict[int, Call] = {}
         self.readers: dict[int, list[Call]] = defaultdict(list)
-        self.running = [""]
+        self.running = Running()
         # The names of every parameter and buffer, by the number of its value.
         self.names: dict[int, list[str]] = defaultdict(list)
         self.inputs: list[int] = []
@@ -144,7 +144,7 @@ class Watch(TorchFunctionMode):
         self.values[new] = function(before, self.values[write.number])
         args = Ref(number), Ref(write.number)
         read = number, write.number
-        module = self.running[-1]
+        module = self.running.innermost
         self._record(Call(len(self.calls), "write", function, module, args, {}, read, (new,)))
         return new
 
@@ -175,7 +175,7 @@ class Watch(TorchFunctionMode):
         if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
             outputs = tuple(map(self._add, made))
             function = _set_item if name == "__setitem__" else func
-            module = self.running[-1]
+            module = self.running.innermost
             call = Call(len(self.calls), name, function, module, kept[0], kept[1], inputs, outputs)
             self._record(call)
             if writes and made[0] is read[0]:
@@ -211,19 +211,9 @@ class Watch(TorchFunctionMode):
     def watch(self, inputs: Inputs) -> None:
         """Run the model and record what happens."""
         self.inputs = [self.number_of(x) for x in tensors_in(inputs)]
-
-        def enter(name: str, *_: Any) -> None:
-            self.running.append(name)
-
-        def leave(*_: Any) -> None:
-            self.running.pop()
-
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
-                hooks.enter_context(module.register_forward_hook(leave))
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), self:
-                self.result = run_model(self.model, inputs)
+        exact = torch.autocast("cpu", enabled=False)
+        with observing(self.model) as self.running, torch.no_grad(), exact, self:
+            self.result = run_model(self.model, inputs)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
