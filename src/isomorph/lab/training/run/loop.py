@@ -155,7 +155,6 @@ def _print_start(run: Run, journal: Journal) -> None:
     runtime = run.runtime
     progress = run.progress
     order = run.order
-    size = run.config["input_size"][-2:]
     if run.resumed_from and runtime.is_main:
         for message in rename_damaged(run.resumed_from):
             journal.say(f"{message}; using the one before it")
@@ -167,7 +166,7 @@ def _print_start(run: Run, journal: Journal) -> None:
         plan += f", {run.iterations:,} in all"
     data = count_of(order.images, "image")
     if run.task.classifies:
-        data += " of {} x {}".format(*size)
+        data += " of {} x {}".format(*run.config["input_size"][-2:])
     device = str(runtime.device)
     if runtime.world > 1:
         device += f", {runtime.world} processes"
@@ -178,7 +177,7 @@ def _print_start(run: Run, journal: Journal) -> None:
     if recipe.shortened:
         journal.say(recipe.shortened)
     if recipe.augment.crop_padding == "auto":
-        padding = recipe.augment.padding_at(*size)
+        padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:
             crops = f"random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
             journal.say(f"small images: {crops}")
