@@ -32,13 +32,14 @@ def write_demo_page(demo: Demo, path: Path) -> int:
 
 
 def _equality_section(demo: Demo) -> Section:
-    macs = [count_macs(model, demo.config["input_size"]) for model in (demo.tcnn, demo.cnn.model)]
+    size = demo.config["input_size"]
+    ratio = count_macs(demo.tcnn, size) / count_macs(demo.cnn.model, size)
     return Section(
         "The same function",
         f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
         f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
         f"compared on {VERIFIED} test images and on cropped ones, in two precisions and layer by layer, and their "
-        f"classes on all test images. The T-CNN needs {macs[0] / macs[1]:.2f} times the CNN's MACs: it is for training "
+        f"classes on all test images. The T-CNN needs {ratio:.2f} times the CNN's MACs: it is for training "
         "further, not for speed.",
         finding=demo.equality,
         listing=str(demo.report),
@@ -59,13 +60,16 @@ def _attention_section(demo: Demo) -> Section:
 
 def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
     batch = demo.images[:SHOWN]
-    mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
-    images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
+    mean = torch.tensor(demo.config["mean"])[:, None, None]
+    std = torch.tensor(demo.config["std"])[:, None, None]
+    images = [PageImage(f"digit {number}", image * std + mean) for number, image in enumerate(batch, 1)]
     shown = []
     for name, model in models.items():
-        gated = any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules())
-        by_layer = _as_lists(gates(model)) if gated else {}
-        shown.append(ViewerModel(name, capture_layer_maps(model, batch)[0], by_layer))
+        by_layer = {}
+        if any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules()):
+            by_layer = _as_lists(gates(model))
+        maps, _ = capture_layer_maps(model, batch)
+        shown.append(ViewerModel(name, maps, by_layer))
     return build_viewer(shown, images)
 
 
@@ -76,10 +80,12 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def _start_section(demo: Demo) -> Section:
     lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
     conv = demo.vits[-1]
+    gates_of_heads = _as_lists(gates(conv.model))
+    spans_of_heads = _as_lists(attention_spans(conv.model))
     charts: list[Chart] = [
         Panel("Top-1 on the test images", "epoch", "%", lines),
-        Dots("Gates", "sigma(gate)", {conv.name: _as_lists(gates(conv.model))}, 1.0),
-        Dots("Spans", "1 / locality", {conv.name: _as_lists(attention_spans(conv.model))}),
+        Dots("Gates", "sigma(gate)", {conv.name: gates_of_heads}, 1.0),
+        Dots("Spans", "1 / locality", {conv.name: spans_of_heads}),
     ]
     return Section(
         "A start as convolutions",

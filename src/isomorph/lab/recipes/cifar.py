@@ -17,31 +17,29 @@ SURGERIES: dict[str, dict[str, Any]] = {
 
 
 def _cifar_recipe(surgery: str) -> dict[str, Any]:
-    if surgery == "annealed":
-        anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0]))
-    else:
-        anneal = {}
-    return dict(
+    recipe: dict[str, Any] = dict(
         model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
         optim=dict(lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"),
         epochs=10,
         source="T-CNN at CIFAR scale, docs/methods/tcnn.md",
-        **anneal,
     )
+    if surgery == "annealed":
+        recipe["anneal"] = dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])
+    return recipe
 
 
 def _digits_recipe(surgery: str) -> dict[str, Any]:
     recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
     if "anneal" in recipe:
-        anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)}
-    else:
-        anneal = {}
-    data = dict(source="digits", size=[24, 24], batch_size=64)
-    augment = dict(crop_padding=2, hflip=0.0)
-    return recipe | anneal | dict(data=data, augment=augment, epochs=3, source="isomorph demo")
+        recipe["anneal"]["epochs"] = 1.5
+    recipe["data"] = dict(source="digits", size=[24, 24], batch_size=64)
+    recipe["augment"] = dict(crop_padding=2, hflip=0.0)
+    recipe["epochs"] = 3
+    recipe["source"] = "isomorph demo"
+    return recipe
 
 
 # ConViT's initialisation in two of three blocks: with nine heads, each starts at one of the 3 x 3 neighbours.

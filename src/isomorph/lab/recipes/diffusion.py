@@ -15,9 +15,12 @@ DIGITS_NETWORK = dict(channels=[16, 32], blocks=1, groups=8, attention=[1], time
 
 
 def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:
+    model: dict[str, Any] = dict(name="ddpm_unet")
+    if recast:
+        model["recast"] = recast
     return dict(
         task=dict(name="diffusion"),
-        model=dict(name="ddpm_unet", **(dict(recast=recast) if recast else {})),
+        model=model,
         data=dict(source="cifar10", batch_size=80),
         optim=dict(lr=2e-4, weight_decay=1e-4, warmup_epochs=20, min_lr=4.9e-6, clip_grad=1.0),
         epochs=200,
@@ -28,9 +31,12 @@ def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:
 
 
 def _small(recast: dict[str, Any] | None) -> dict[str, Any]:
+    model: dict[str, Any] = dict(name="ddpm_unet", kwargs=SMALL_NETWORK)
+    if recast:
+        model["recast"] = recast
     return dict(
         task=dict(name="diffusion"),
-        model=dict(name="ddpm_unet", kwargs=SMALL_NETWORK, **(dict(recast=recast) if recast else {})),
+        model=model,
         data=dict(source="cifar10", fraction=0.1, test_images=1000, batch_size=32),
         optim=dict(lr=1e-3, weight_decay=1e-4, warmup_epochs=0.2, clip_grad=1.0, schedule="constant"),
         ema=0.99,

@@ -50,13 +50,21 @@ def _fine_tune(model: Fields, size: int, table: str, expected: str) -> Fields:
 
 
 def _row(backbone: str, surgery: Fields = SURGERY) -> Fields:
-    size, alone, time_alone, transformed, time, table = BACKBONES[backbone]
-    result, total = (transformed, time) if "recast" in surgery else (alone, time_alone)
-    expected = top1(
-        "" if surgery is UNSTRIDED else result,
-        f", {total} times ResNet50-RS's training" if total else "",
-    )
-    return _fine_tune(dict(name=backbone, pretrained=True, **surgery), size, table, expected)
+    size, result, time, transformed, time_transformed, table = BACKBONES[backbone]
+    if "recast" in surgery:
+        result = transformed
+        time = time_transformed
+    condition = f", {time} times ResNet50-RS's training" if time else ""
+    model = dict(name=backbone, pretrained=True, **surgery)
+    return _fine_tune(model, size, table, top1(result, condition))
+
+
+def _unstrided_control(backbone: str) -> Fields:
+    """Return the CNN at stride 1: it separates the gain of self-attention from that of the last stage's resolution."""
+    recipe = _row(backbone, UNSTRIDED)
+    recipe["source"] = "T-CNN Table 1, a control that it does not have"
+    recipe["expected"] = ""
+    return recipe
 
 
 def _after_400(size: int, result: str, surgery: Fields) -> Fields:
@@ -94,27 +102,41 @@ PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
 
 CNNS = [name for name, (_, alone, *_) in BACKBONES.items() if alone]
 
+
+def _short_runs() -> dict[str, Fields]:
+    recipes = {}
+    for name, results in SHORT_RUNS.items():
+        for epochs, result in results.items():
+            recipe = _row(name)
+            recipe["epochs"] = epochs
+            recipe["source"] = "T-CNN Table 4"
+            recipe["expected"] = top1(result)
+            recipes[f"tcnn_{name}_{epochs}ep"] = recipe
+    return recipes
+
+
+def _peak_rates() -> dict[str, Fields]:
+    """Return Fig. 6, which has no numbers."""
+    recipes = {}
+    for name, lr in PEAK_RATES.items():
+        recipe = _row("resnetrs50")
+        recipe["optim"] = OPTIM | dict(lr=lr)
+        recipe["source"] = "T-CNN Fig. 6"
+        recipe["expected"] = ""
+        recipes[f"tcnn_resnetrs50_lr_{name}"] = recipe
+    return recipes
+
+
 RECIPES: dict[str, Fields] = {f"tcnn_{name}": _row(name) for name in BACKBONES}
 RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # attention maps along training (Fig. 5): 25 models of 0.5 GB
-RECIPES |= {
-    f"tcnn_{name}_{epochs}ep": _row(name) | dict(epochs=epochs, source="T-CNN Table 4", expected=top1(result))
-    for name, results in SHORT_RUNS.items()
-    for epochs, result in results.items()
-}
-RECIPES |= {
-    f"tcnn_resnetrs50_lr_{name}": _row("resnetrs50")
-    | dict(optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected="")  # the paper gives no number
-    for name, lr in PEAK_RATES.items()
-}
-# The CNN at stride 1 separates what self-attention gains from what the higher resolution of the last stage gains.
-RECIPES |= {f"finetune_{name}": _row(name, {}) for name in CNNS}
-RECIPES |= {
-    f"finetune_{name}_unstrided": _row(name, UNSTRIDED) | dict(source="T-CNN Table 1, a control that it does not have")
-    for name in CNNS
-}
-RECIPES |= {f"tcnn_late_{epoch}": _late_recast(epoch) for epoch in LATE_RECAST_TOP1}
-RECIPES |= {
-    "tcnn_resnet50_224": _after_400(224, "79.88", SURGERY),
-    "tcnn_resnet50_320": _after_400(320, "80.84", SURGERY),
-    "finetune_resnet50_320": _after_400(320, "79.78", {}),
-}
+RECIPES |= _short_runs()
+RECIPES |= _peak_rates()
+for _name in CNNS:
+    RECIPES[f"finetune_{_name}"] = _row(_name, {})
+for _name in CNNS:
+    RECIPES[f"finetune_{_name}_unstrided"] = _unstrided_control(_name)
+for _epoch in LATE_RECAST_TOP1:
+    RECIPES[f"tcnn_late_{_epoch}"] = _late_recast(_epoch)
+RECIPES["tcnn_resnet50_224"] = _after_400(224, "79.88", SURGERY)
+RECIPES["tcnn_resnet50_320"] = _after_400(320, "80.84", SURGERY)
+RECIPES["finetune_resnet50_320"] = _after_400(320, "79.78", {})

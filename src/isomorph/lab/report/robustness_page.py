@@ -8,44 +8,24 @@ from typing import Any
 
 from isomorph.lab.data.corruptions.corrupt import CLEAN, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
 from isomorph.lab.evaluation.robustness.cells import SavedResult
-from isomorph.lab.evaluation.robustness.scores import severity_table, summary_lines
+from isomorph.lab.evaluation.robustness.scores import (
+    CellValues,
+    means_by_corruption,
+    means_by_severity,
+    severity_table,
+    summary_lines,
+)
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import Bars, Chart, Matrix, Table
 from isomorph.lab.report.html import Section, write_page
 
-# Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0).
-CellValues = Mapping[tuple[str, int], float]
-
 
 def _corrupted(cells: CellValues) -> CellValues:
-    """Return the cells of corrupted images, in the suite's order of corruptions."""
+    """Return the cells of corrupted images, without ("clean", 0), in the suite's order of corruptions."""
     order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
     corrupted = [cell for cell in cells if cell[0] != CLEAN]
     corrupted.sort(key=lambda cell: order.index(cell[0]))
     return {cell: cells[cell] for cell in corrupted}
-
-
-def _corruptions(cells: CellValues) -> list[str]:
-    return list(dict.fromkeys(corruption for corruption, _ in cells))
-
-
-def _severities(cells: CellValues) -> list[int]:
-    return sorted({severity for _, severity in cells})
-
-
-def _means_by_corruption(cells: CellValues) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for (corruption, _), top1 in cells.items():
-        values.setdefault(corruption, []).append(top1)
-    return {corruption: fmean(of) for corruption, of in values.items()}
-
-
-def _means_by_severity(cells: CellValues) -> dict[str, float]:
-    means = {}
-    for severity in _severities(cells):
-        values = [top1 for (_, other), top1 in cells.items() if other == severity]
-        means[f"severity {severity}"] = fmean(values)
-    return means
 
 
 def _suite(cells: CellValues) -> CellValues:
@@ -61,8 +41,11 @@ def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
     Means by severity are over the suite's corruptions. Two models have the same cells.
     """
     cells = {name: _corrupted(own) for name, own in results.items()}
-    by_corruption = {name: _means_by_corruption(own) for name, own in cells.items()}
-    by_severity = {name: _means_by_severity(_suite(own)) for name, own in cells.items()}
+    by_corruption = {name: means_by_corruption(own) for name, own in cells.items()}
+    by_severity = {}
+    for name, own in cells.items():
+        means = means_by_severity(_suite(own))
+        by_severity[name] = {f"severity {severity}": mean for severity, mean in means.items()}
     charts: list[Chart] = [
         Bars("By corruption, mean over severities", "top-1, %", by_corruption),
         Bars("By severity, mean over corruptions", "top-1, %", by_severity),
@@ -81,13 +64,13 @@ def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
 
 
 def _matrix(title: str, cells: CellValues, low: float, high: float) -> Matrix:
-    rows = _corruptions(cells)
-    columns = _severities(cells)
+    corruptions = list(dict.fromkeys(corruption for corruption, _ in cells))
+    severities = sorted({severity for _, severity in cells})
     values = []
-    for corruption in rows:
-        values.append([cells.get((corruption, severity), math.nan) for severity in columns])
-    names = list(map(str, columns))
-    return Matrix(title, "corruption", "severity", rows, names, values, low, high)
+    for corruption in corruptions:
+        values.append([cells.get((corruption, severity), math.nan) for severity in severities])
+    columns = list(map(str, severities))
+    return Matrix(title, "corruption", "severity", corruptions, columns, values, low, high)
 
 
 def robustness_table(results: Mapping[str, CellValues]) -> Table:
@@ -97,14 +80,14 @@ def robustness_table(results: Mapping[str, CellValues]) -> Table:
         clean = cells.get((CLEAN, 0))
         suite = _suite(cells)
         clean_text = "-" if clean is None else f"{clean:.2f}"
-        average = fmean(_means_by_corruption(suite).values())
+        average = fmean(means_by_corruption(suite).values())
         rows.append([name, clean_text, str(len(suite)), f"{average:.2f}"])
     return rows
 
 
 def robustness_finding(results: Mapping[str, CellValues]) -> str:
     """Return the mean top-1 of a model and its lowest corruption, or of two models the best and worst change."""
-    all_means = [(name, _means_by_corruption(_suite(cells))) for name, cells in results.items()]
+    all_means = [(name, means_by_corruption(_suite(cells))) for name, cells in results.items()]
     (name, means), *others = all_means
     average = fmean(means.values())
     if not others:

@@ -211,8 +211,7 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
         test = first_classes(test, data.classes)
     test = drawn_once(test, data.test_images)
     if data.fraction < 1:
-        seed = recipe.seed if data.draw == "seeded" else None
-        source = class_fraction(source, data.fraction, seed)
+        source = class_fraction(source, data.fraction, recipe.draw_seed)
     if recipe.token_labels and recipe.token_labels.maps:
         num_classes = recipe.model.num_classes or len(source.classes)
         source = LabelMapSource(source, recipe.token_labels.maps, num_classes)

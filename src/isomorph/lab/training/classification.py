@@ -109,22 +109,24 @@ class Classification(Task):
             x = eval_transform(config)(image)[None].to(like)
             logits = class_logits(model(x))
         name_of = class_namer(model, logits.shape[1])
-        likeliest = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
-        rows = [
-            {"class": name_of(i), "probability": 100 * share}
-            for share, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
-        ]
+        shares, classes = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
+        rows: list[dict[str, Any]] = []
+        for share, number in zip(shares.tolist(), classes.tolist(), strict=True):
+            rows.append({"class": name_of(number), "probability": 100 * share})
         return Prediction(rows, {".json": rows})
 
 
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-    return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()
+    counts = count_predictions(model, runtime.pad_batches(loader))
+    return sum_counts(runtime.gather(counts)).metrics()
 
 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
     logits = output[0] if isinstance(output, tuple) else output  # of the class token, not of a distillation token
-    return (logits.argmax(1) == (target.argmax(1) if target.ndim > 1 else target)).float().mean()
+    if target.ndim > 1:
+        target = target.argmax(1)
+    return (logits.argmax(1) == target).float().mean()
 
 
 CLASSIFICATION = Classification(Part())

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
 # The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others.
-IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for name in names]
+IMAGENET_C_CORRUPTIONS = list(chain.from_iterable(CORRUPTION_CATEGORIES.values()))
 # ImageNet-C's four extra corruptions for validation; its means leave them out.
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 _CORRUPTIONS = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)

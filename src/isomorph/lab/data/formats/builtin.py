@@ -16,7 +16,7 @@ from isomorph.lab.data.formats.naming import (
     numbered_by_name,
     visible,
 )
-from isomorph.lab.data.formats.parquet import label_columns, stored_classes
+from isomorph.lab.data.formats.parquet import import_pyarrow, label_columns, stored_classes
 from isomorph.lab.data.sources import Source
 
 
@@ -57,9 +57,7 @@ def _parquet_files(folder: Path, split: str) -> list[Path]:
 def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
     """Read the images of a split; its classes are numbered by name as those of the files of the training split."""
     folder = files[0].parent
-    needs = "reading parquet files needs pyarrow"
-    pyarrow = optional_module("pyarrow", needs, "data")
-    parquet = optional_module("pyarrow.parquet", needs, "data")
+    pyarrow, parquet = import_pyarrow()
     names = stored_classes(files)
     known = stored_classes(train)
     try:
@@ -77,8 +75,10 @@ def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
         raise UserError(f"{folder} has images without bytes, or without a label that is a number from 0")
     if not names and not known:
         return Source(images, labels, number_classes(max(labels), folder))
-    check_known_classes(files[0], names, train[0] if train else files[0], known or names)
-    classes, numbers = numbered_by_name(names or known, known or names)
+    known = known or names
+    names = names or known
+    check_known_classes(files[0], names, train[0] if train else files[0], known)
+    classes, numbers = numbered_by_name(names, known)
     if max(labels) >= len(numbers):
         raise UserError(f"{folder} has label {max(labels)}, but {len(numbers)} classes; labels start at 0")
     return Source(images, numbers[labels], classes)

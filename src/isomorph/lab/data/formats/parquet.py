@@ -11,6 +11,12 @@ from isomorph.lab.data.formats.naming import composed
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls")
 
 
+def import_pyarrow(what: str = "") -> tuple[Any, Any]:
+    """Return pyarrow and its module parquet; `what` begins the message of the error. Raises: UserError without it."""
+    needs = f"{what}reading parquet files needs pyarrow"
+    return optional_module("pyarrow", needs, "data"), optional_module("pyarrow.parquet", needs, "data")
+
+
 def label_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns that may hold the labels, the one that counts first."""
     present = set(columns)
@@ -24,23 +30,21 @@ def stored_classes(files: Sequence[Path]) -> list[str]:
 
     Raises: UserError when a file cannot be read, or two files number the classes in different ways.
     """
-    needs = "reading parquet files needs pyarrow"
-    pyarrow = optional_module("pyarrow", needs, "data")
-    parquet = optional_module("pyarrow.parquet", needs, "data")
+    pyarrow, parquet = import_pyarrow()
     names: list[str] = []
     first = None
     for file in files:
         try:
-            found = _classes_of_schema(parquet.read_schema(file))
+            own = _classes_of_schema(parquet.read_schema(file))
         except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot read {file}: {first_line(error)}") from None
-        if not found:
+        if not own:
             continue
         if first is None:
             first = file
-            names = found
-        if found != names:
-            difference = _difference(file, found, first, names)
+            names = own
+        if own != names:
+            difference = _difference(file, own, first, names)
             raise UserError(f"{difference}; write the files with the same names in the same order")
     return names
 

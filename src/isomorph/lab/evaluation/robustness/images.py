@@ -76,7 +76,8 @@ class RobustnessOptions:
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the severities of each corruption. Raises: UserError for an unknown one, or none."""
         names = list(IMAGENET_C_CORRUPTIONS if self.corruptions is None else self.corruptions)
-        names += EXTRA_CORRUPTIONS if self.extra else ()
+        if self.extra:
+            names += EXTRA_CORRUPTIONS
         if not names or not self.severities:
             raise UserError("there is nothing to do: give at least one corruption and one severity")
         for corruption in names:
@@ -141,7 +142,8 @@ def _imagenet_c(root: Path, model: nn.Module, size: ImageSize | None, corruption
 def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
     """Return CORRUPTION/SEVERITY, which holds WNID/*.JPEG, below the root or a category's folder in it (`noise`)."""
     for top in (root, *visible(root)):
-        if (folder := top / corruption / str(severity)).is_dir():
+        folder = top / corruption / str(severity)
+        if folder.is_dir():
             return folder
     raise UserError(f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption")
 
@@ -171,13 +173,14 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
             reason = f"cannot read {path} as an array ({first_line(error)})"
             raise UserError(f"{reason}; unpack CIFAR-10-C or CIFAR-100-C there") from None
     images, labels = arrays
-    fits = images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels) and len(images) % 5 == 0
+    are_images = images.ndim == 4 and images.shape[3] == 3 and images.dtype == np.uint8
+    fits = len(images) == len(labels) and len(images) % 5 == 0
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
         raise UserError(f"{root}/labels.npy must hold one class index, from 0, for each image; unpack it again")
-    if not fits or images.dtype != np.uint8:
-        found = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
+    if not are_images or not fits:
+        given = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
         wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {len(labels)} labels"
-        raise UserError(f"{found}; it must be {wanted}")
+        raise UserError(f"{given}; it must be {wanted}")
     return images, labels
 
 
@@ -207,12 +210,15 @@ class RobustnessInputs:
         else:
             assert self.source is not None
             source = fingerprint(self.source)
-            middle = "shorter side to 256/224 of the size, middle cut out"
-            own = ", ".join(str(self.config[key]) for key in ("crop_pct", "crop_mode", "interpolation"))
-            crop = middle if self.num_classes == 1000 else f"the model's own test crop ({own})"
+            crop = "shorter side to 256/224 of the size, middle cut out"
+            if self.num_classes != 1000:
+                config = self.config
+                own = f"{config['crop_pct']}, {config['crop_mode']}, {config['interpolation']}"
+                crop = f"the model's own test crop ({own})"
             pictures = f"{crop}, {self.size[1]} x {self.size[0]} px, then corrupted"
-            milder = "" if self.size == PUBLISHED_SIZE else " at every size, not CIFAR-10-C's milder ones"
-            constants = SEVERITY_SCALE + milder
+            constants = SEVERITY_SCALE
+            if self.size != PUBLISHED_SIZE:
+                constants += " at every size, not CIFAR-10-C's milder ones"
         return {
             "suite": self.options.suite,
             "version": CORRUPTION_VERSION,
@@ -226,16 +232,19 @@ class RobustnessInputs:
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[CorruptedImages]:
         """Yield the images of a corruption (or `CLEAN`), severities together or, of published folders, one by one."""
-        crop = image_transform(self.config)
-        whole = {**self.config, **({"crop_pct": 1.0} if self.options.suite == "imagenet-c" else {})}
         if corruption == CLEAN or not self.published:
             if self.source is not None:
+                crop = image_transform(self.config)
                 applied = None if corruption == CLEAN else corruption
                 yield CorruptedImages(self.source, crop, applied, severities, self.options.seed)
             return
+        config = dict(self.config)
+        if self.options.suite == "imagenet-c":
+            config["crop_pct"] = 1.0
         for severity in severities:
-            cell = spaced_images(self.published.cell(self.model, self.size, corruption, severity), self.options.limit)
-            yield CorruptedImages(cell, image_transform(whole), None, (severity,))
+            cell = self.published.cell(self.model, self.size, corruption, severity)
+            cell = spaced_images(cell, self.options.limit)
+            yield CorruptedImages(cell, image_transform(config), None, (severity,))
 
 
 def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOptions) -> RobustnessInputs:
@@ -250,11 +259,15 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
     num_classes = class_count(model, size)
     imagenet = num_classes == 1000
     if source is not None:
-        source = source if imagenet else with_model_labels(source, model)
-        if not (imagenet and options.partial):
-            hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
-            check_own_classes(model, source.classes, more=hint, size=size)
-        source = spaced_images(with_imagenet_labels(source, "the data") if imagenet else source, options.limit)
+        if not imagenet:
+            source = with_model_labels(source, model)
+            check_own_classes(model, source.classes, more="", size=size)
+        else:
+            if not options.partial:
+                hint = ", or --partial (partial=True) to use a part of ImageNet's classes"
+                check_own_classes(model, source.classes, more=hint, size=size)
+            source = with_imagenet_labels(source, "the data")
+        source = spaced_images(source, options.limit)
     channels = input_channels(model)
     if channels != 3:
         raise UserError(f"the corruptions need images of 3 channels, the model takes {channels}")
@@ -268,7 +281,9 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
             corruption, severities = next(iter(options.wanted().items()))
             width, height = published.cell(model, None, corruption, severities[0]).image(0).size
             size = height, width
-    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
+    config = evaluation_config(model, (size[0], size[1]))
+    if imagenet:
+        config |= IMAGENET_C_CROP
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
             f"the published images are 224 x 224, the model needs {size[1]} x {size[0]}, and resizing would change the "

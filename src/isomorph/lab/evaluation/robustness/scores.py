@@ -16,6 +16,7 @@ from isomorph.terminal_tables import interval_text
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
+# Top-1 (%) by corruption and severity.
 CellValues = Mapping[tuple[str, int], float]
 
 # Top-1 error (%), mean over severities. Source: github hendrycks/robustness, issues 10 (by severity) and 38 (net).
@@ -51,12 +52,11 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
     Source: Hendrycks and Dietterich 2019, section 4.1
     """
     values = {key: cell["top1"] for key, cell in cells.items()}
-    corruptions = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    by_corruption = _group_means(values, {name: (name,) for name in corruptions})
+    by_corruption = means_by_corruption(values)
     summary: dict[str, Any] = {
         "by_corruption": by_corruption,
-        "by_category": _group_means(values, _CATEGORIES),
-        "by_severity": _severity_means(values),
+        "by_category": _group_means(by_corruption, _CATEGORIES),
+        "by_severity": means_by_severity(values),
     }
     errors = {}
     for name, value in by_corruption.items():
@@ -87,20 +87,26 @@ def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> d
     return scores
 
 
-def _group_means(values: CellValues, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Return the mean over the corruptions of each group that has any, of their means over severities."""
+def means_by_corruption(values: CellValues) -> dict[str, float]:
+    """Return the mean over severities of each corruption, in the suite's order."""
     by_corruption: dict[str, list[float]] = defaultdict(list)
     for (name, _), value in values.items():
         by_corruption[name].append(value)
+    order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+    return {name: mean(by_corruption[name]) for name in order if name in by_corruption}
+
+
+def _group_means(by_corruption: Mapping[str, float], groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Return the mean over the corruptions of each group that has any."""
     group_means = {}
     for group, names in groups.items():
-        means = [mean(by_corruption[name]) for name in names if name in by_corruption]
+        means = [by_corruption[name] for name in names if name in by_corruption]
         if means:
             group_means[group] = mean(means)
     return group_means
 
 
-def _severity_means(values: CellValues) -> dict[int, float]:
+def means_by_severity(values: CellValues) -> dict[int, float]:
     """Return the mean over the suite's corruptions by severity (over the extra ones if there are no others)."""
     chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS]
     by_severity: dict[int, list[float]] = defaultdict(list)

@@ -216,8 +216,7 @@ class Detection(Task):
         check_same_categories(train, test)
         if not options.keep_empty:
             train = train.with_objects()
-        seed = recipe.seed if recipe.data.draw == "seeded" else None
-        train = drawn_fraction(train, recipe.data.fraction, seed)
+        train = drawn_fraction(train, recipe.data.fraction, recipe.draw_seed)
         test = drawn_once(test, recipe.data.test_images)
         test.with_objects()  # raises where there is nothing to find
         return train, test

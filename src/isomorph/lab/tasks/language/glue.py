@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
+from isomorph.lab.data.formats.parquet import import_pyarrow
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.sources import with_changes
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
@@ -189,9 +190,7 @@ def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]
 
 
 def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
-    needs = f"{path}: reading parquet files needs pyarrow"
-    pyarrow = optional_module("pyarrow", needs, "data")
-    parquet = optional_module("pyarrow.parquet", needs, "data")
+    pyarrow, parquet = import_pyarrow(f"{path}: ")
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:

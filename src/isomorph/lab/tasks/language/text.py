@@ -169,8 +169,7 @@ class LanguageTask(Task):
         if part:
             split = (part, len(examples))
             examples, test = divide(examples, part)
-        seed = recipe.seed if data.draw == "seeded" else None
-        examples = drawn_fraction(examples, data.fraction, seed)
+        examples = drawn_fraction(examples, data.fraction, recipe.draw_seed)
         examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
 

@@ -142,8 +142,7 @@ class Segmentation(Task):
         data = recipe.data
         train, test = open_splits(data.source, data_root(data.root), data.split)
         test = drawn_once(test, data.test_images)
-        seed = recipe.seed if data.draw == "seeded" else None
-        train = drawn_fraction(train, data.fraction, seed)
+        train = drawn_fraction(train, data.fraction, recipe.draw_seed)
         train.check(data.unreadable)
         test.check()
         if len(train.classes) > MAX_CLASSES:

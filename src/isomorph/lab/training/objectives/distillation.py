@@ -38,9 +38,10 @@ class FrozenTeacher(nn.Module):
     ) -> None:
         super().__init__()
         self.model: Any = model
-        (mean, std), (their_mean, their_std) = (
-            [torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")] for config in (own, theirs)
-        )
+        mean = torch.tensor(own["mean"]).view(-1, 1, 1)
+        std = torch.tensor(own["std"]).view(-1, 1, 1)
+        their_mean = torch.tensor(theirs["mean"]).view(-1, 1, 1)
+        their_std = torch.tensor(theirs["std"]).view(-1, 1, 1)
         self.register_buffer("scale", std / their_std, persistent=False)
         self.register_buffer("shift", (mean - their_mean) / their_std, persistent=False)
         super().train(False)
@@ -72,8 +73,10 @@ class SoftDistillationLoss(LogitDistillationTask):
     """
 
     def divergence(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        own, theirs = ((each / self.temperature).log_softmax(-1) for each in (logits, teacher))
-        return F.kl_div(own, theirs, reduction="batchmean", log_target=True) * self.temperature**2
+        own = (logits / self.temperature).log_softmax(-1)
+        theirs = (teacher / self.temperature).log_softmax(-1)
+        divergence = F.kl_div(own, theirs, reduction="batchmean", log_target=True)
+        return divergence * self.temperature**2
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = named_logits(self.trainable_module(input))
@@ -120,7 +123,8 @@ def build_distillation(
     opened = untrained_teacher(part) if rehearses else open_teacher(part)
     teacher = opened.eval()
     check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
-    theirs, own = map(class_count, (teacher, model))
+    theirs = class_count(teacher)
+    own = class_count(model)
     if theirs != own:
         raise UserError(
             f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
@@ -134,8 +138,8 @@ def build_distillation(
         verbose=False,
     )
     if not part.token:
-        kind = HardDistillationLoss if part.kind == "hard" else SoftDistillationLoss
-        return kind(model, teacher, **shared)
+        loss = HardDistillationLoss if part.kind == "hard" else SoftDistillationLoss
+        return loss(model, teacher, **shared)
     if not hasattr(model, "set_distilled_training"):
         raise UserError(
             f"{type(model).__name__} has no distillation token; set distill.token false, or train a "

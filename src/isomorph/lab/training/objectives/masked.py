@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from itertools import count, islice
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +67,8 @@ class ReconstructionLoss(_HiddenPatches):
 
     def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         prediction, mask = module(images, noise)
-        return reconstruction_error(prediction, unwrap_model(module).target(images), mask), prediction
+        target = unwrap_model(module).target(images)
+        return reconstruction_error(prediction, target, mask), prediction
 
 
 class AlignedStudent(nn.Module):
@@ -119,7 +119,8 @@ class GenericDistillationLoss(_HiddenPatches):
     ) -> None:
         _check_pair(student, teacher, block)
         super().__init__(AlignedStudent(student, teacher.width), device)
-        own, theirs = (training_config(model.encoder) for model in (student, teacher))
+        own = training_config(student.encoder)
+        theirs = training_config(teacher.encoder)
         self.teacher = FrozenTeacher(teacher, own, theirs, device)
         self.block = block
         teacher.ratio = student.ratio
@@ -145,14 +146,14 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
     if block < 1 or block > blocks:
         raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
     try:
-        grids = student.grid_of(size), teacher.grid_of(size)
+        own_grid = student.grid_of(size)
+        their_grid = teacher.grid_of(size)
     except UserError as error:
         raise UserError(f"the teacher cannot process the student's images: {error}") from None
     if student.patch_size != teacher.patch_size:
-        sizes = ["x".join(map(str, grid)) for grid in grids]
-        raise UserError(
-            f"the student has {sizes[0]} patches per image, the teacher {sizes[1]}; give both the same patch_size"
-        )
+        own = "{}x{}".format(*own_grid)
+        theirs = "{}x{}".format(*their_grid)
+        raise UserError(f"the student has {own} patches per image, the teacher {theirs}; give both the same patch_size")
 
 
 def untrained_teacher(part: MaskPart, encoder: nn.Module) -> MaskedAutoencoder:
@@ -209,23 +210,30 @@ def evaluate_pretraining(
     An image's mask depends only on its position in the data and the seed. Raises: UserError when the loader is empty.
     """
     autoencoder = loss.autoencoder(module)
-    positions = count(runtime.rank, runtime.world)
+    position = runtime.rank
     total = 0.0
     seen = 0
     device = autoencoder.mask_token.device
     with eval_mode(module):
         for images, labels in runtime.pad_batches(loader):
             height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-            seeds = ((seed * 1_000_003 + position) % 2**32 for position in islice(positions, len(images)))
-            draws = [torch.rand(height * width, generator=torch.Generator().manual_seed(each)) for each in seeds]
+            noise = []
+            for _ in range(len(images)):
+                noise.append(_noise(height * width, position, seed))
+                position += runtime.world
+            real = len(images)
             if isinstance(labels, Tensor):
                 real = int((labels >= 0).sum())
-            else:
-                real = len(images)
-            total += loss.loss(module, images.to(device), torch.stack(draws).to(device))[0].item() * real
+            mean, _ = loss.loss(module, images.to(device), torch.stack(noise).to(device))
+            total += mean.item() * real
             seen += real
     parts = runtime.gather((total, seen))
     if not seen:
         raise UserError("the loader has no batches; give it images to evaluate")
     images = sum(images for _, images in parts)
     return {loss.metric: sum(total for total, _ in parts) / images, "images": images}
+
+
+def _noise(patches: int, position: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**32)
+    return torch.rand(patches, generator=generator)

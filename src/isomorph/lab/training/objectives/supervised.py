@@ -1,7 +1,7 @@
 """The loss of labels, and the penalty of Refiner's released code on similar attention maps of neighbouring blocks."""
 
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -46,14 +46,15 @@ def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Te
     """
     neighbours = list(islice(pairwise(maps), pairs))
     # keyed by identity, so that a map that is passed on is measured once
-    squares = {id(each): _squared_length(each) for pair in neighbours for each in pair}
+    squares = {id(own): _squared_length(own) for own in chain.from_iterable(neighbours)}
     total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
     for first, second in neighbours:
         if first is second:
             total = total + 1
         else:
             dots = (first * second).sum(1, dtype=total.dtype)  # (B, N, N)
-            total = total + (dots * (squares[id(first)] * squares[id(second)]).rsqrt()).mean()
+            lengths = squares[id(first)] * squares[id(second)]
+            total = total + (dots * lengths.rsqrt()).mean()
     return total / len(neighbours)
 
 

@@ -50,8 +50,10 @@ Padding = Annotated[
 
 def both_sides(size: Any) -> Any:
     """Return two sides for one number, and for text like 224,320 or 224x320."""
-    if isinstance(size, str) and (found := re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", size.strip())):
-        return [int(found[1]), int(found[2])]
+    if isinstance(size, str):
+        sides = re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", size.strip())
+        if sides:
+            return [int(sides[1]), int(sides[2])]
     if isinstance(size, int) and not isinstance(size, bool):
         return [size, size]
     return size
@@ -86,8 +88,10 @@ class Part(BaseModel):
 
 def part_of(hint: Any) -> type[Part] | None:
     """Return the group of fields that a type stands for; None for the type of a single field."""
-    kinds = [hint, *get_args(hint)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
+    for alternative in (hint, *get_args(hint)):
+        if isinstance(alternative, type) and issubclass(alternative, Part):
+            return alternative
+    return None
 
 
 class TaskPart(Part):
@@ -104,28 +108,28 @@ class TaskPart(Part):
         """Check the fields of the named task, and add its defaults."""
         if not isinstance(values, dict) or not isinstance(values.get("name"), str):
             return values  # which the check of `name` reports
-        given = {name: value for name, value in values.items() if name != "name"}
-        return {
-            "name": values["name"],
-            **find_task(values["name"]).fields.model_validate(given).model_dump(),
-        }
+        name = values["name"]
+        given = {field: value for field, value in values.items() if field != "name"}
+        options = find_task(name).fields.model_validate(given)
+        return {"name": name, **options.model_dump()}
 
     @cached_property
     def task(self) -> Any:
-        kind = find_task(self.name)
-        return kind(kind.fields.model_validate(self.model_extra or {}))
+        task_class = find_task(self.name)
+        return task_class(task_class.fields.model_validate(self.model_extra or {}))
 
     @classmethod
     def documented_fields(cls) -> dict[str, FieldInfo]:
         """Return the name, and the fields of all tasks, with each task's description."""
-        found: dict[str, FieldInfo] = dict(cls.model_fields)
+        fields: dict[str, FieldInfo] = dict(cls.model_fields)
         for task in TASKS:
             for name, field in find_task(task).fields.model_fields.items():
-                others = f"{found[name].description} " if name in found else ""
+                description = f"{task}: {field.description}"
+                if name in fields:
+                    description = f"{fields[name].description} {description}"
                 default = field.get_default(call_default_factory=True)
-                description = f"{others}{task}: {field.description}"
-                found[name] = FieldInfo(annotation=Any, default=default, description=description)
-        return found
+                fields[name] = FieldInfo(annotation=Any, default=default, description=description)
+        return fields
 
 
 class DataPart(Part):
@@ -198,8 +202,12 @@ class DataPart(Part):
 
 def magnitudes(transform: Any) -> list[tuple[float, float]]:
     """Return, for every operation of an auto-augment policy, its magnitude and the largest that timm applies."""
-    operations = [operation for step in transform.transforms for operation in getattr(step, "ops", ())]
-    return [(op.magnitude, op.magnitude_max or 10) for op in operations if hasattr(op, "magnitude_max")]
+    pairs = []
+    for step in transform.transforms:
+        for operation in getattr(step, "ops", ()):
+            if hasattr(operation, "magnitude_max"):
+                pairs.append((operation.magnitude, operation.magnitude_max or 10))
+    return pairs
 
 
 class AugmentPart(Part):
@@ -263,20 +271,19 @@ class AugmentPart(Part):
             ) from error
         for magnitude, largest in magnitudes(transform):
             if magnitude > largest:
+                more = ""
                 if str(policy).startswith("rand"):
                     more = f"add -mmax{magnitude:g} to have it, or "
-                else:
-                    more = ""
                 raise ValueError(f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     def padding_at(self, height: int, width: int) -> int:
         """Return `crop_padding` at an image size; auto, as resizing blurs a small image, which moves BatchNorm."""
-        if max(height, width) <= 64:
-            automatic = min(height, width) // 8
-        else:
-            automatic = 0
-        return automatic if self.crop_padding == "auto" else self.crop_padding
+        if self.crop_padding != "auto":
+            return self.crop_padding
+        if max(height, width) > 64:
+            return 0
+        return min(height, width) // 8
 
     @property
     def mixes(self) -> bool:
@@ -352,7 +359,8 @@ class OptimPart(Part):
             raise ValueError(f"{name} cannot be used: it needs second derivatives, or its state is not of tensors")
         if name.lower() not in list_optimizers():
             close = difflib.get_close_matches(name, list_optimizers(), n=3)
-            raise ValueError(f"{name!r} is not an optimiser of timm" + f"; close: {', '.join(close)}" * bool(close))
+            hint = f"; close: {', '.join(close)}" if close else ""
+            raise ValueError(f"{name!r} is not an optimiser of timm{hint}")
         return name
 
     @model_validator(mode="after")

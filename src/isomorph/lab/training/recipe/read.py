@@ -41,7 +41,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else _load_yaml(text)
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        else:
+            values = _load_yaml(text)
     except FileNotFoundError:
         raise UserError(f"cannot read recipe {path}: there is no such file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -49,7 +52,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
     model = values.get("model")
-    if isinstance(model, dict) and is_function(str(name := model.get("name"))):
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    if is_function(name):
         raise UserError(
             f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give --model.name "
             f"{name} on the command line"
@@ -69,15 +73,18 @@ def parse_value(text: str) -> Any:
         return text
     if not isinstance(value, str):
         return value
+    if value == "None":
+        return None
     try:
-        return None if value == "None" else float(value)  # 1e-3 is text in YAML
+        return float(value)  # 1e-3 is text in YAML
     except ValueError:
         return value
 
 
 def _load_yaml(text: str) -> Any:
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-        raise ValueError("a recipe has no aliases (*name), which may expand without end; write the values out")
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("a recipe has no aliases (*name), which may expand without end; write the values out")
     return yaml.safe_load(text)
 
 
@@ -89,7 +96,8 @@ def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     changed = apply_overrides(values, assignments)
     given = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
     unit = "iterations" if values.get("iterations") else "epochs"
-    shortened = shorten_schedules(changed, values.get(unit, Recipe.model_fields[unit].default), given, unit)
+    usual = values.get(unit, Recipe.model_fields[unit].default)
+    shortened = shorten_schedules(changed, usual, given, unit)
     recipe = validate(changed)
     recipe._shortened = shortened
     return recipe
@@ -117,8 +125,9 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
         value = parse_value(text)
         if path in TEXTS and value is not None:
             value = text
-        if path == "data" and isinstance(value, str) and isinstance(group.get("data", {}), dict):
-            value = {**group.get("data", {}), **DataPart.named(text)}
+        old = group.get(last, {})
+        if path == "data" and isinstance(value, str) and isinstance(old, dict):
+            value = old | DataPart.named(text)
         group[last] = value
     return result
 
@@ -138,19 +147,23 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         group: Any = values.get(place) if place else values
         value = group.get(name) if isinstance(group, dict) else None
         old: list[Any] = value if isinstance(value, list) else [value]
-        if not all(map(_is_number, old)) or any(f"{field}.".startswith(f"{other}.") for other in given):
+        is_given = any(f"{field}.".startswith(f"{other}.") for other in given)
+        if is_given or not all(map(_is_number, old)):
             continue
-        scaled = [float(f"{each * length / usual:.4g}") for each in old]
+        scaled = [float(f"{span * length / usual:.4g}") for span in old]
         if field == "model.recast_epoch" and (not value or length == 1):
             least = 0  # from the start; else a recast stays in the middle of the run
-        new = sorted({_rounded(each, least) for each in scaled})
+        new = sorted({_rounded(span, least) for span in scaled})
         group[name] = new if isinstance(value, list) else new[0]
         if new != old:
-            before, after = (", ".join(f"{each:g}" for each in lengths) for lengths in (old, new))
-            changes.append(f"{field} {before} -> {after}")
+            changes.append(f"{field} {_listed(old)} -> {_listed(new)}")
     if changes:
         return f"{length} of {usual} {unit}, so {', '.join(changes)}"
     return ""
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(map("{:g}".format, numbers))
 
 
 def _rounded(value: float, least: int | None) -> float:

@@ -14,6 +14,7 @@ from isomorph.lab.training.recipe import fields
 from isomorph.lab.training.recipe.fields import Part, part_of
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.recipe.tasks import task_names
+from isomorph.terminal_tables import count_of
 
 P = TypeVar("P", bound=Part)
 
@@ -150,6 +151,13 @@ class Recipe(Part):
         return getattr(part, name) != type(part).model_fields[name].get_default()
 
     @property
+    def draw_seed(self) -> int | None:
+        """Seed that draws `data.fraction`; None for the first images."""
+        if self.data.draw == "first":
+            return None
+        return self.seed
+
+    @property
     def shortened(self) -> str:
         return self._shortened
 
@@ -164,17 +172,16 @@ class Recipe(Part):
         return self.out or Path("runs") / self.name
 
 
-_FREE = (
-    "out",
-    "device",
-    "dataset",
-    "source",
-    "expected",
-    "log_every",
-    "checkpoint_minutes",
-    "tensorboard",
-)
-CHANGEABLE: dict[str, Any] = dict.fromkeys(_FREE, True) | {
+# Fields that may change when a run is resumed.
+CHANGEABLE: dict[str, Any] = {
+    "out": True,
+    "device": True,
+    "dataset": True,
+    "source": True,
+    "expected": True,
+    "log_every": True,
+    "checkpoint_minutes": True,
+    "tensorboard": True,
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
     "model": {"start"},
@@ -210,27 +217,26 @@ def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
         return part.model_validate(values)
     except ValidationError as error:
         problems = [_describe_problem(problem, part) for problem in error.errors()]
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        count = count_of(len(problems), "problem")
         raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
 
 def _describe_problem(problem: Any, part: type[Part]) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
-    *groups, last = [str(part) for part in problem["loc"] if str(part)[0] != "~"] or ["recipe"]
+    place = [str(name) for name in problem["loc"] if not str(name).startswith("~")]
+    *groups, last = place or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
         names = [name for name in _fields_of(groups, part) if name != last]  # which may be of another task
         close = difflib.get_close_matches(last, names, n=1)
-        return f"{field} is not a field" + (
-            f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
-        )
+        if close:
+            return f"{field} is not a field (did you mean {close[0]}?)"
+        return f"{field} is not a field (fields: {', '.join(names)})"
     if problem["type"] == "model_type":
         names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        message = message
-    else:
+    if problem["type"] != "value_error":
         message = message[0].lower() + message[1:]
     if isinstance(problem["input"], dict):
         if problem["loc"]:
@@ -252,10 +258,10 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
     for name, field in part.documented_fields().items():
         group = part_of(field.annotation)
         if group:
-            title = " ".join((group.__doc__ or "").split("\n\n")[0].split())
-            groups.append(
-                f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{document_fields(group, f'{prefix}{name}.')}"
-            )
+            paragraph = (group.__doc__ or "").split("\n\n")[0]
+            title = " ".join(paragraph.split())
+            inside = document_fields(group, f"{prefix}{name}.")
+            groups.append(f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{inside}")
         else:
             default = "" if field.is_required() else f" [{field.default}]"
             text = (field.description or "").replace("*", r"\*")  # the help is Markdown, and globs are not emphasis

@@ -49,7 +49,8 @@ class Journal:
             return
         for name in LOGS:
             _truncate_log(self.folder / name, epoch, step)
-        missing = set(range(1, epoch + 1)) - {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}
+        logged = {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}
+        missing = set(range(1, epoch + 1)) - logged
         if missing:
             lacks = f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot"
             self.say(f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again")
@@ -57,24 +58,26 @@ class Journal:
             self.curves = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
+        self.write("environment.jsonl", self._environment())
+
+    def _environment(self) -> dict[str, Any]:
         device = self.runtime.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        row: dict[str, Any] = {
+        name = platform.processor()
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        return {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
-        }
-        row |= {
             "command": sys.argv,
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
-        }
-        row |= {
             "device": f"{device.type} {name}".strip(),
             "processes": self.runtime.world,
             "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "numpy": np.__version__,
         }
-        row |= {"torch": torch.__version__, "timm": timm.__version__, "numpy": np.__version__}
-        self.write("environment.jsonl", row)
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append one line of JSON to a log, and draw its numbers. Raises: UserError when it cannot be written."""
@@ -86,7 +89,8 @@ class Journal:
                 file.write(_line(row))
         except OSError as error:
             raise UserError(f"cannot write {self.folder / name}: {error.strerror}; snapshots are not changed") from None
-        if self.curves and (axis := _CURVES.get(name)):
+        if self.curves and name in _CURVES:
+            axis = _CURVES[name]
             group = "epoch" if axis == "epoch" else "train"
             for key, value in row.items():
                 if isinstance(value, int | float):
@@ -124,7 +128,9 @@ class Journal:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a log, without damaged lines: incomplete, not JSON, or with other types."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+    if not path.is_file():
+        return rows
+    for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and all(type(row.get(key, 0)) is int for key in ("step", "epoch")):
@@ -137,8 +143,15 @@ def _truncate_log(path: Path, epoch: int, step: int) -> None:
     if not path.exists():
         return
     last = epoch if step else -1  # a run that starts again writes the row of epoch 0 again
-    rows = [row for row in read_log(path) if (row["step"] <= step if "step" in row else row.get("epoch", -1) <= last)]
-    write_atomically(path, lambda file: file.write_text("".join(map(_line, rows))))
+    lines = []
+    for row in read_log(path):
+        if "step" in row:
+            stays = row["step"] <= step
+        else:
+            stays = row.get("epoch", -1) <= last
+        if stays:
+            lines.append(_line(row))
+    write_atomically(path, lambda file: file.write_text("".join(lines)))
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -167,7 +167,7 @@ def _print_start(run: Run, journal: Journal) -> None:
         plan += f", {run.iterations:,} in all"
     data = count_of(order.images, "image")
     if run.task.classifies:
-        data += " of {} x {}".format(*size)
+        data += " of {} x {}".format(*run.config["input_size"][-2:])
     device = str(runtime.device)
     if runtime.world > 1:
         device += f", {runtime.world} processes"
@@ -178,7 +178,7 @@ def _print_start(run: Run, journal: Journal) -> None:
     if recipe.shortened:
         journal.say(recipe.shortened)
     if recipe.augment.crop_padding == "auto":
-        padding = recipe.augment.padding_at(*size)
+        padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:
             crops = f"random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
             journal.say(f"small images: {crops}")

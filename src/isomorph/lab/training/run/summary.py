@@ -11,12 +11,8 @@ from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
 from isomorph.terminal_tables import METRIC_FORMATS
 
-# about the machine, or the paper's result
-_LOCAL_FIELDS: Any = {
-    "out": True,
-    "expected": True,
-    "data": {"root"},
-}
+# About the machine, or the paper's result.
+_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 
 
 def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -31,11 +27,15 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
         raise UserError(f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})") from None
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
     rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
+    last: dict[str, Any] = {}
     if rows and (run.is_dir() or run.name == "model.safetensors"):
         last = rows[-1]
-    else:
-        last = {}
     metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
-    # a path tells of this machine: its last name is enough
-    plain = tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, changed)
-    return {"name": recipe.name, **plain}, metrics
+    return {"name": recipe.name, **tree_map(_without_folders, changed)}, metrics
+
+
+def _without_folders(value: Any) -> Any:
+    """Return the last name of a path, which tells of this machine; other values as they are."""
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return Path(value).name
+    return value
