@@ -39,10 +39,10 @@ def _blocks(model: nn.Module) -> list[str]:
     made_of_modules: list[str] = []
     for name, sequence in sequences.items():
         for item, block in sequence.named_children():
-            if not any(True for _ in block.parameters()):
+            if next(block.parameters(), None) is None:
                 continue
             every.append(f"{name}.{item}".lstrip("."))
-            if any(True for _ in block.children()):
+            if next(block.children(), None) is not None:
                 made_of_modules.append(every[-1])
     return made_of_modules or every
 

@@ -112,7 +112,8 @@ class CifarResNet(StagedNet):
         self.layer3 = _build_stage(32, 64, 2, rates[2])
         self.feature_info = [dict(num_chs=16, reduction=1, module="act1")]
         for i in range(3):
-            self.feature_info.append(dict(num_chs=16 * 2**i, reduction=2**i, module=f"layer{i + 1}"))
+            reduction = 2**i
+            self.feature_info.append(dict(num_chs=16 * reduction, reduction=reduction, module=f"layer{i + 1}"))
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=global_pool)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -157,8 +158,11 @@ def _build_stage(
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Convert a public checkpoint, which has its tensors in `state_dict`, a `module.` prefix and no batch counters."""
-    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
-    return {**counters, **unwrap_state_dict(state_dict)}
+    state = unwrap_state_dict(state_dict)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            state.setdefault(name, tensor)
+    return state
 
 
 def cifar_cfg(depth: int) -> dict[str, Any]:

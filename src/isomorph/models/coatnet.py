@@ -91,13 +91,16 @@ class TransformerBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        y = self.pool(y).permute(0, 2, 3, 1)  # (B, H', W', dim)
+        y = self.norm1(x.permute(0, 2, 3, 1))  # (B, H, W, dim)
+        y = self.pool(y.permute(0, 3, 1, 2))
+        y = y.permute(0, 2, 3, 1)  # (B, H', W', dim)
         if isinstance(self.attn, RelativeAttention):
             y = self.attn(y)
         else:  # plain attention takes tokens
-            y = self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
-        x = self.shortcut(x).permute(0, 2, 3, 1) + self.drop_path(y)  # (B, H', W', dim_out)
+            grid_size = y.shape[1:3]
+            y = self.attn(y.flatten(1, 2)).unflatten(1, grid_size)
+        x = self.shortcut(x).permute(0, 2, 3, 1)  # (B, H', W', dim_out)
+        x = x + self.drop_path(y)
         x = x + self.drop_path(self.mlp(self.norm2(x)))
         return x.permute(0, 3, 1, 2)
 

@@ -129,8 +129,10 @@ def sinusoids(steps: int, width: int) -> Tensor:
     """Return sin and cos, alternating, at `width` / 2 frequencies from 1 to 1 / 10,000. Shape: -> (steps, width)"""
     times = torch.arange(steps, dtype=torch.float64)[:, None]
     channels = torch.arange(0, width, 2, dtype=torch.float64)
-    angles = times * torch.exp(-math.log(10_000) * channels / width)  # (steps, width / 2)
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # (steps, width)
+    frequencies = torch.exp(-math.log(10_000) * channels / width)  # (width / 2,)
+    angles = times * frequencies
+    waves = torch.stack([angles.sin(), angles.cos()], -1)
+    return waves.flatten(1)  # (steps, width)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -180,7 +180,8 @@ def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
     positions = state.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 3:
         count = positions.shape[1]
-        state["pos_embed"] = positions[:, count - math.isqrt(count) ** 2 :]
+        prefix = count - math.isqrt(count) ** 2
+        state["pos_embed"] = positions[:, prefix:]
     return state
 
 
@@ -225,12 +226,14 @@ class WindowedViT(nn.Module):
         self.pos_embed = None
         if vit.pos_embed is not None:
             prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
-            self.pos_embed = nn.Parameter(vit.pos_embed.detach()[:, prefix:].clone())
+            positions = vit.pos_embed.detach()[:, prefix:]
+            self.pos_embed = nn.Parameter(positions.clone())
         self.num_prefix_tokens = 0
         self.no_embed_class = True
         self.embed_dim = vit.embed_dim
+        height, width = img_size
         ph, pw = self.patch_embed.patch_size
-        grid = (math.ceil(img_size[0] / ph), math.ceil(img_size[1] / pw))
+        grid = (math.ceil(height / ph), math.ceil(width / pw))
         for number, block in enumerate(self.blocks):
             if number in chosen:
                 block.attn = DecomposedAttention.from_attention(block.attn, None, grid)
