@@ -155,7 +155,6 @@ def _print_start(run: Run, journal: Journal) -> None:
     runtime = run.runtime
     progress = run.progress
     order = run.order
-    size = run.config.get("input_size", ())[-2:]  # texts have none
     if run.resumed_from and runtime.is_main:
         for message in rename_damaged(run.resumed_from):
             journal.say(f"{message}; using the one before it")
