@@ -20,7 +20,7 @@ elif "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
 OF_DATA = {"data_root", "public_weights"}
 
 BUDGET = 15
-"""Seconds for one test on a quiet machine; see "Test time" in CONTRIBUTING.md."""
+"""Seconds for one test on a quiet machine; see "Tests" in CONTRIBUTING.md."""
 
 gc.disable()
 
@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter):
     over = [f"  {seconds:.0f} s  {name}" for name, seconds in took.most_common() if seconds > BUDGET]
     terminalreporter.write_line(f"{len(took):,} tests took {took.total():,.0f} s, added up over the processes.")
     if over:
-        terminalreporter.write_line(f"More than the {BUDGET} s that one test may take (CONTRIBUTING.md, Test time):")
+        terminalreporter.write_line(f"More than the {BUDGET} s that one test may take (CONTRIBUTING.md, Tests):")
         terminalreporter.write_line("\n".join(over))
 
 
