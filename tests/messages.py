@@ -94,7 +94,7 @@ MESSAGES = {
     ),
     "NOT equal": (
         "the outputs differ by more than the tolerance, or a module that was recast does",
-        "read the report, which names the first layer that differs, and the notes below",
+        "read the report, which names the first operation after which they differ, and the notes below",
         lambda *_: iso.verify(nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)),
     ),
     "no folder": (
