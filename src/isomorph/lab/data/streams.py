@@ -15,7 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from isomorph.distributed import derive_seed, seed_generators
 from isomorph.errors import UserError
-from isomorph.lab.data.formats.huggingface import DatasetSplit, explain_dataset_errors, open_dataset_split
+from isomorph.lab.data.formats.huggingface import (
+    DatasetSplit,
+    explain_dataset_errors,
+    open_dataset_split,
+)
 from isomorph.lab.data.formats.naming import SPLITS
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import (
@@ -171,11 +175,11 @@ def open_stream(
         raise UserError(f"split {split!r} is unknown; choose 'train' or 'test'")
     if min(images or 1, classes or 1) < 1 or 0 in (images, classes):
         raise UserError(f"images={images} and classes={classes} must be 1 or more where given")
-    found = open_dataset_split(split, data_root(root), streaming=True)
-    names, _ = found.numbering()
+    opened = open_dataset_split(split, data_root(root), streaming=True)
+    names, _ = opened.numbering()
     if not (names or classes):
-        raise UserError(f"{found.title} has no names of classes; give their number as classes=")
-    return Stream(found, names or map(str, range(classes or 0)), images or found.images)
+        raise UserError(f"{opened.title} has no names of classes; give their number as classes=")
+    return Stream(opened, names or map(str, range(classes or 0)), images or opened.images)
 
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]  # images, labels, error messages of unreadable images

@@ -159,6 +159,12 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
 
     return [
         ("check the equality yourself", line("verify", cnn, tcnn, "--data", "digits")),
-        ("a page about one model and one image", line("analyze", vit, "--image", folder / "digit-1.png")),
-        ("recast the CNN and train it further", line("train", "digits_annealed", "--model.weights", cnn)),
+        (
+            "a page about one model and one image",
+            line("analyze", vit, "--image", folder / "digit-1.png"),
+        ),
+        (
+            "recast the CNN and train it further",
+            line("train", "digits_annealed", "--model.weights", cnn),
+        ),
     ]

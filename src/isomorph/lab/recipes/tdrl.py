@@ -214,7 +214,13 @@ VANILLA: Fields = dict(
     drop_path=0.0,
 )
 
-DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baseline,", "an unpublished", "B.5")
+DEIT_B = (
+    "deit_base_patch16_224",
+    ["blocks.*.attn.qkv"],
+    "0.6 above its baseline,",
+    "an unpublished",
+    "B.5",
+)
 # Network, layers that become pyramids (in VanillaNet-5 one for two convolutions), top-1 with and without, source;
 # the network's arguments; settings.
 APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
@@ -240,7 +246,11 @@ APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
 def _applications() -> dict[str, Fields]:
     """Return Table 3 and B.5, from scratch; the paper trains each network with its authors' own code."""
     recipes: dict[str, Fields] = {}
-    for name, ((network, where, result, baseline, source), kwargs, settings) in APPLICATIONS.items():
+    for name, (
+        (network, where, result, baseline, source),
+        kwargs,
+        settings,
+    ) in APPLICATIONS.items():
         model = dict(name=network, kwargs=kwargs, weight_init="mae")
         pyramids = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where)
         recast = _from_scratch(model | dict(recast=pyramids), source, result)

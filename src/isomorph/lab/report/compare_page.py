@@ -73,12 +73,13 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
 
 def histories_json(histories: MeasureHistories) -> dict[str, Any]:
     """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, NaN where unknown."""
-
-    def numbers(history: MeasureHistory) -> dict[str, Any]:
-        layers = {layer: heads.tolist() for layer, heads in history.values.items()}
-        return {"epochs": history.epochs.tolist(), "layers": layers}
-
-    return {key: {run: numbers(history) for run, history in runs.items()} for key, runs in histories.items()}
+    plain: dict[str, Any] = {}
+    for measure, runs in histories.items():
+        plain[measure] = {}
+        for run, history in runs.items():
+            layers = {layer: heads.tolist() for layer, heads in history.values.items()}
+            plain[measure][run] = {"epochs": history.epochs.tolist(), "layers": layers}
+    return plain
 
 
 # Longer curves are drawn as means over as many equal parts.
@@ -99,7 +100,12 @@ CURVES = (
     ("Largest attention logit, maximum over layers", "monitor", "max_logit", "max logit"),
     ("Largest attention weight, maximum over layers", "monitor", "max_attention", "max attention"),
     ("Attention entropy, mean over layers", "monitor", "entropy", "entropy"),
-    ("Similarity of the branches of pyramids (CKA), mean over layers", "monitor", "branch_similarity", "similarity"),
+    (
+        "Similarity of the branches of pyramids (CKA), mean over layers",
+        "monitor",
+        "branch_similarity",
+        "similarity",
+    ),
 )
 
 
@@ -177,7 +183,10 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
-    measured = {key for log in logs for row in log.epochs for key, value in row.items() if is_number(value)}
+    measured: set[str] = set()
+    for log in logs:
+        for row in log.epochs:
+            measured.update(key for key, value in row.items() if is_number(value))
     keys = [key for key in METRIC_FORMATS if key in measured and key != "images"]
     labels = [METRIC_FORMATS[key][0] for key in keys]
     head = ["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"]

@@ -37,10 +37,10 @@ class PageImage:
     def data_uri(self) -> str:
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
         colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
-        kind = "png" if max(pixels.shape[1:]) <= MAX_PNG_SIDE else "jpeg"
+        form = "png" if max(pixels.shape[1:]) <= MAX_PNG_SIDE else "jpeg"
         file = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(colour)).save(file, kind, quality=_JPEG_QUALITY)
-        return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+        Image.fromarray(np.ascontiguousarray(colour)).save(file, form, quality=_JPEG_QUALITY)
+        return f"data:image/{form};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:

@@ -104,18 +104,22 @@ class RunResult:
     @classmethod
     def of(cls, log: RunLog, columns: Sequence[str], differs: str) -> "RunResult":
         """Return the last evaluation of a run, and the sums of its log."""
-        epochs = [row for row in log.epochs if row.get("epoch")]
-        seconds = [row["seconds"] for row in epochs if is_number(row.get("seconds"))]
+        seconds = []
         latest: dict[str, Any] = {}
-        for row in epochs:
+        for row in log.epochs:
+            if not row.get("epoch"):  # before training
+                continue
             latest |= {key: value for key, value in row.items() if is_number(value)}
+            if is_number(row.get("seconds")):
+                seconds.append(row["seconds"])
         if seconds:
             latest["seconds"] = sum(seconds) / len(seconds)
         measured = {}
         for column in columns:
-            keys = [key for key in MEASURED.get(column, ()) if key in latest]
-            if keys:
-                measured[column] = float(latest[keys[0]])
+            for key in MEASURED.get(column, ()):
+                if key in latest:
+                    measured[column] = float(latest[key])
+                    break
         return cls(
             run=log.name,
             measured=measured,
@@ -188,10 +192,9 @@ def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[li
     table = [head]
     for row in rows:
         cells = [row.label, *(_text(row.values.get(column)) for column in shown)]
-        if not results:
-            table.append(cells)
-        elif not row.runs:
-            table.append(cells + ["-"] * (len(head) - len(cells)))
+        if not row.runs:
+            unmeasured = ["-"] * (len(head) - len(cells))
+            table.append(cells + unmeasured)
         for result in row.runs:
             table.append([*cells, *_result_cells(result, measurable)])
     return table
@@ -230,7 +233,11 @@ def _text(value: Any) -> str:
 
 def command_lines(rows: Sequence[TableRow]) -> list[str]:
     """Return a line for each row that can be made: its label and its commands."""
-    return [f"{row.label}: {' && '.join(row.commands)}" for row in rows if row.commands]
+    lines = []
+    for row in rows:
+        if row.commands:
+            lines.append(f"{row.label}: {' && '.join(row.commands)}")
+    return lines
 
 
 def published_charts(title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]) -> list[Chart]:
@@ -292,18 +299,22 @@ def _measured_x(row: TableRow, result: RunResult, x: str) -> Any:
     return result.measured.get(x, row.values.get(x))
 
 
-def _scatters(title: str, x: str, y: str, kind: str, points: Points) -> list[Chart]:
+def _scatters(title: str, x: str, y: str, origin: str, points: Points) -> list[Chart]:
     if points:
-        return [Scatter(f"{title}, {kind}", x, y, points)]
+        return [Scatter(f"{title}, {origin}", x, y, points)]
     return []
 
 
-def _lines(kind: str, points: Points) -> dict[str, Line]:
+def _lines(origin: str, points: Points) -> dict[str, Line]:
     lines = {}
     for name, by_label in points.items():
-        at: dict[float, list[float]] = {}
+        ys_at: dict[float, list[float]] = {}
         for x, y in by_label.values():
-            at.setdefault(x, []).append(y)
-        xs = sorted(at)
-        lines[f"{name}, {kind}"] = Line(xs, [sum(at[x]) / len(at[x]) for x in xs])
+            ys_at.setdefault(x, []).append(y)
+        xs = sorted(ys_at)
+        means = []
+        for x in xs:
+            ys = ys_at[x]
+            means.append(sum(ys) / len(ys))
+        lines[f"{name}, {origin}"] = Line(xs, means)
     return lines

@@ -1,7 +1,7 @@
 """The saved models of a run, and measures of its attention along the training."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,21 @@ def gating_history(
     if not rows:
         return track_gating(saved_models(folder, damaged, options))
 
-    def over_epochs(layer: str, kind: str) -> Tensor:
-        values = [row["gating"][layer][kind] for row in rows if layer in row["gating"]]
-        return torch.from_numpy(np.array(values, np.float32))  # NaN where the log has null
-
-    layers = dict.fromkeys(layer for row in rows for layer in row["gating"])
     return GatingHistory(
         epochs=torch.tensor([float(row["epoch"]) for row in rows]),
-        gates={layer: over_epochs(layer, "gates") for layer in layers},
-        centres={layer: over_epochs(layer, "centres") for layer in layers},
-        spans={layer: over_epochs(layer, "spans") for layer in layers},
+        gates=_logged_gating(rows, "gates"),
+        centres=_logged_gating(rows, "centres"),
+        spans=_logged_gating(rows, "spans"),
     )
+
+
+def _logged_gating(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Tensor]:
+    """Return a measure of every layer over the epochs of a log; NaN where it has null."""
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for layer, measures in row["gating"].items():
+            values.setdefault(layer, []).append(measures[measure])
+    return {layer: torch.from_numpy(np.array(of, np.float32)) for layer, of in values.items()}
 
 
 # One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.

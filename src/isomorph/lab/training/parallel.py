@@ -42,7 +42,8 @@ def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
         if task.has_ema():
             _shard(task.get_trainable_module(ema=True).module)
     elif runtime.world > 1:
-        task.prepare_distributed(device_ids=[runtime.device.index] if runtime.device.type == "cuda" else None)
+        on_gpu = runtime.device.type == "cuda"
+        task.prepare_distributed(device_ids=[runtime.device.index] if on_gpu else None)
 
 
 def _shard(module: nn.Module) -> None:
@@ -53,15 +54,15 @@ def _shard(module: nn.Module) -> None:
 
 def find_blocks(module: nn.Module, listed: bool = False) -> list[nn.Module]:
     """Return the repeated blocks of a network: members of its outermost lists, or of lists inside these."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
-            found += find_blocks(child, True)
+            blocks += find_blocks(child, True)
         elif not listed or hasattr(child, "blocks"):
-            found += find_blocks(child)
+            blocks += find_blocks(child)
         elif next(child.parameters(), None) is not None:
-            found.append(child)
-    return found
+            blocks.append(child)
+    return blocks
 
 
 @contextmanager
@@ -93,4 +94,10 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, gathered from their shards. Every process must call it."""
     state = module.state_dict()
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return {name: _whole(tensor) for name, tensor in state.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor

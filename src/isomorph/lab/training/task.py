@@ -214,8 +214,8 @@ def recorded_task(model: nn.Module) -> Task | None:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}
     try:
-        kind = find_task(recorded.get("name"))
-        task = cast(Task, kind(check_part(cast(type[Part], kind.fields), "its task", options)))
+        task_class: Any = find_task(recorded.get("name"))
+        task = cast(Task, task_class(check_part(task_class.fields, "its task", options)))
     except UserError as error:
         raise UserError(f"the checkpoint names a task that isomorph cannot open: {error}") from None
     task.recorded = True

@@ -218,7 +218,13 @@ def _brightness_table(severity: int) -> np.ndarray:
 
 
 # Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side.
-_ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
+_ELASTIC = (
+    (2, 0.7, 0.1),
+    (2, 0.08, 0.2),
+    (0.05, 0.01, 0.02),
+    (0.07, 0.01, 0.02),
+    (0.12, 0.01, 0.02),
+)
 _REFERENCE_SCALE = 244 / 224  # the reference uses 244 for its images of 224 px
 
 

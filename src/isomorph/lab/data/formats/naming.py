@@ -16,7 +16,21 @@ from isomorph.terminal_tables import count_of
 
 # Those that torchvision's ImageFolder reads.
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
-_NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
+_NOT_IMAGES = {
+    ".txt",
+    ".md",
+    ".cls",
+    ".csv",
+    ".json",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".html",
+    ".pdf",
+    ".db",
+    ".ini",
+    ".log",
+}
 # The two splits, and the words that name them, alone or in a longer name; the first that exists is used.
 SPLITS = {
     "train": ("train", "training"),
@@ -213,7 +227,7 @@ def report_unnamed(root: Path, words: Mapping[Path, Sequence[str]]) -> None:
 
     Raises: UserError when most have none, so that a file that has one may be that of a class: test_tube, training_shoe.
     """
-    named = [path for path, found in words.items() if found]
+    named = [path for path, names in words.items() if names]
     unnamed = len(words) - len(named)
     if not named:
         return

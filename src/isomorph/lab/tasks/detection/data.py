@@ -96,7 +96,7 @@ def draw_masks(outlines: Sequence[Any], height: int, width: int) -> Tensor:
     codec = pycocotools("mask")
     with warnings.catch_warnings():  # of NumPy 2, about pycocotools' own arrays
         warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        masks = [codec.decode(encode_outline(each, height, width)) for each in outlines]
+        masks = [codec.decode(encode_outline(outline, height, width)) for outline in outlines]
     return torch.from_numpy(np.stack(masks))
 
 

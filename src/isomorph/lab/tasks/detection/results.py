@@ -137,13 +137,13 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
         raise UserError("there is nothing to evaluate: the data has no images")
     require_finite(torch.tensor([(entry["score"], *entry["bbox"]) for entry in results.entries]))
     truth = ground_truth(source)
-    kinds = {"bbox": "box"}
+    names = {"bbox": "box"}
     if source.masks and all("segmentation" in entry for entry in results.entries):
-        kinds["segm"] = "mask"
+        names["segm"] = "mask"
     overall: dict[str, Any] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for kind, name in kinds.items():
-        run = _evaluate(truth, results, kind)
+    for iou_type, name in names.items():
+        run = _evaluate(truth, results, iou_type)
         for statistic, share in zip(STATISTICS, run.stats, strict=False):
             if share >= 0:
                 overall[f"{name}_{statistic}"] = 100 * float(share)
@@ -184,8 +184,8 @@ def ground_truth(source: DetectionSource) -> Any:
     return coco
 
 
-def _evaluate(truth: Any, results: Results, kind: str) -> Any:
-    other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
+def _evaluate(truth: Any, results: Results, iou_type: str) -> Any:
+    other = "bbox" if iou_type == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
     given = [{key: value for key, value in entry.items() if key != other} for entry in results.entries]
     with contextlib.redirect_stdout(io.StringIO()):
         if given:
@@ -194,7 +194,7 @@ def _evaluate(truth: Any, results: Results, kind: str) -> Any:
             detections = pycocotools("coco").COCO()
             detections.dataset = {**truth.dataset, "annotations": []}
             detections.createIndex()
-        run = pycocotools("cocoeval").COCOeval(truth, detections, kind)
+        run = pycocotools("cocoeval").COCOeval(truth, detections, iou_type)
         run.params.imgIds = sorted(results.image_ids)
         run.evaluate()
         run.accumulate()

@@ -135,7 +135,11 @@ def errors_by_time(sums: Tensor, time_steps: int) -> list[dict[str, Any]]:
         if images:
             first = -(-interval * time_steps // INTERVALS)
             end = -(-(interval + 1) * time_steps // INTERVALS)
-            row = {"time steps": f"{first} to {end - 1}", "denoising": total / images, "images": int(images)}
+            row = {
+                "time steps": f"{first} to {end - 1}",
+                "denoising": total / images,
+                "images": int(images),
+            }
             rows.append(row)
     return rows
 

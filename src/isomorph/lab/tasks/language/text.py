@@ -87,8 +87,8 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
 def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> None:
     """Raises: UserError if a tokeniser does not belong to a network, or sequences are too long for it."""
     if not hasattr(model, "max_length"):
-        kind = type(model).__name__
-        raise UserError(f"{kind} is not a network for text; give model.name bert_small or text_transformer")
+        given = type(model).__name__
+        raise UserError(f"{given} is not a network for text; give model.name bert_small or text_transformer")
     if length > model.max_length:
         what = f"task.length {length} is longer than the network's {model.max_length} positions"
         raise UserError(f"{what}; lower it, or give model.kwargs.max_position_embeddings")

@@ -407,6 +407,6 @@ def _left_out_of_training(source: str, root: Path, fraction: float, images: int 
     return pairs
 
 
-def _missing(source: str, root: Path, kind: str) -> UserError:
+def _missing(source: str, root: Path, split: str) -> UserError:
     where = f"in the folders of the data source {source}; give the folder that has them"
-    return UserError(f"{root} has no {kind} images {where}")
+    return UserError(f"{root} has no {split} images {where}")

@@ -60,17 +60,17 @@ class RecordOperations(TorchDispatchMode):
 
     @staticmethod
     def _is_launched(operation: Any) -> bool:
-        returns = operation._schema.returns
-        views = any(each.alias_info and not each.alias_info.is_write for each in returns)
+        aliases = [output.alias_info for output in operation._schema.returns]
+        views = any(alias and not alias.is_write for alias in aliases)
         name = operation._schema.name.partition("::")[2]
         return not views and not name.startswith(_NOT_LAUNCHED)
 
     def _record(self, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
         name = operation._schema.name.partition("::")[2]
         leaves = tree_leaves((args, kwargs, output))
-        tensors = {id(each): each for each in leaves if isinstance(each, Tensor)}.values()
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         halved = self.amp and not name.startswith(_FULL_PRECISION)
-        traffic = sum(_bytes_of(tensor, halved) for tensor in tensors)
+        traffic = sum(_bytes_of(tensor, halved) for tensor in tensors.values())
         count = flop_registry.get(operation.overloadpacket)
         flops = count(*args, **kwargs, out_val=output) if count else 0
         peak = PEAKS[torch.bfloat16 if halved else torch.float32]

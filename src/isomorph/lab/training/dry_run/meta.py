@@ -58,7 +58,7 @@ def _empty(outline: Outline | None) -> Tensor | None:
 def _key(operation: Any, args: Any, kwargs: Any) -> Any:
     """Return what decides the outlines of an operation's results, or None if they are not remembered."""
     schema = operation._schema
-    if schema.is_mutable or any(each.alias_info for each in schema.returns):
+    if schema.is_mutable or any(output.alias_info for output in schema.returns):
         return None
     if schema.name in _UNMARKED_VIEWS:
         return None
@@ -88,6 +88,12 @@ def _results(output: Any) -> _Results | None:
     outputs = (output,) if single else output
     if not isinstance(outputs, tuple):
         return None
-    if not all(each is None or (isinstance(each, Tensor) and each.is_meta) for each in outputs):
-        return None
-    return _Results([None if each is None else _outline(each) for each in outputs], single)
+    outlines: list[Outline | None] = []
+    for value in outputs:
+        if value is None:
+            outlines.append(None)
+        elif isinstance(value, Tensor) and value.is_meta:
+            outlines.append(_outline(value))
+        else:
+            return None
+    return _Results(outlines, single)

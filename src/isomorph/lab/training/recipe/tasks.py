@@ -33,11 +33,11 @@ def find_task(name: Any) -> Any:
         else:
             hint = f"choose one of {', '.join(TASKS)}, or leave it out"
         raise UserError(f"{name!r} is not a task; {hint}")
-    found = TASKS[name]
-    if isinstance(found, str):
-        module, _, kind = found.partition(":")
-        found = getattr(import_module(module), kind)
-    return found
+    task = TASKS[name]
+    if isinstance(task, str):
+        module, _, class_name = task.partition(":")
+        return getattr(import_module(module), class_name)
+    return task
 
 
 def register_task(name: str, task: str | type) -> None:
