@@ -122,7 +122,7 @@ def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
     assert [tensor.name for tensor in proto.graph.initializer][:1] == ["weight"]
     artefact = open_artefact(tmp_path / "m.onnx")
     torch.testing.assert_close(artefact(images), model(images).detach(), atol=1e-6, rtol=1e-5)
-    refused("images has the size 3x16x24, and the artefact takes 3x16x16", artefact, torch.randn(3, 3, 16, 24))
+    refused("images has the size 3x16x24, and the file takes 3x16x16", artefact, torch.randn(3, 3, 16, 24))
     assert weights_hash(artefact) == weights_hash(copy.deepcopy(artefact))
     iso.export(Scaled(torch.exp), tmp_path / "other.onnx", size=(16, 16))
     assert weights_hash(artefact) != weights_hash(open_artefact(tmp_path / "other.onnx"))

@@ -77,7 +77,7 @@ def test_what_is_not_open_is_said(text, tmp_path):
     assert {tuple(tensor.shape) for tensor in plan_shapes(text, "none").checks[1].values()} == {(1, 32)}
     assert iso.export(text, tmp_path / "text.pt2").axes == ("batch",)
     artefact = iso.deployment.open_artefact(tmp_path / "text.pt2")
-    refused("input_ids has the size 7, and the artefact takes 32; export it", artefact, **sequences([7, 3]))
+    refused("input_ids has the size 7, and the file takes 32: give", artefact, **sequences([7, 3]))
     refused("a detector cannot", iso.export, timm.create_model("mask_rcnn", backbone="resnet18"), tmp_path / "x.pt2")
     refused("size is for images", iso.export, text, tmp_path / "x.pt2", size=(8, 8))
     named = f"takes {' and '.join(NAMES)}, not images"

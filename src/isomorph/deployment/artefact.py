@@ -188,7 +188,8 @@ class Artefact(nn.Module):
             free = free and given[0] == own[0]
         if not free and given != own:
             raise UserError(
-                f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
+                f"{name} has the size {shown}, and the file takes {wanted}: give that size, or export with dynamic "
+                "batch,size"
             )
         multiple = known["size_multiple"] or 1
         for side, least in zip(given[1:], own[1:], strict=True):

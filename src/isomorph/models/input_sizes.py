@@ -313,7 +313,7 @@ def check_own_classes(
     if len(classes) != own:
         first = ""
         if len(classes) > own:
-            first = f", or only its first {own} classes (data.classes)"
+            first = f", or only its first {own} classes (data.classes={own})"
         raise UserError(
             f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "
             f"model's labels{first}{more}"

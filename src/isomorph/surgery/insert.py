@@ -131,7 +131,10 @@ class Insert(Rule):
 
     def reason(self, site: Site) -> str | None:
         if self.block not in BLOCKS:
-            return f"the block {self.block} is not registered; call iso.surgery.register_block with it first"
+            return (
+                f"the block {self.block} is not registered; before, call iso.surgery.register_block(make, "
+                f'name="{self.block}") with the function of channels that makes it'
+            )
         return "a block is inserted after it already" if hasattr(site.module, "inserted") else None
 
     def build(self, site: Site) -> nn.Module:
