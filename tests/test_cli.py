@@ -93,6 +93,8 @@ BAD = {
     "evaluate {w} --data imagefolder --root images": "cannot read images/airplane/broken.png",
     "evaluate few.safetensors --data digits": "has 3 classes, the data has 10",
     "fuse {w} --no-norms --out x.safetensors": "has nothing to fuse",
+    "resize {w} --patch 8 --out x.safetensors": "is not a vision transformer of timm",
+    "port {w} cifar_resnet32 --out x.safetensors": "NOT equal",
     "recast {w} --where layer9.* --out x.safetensors": "'layer9.*' in --where matches no module; nearest names",
     "recast convnext_atto --no-pretrained --where stages.3.downsample.1 --out x.safetensors": "even sides",
     "train digits_cnn --optim.lrr 3": "optim.lrr is not a field (did you mean lr?)",
