@@ -27,33 +27,38 @@ def write_demo_page(demo: Demo, path: Path) -> int:
     sections = [_equality_section(demo), _attention_section(demo), _start_section(demo)]
     title = "A CNN becomes attention, and a ViT starts as a convolution"
     lead = f"{demo.equality} {demo.start}"
-    made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
-    return write_page(path, title, lead, sections, f"{made}isomorph demo --out {shlex.quote(str(path))}")
+    made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:"
+    command = f"isomorph demo --out {shlex.quote(str(path))}"
+    return write_page(path, title, lead, sections, footer=f"{made}\n{command}")
 
 
 def _equality_section(demo: Demo) -> Section:
     size = demo.config["input_size"]
     ratio = count_macs(demo.tcnn, size) / count_macs(demo.cnn.model, size)
-    return Section(
-        "The same function",
+    text = (
         f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
         f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
         f"compared on {VERIFIED} test images and on cropped ones, in two precisions and layer by layer, and their "
         f"classes on all test images. The T-CNN needs {ratio:.2f} times the CNN's MACs: it is for training "
-        "further, not for speed.",
-        finding=demo.equality,
-        listing=str(demo.report),
+        "further, not for speed."
     )
+    return Section("The same function", text, finding=demo.equality, listing=str(demo.report))
 
 
 def _attention_section(demo: Demo) -> Section:
+    finding = (
+        f"A head of the T-CNN gives {demo.weight:.1%} of its attention to one position, as a convolution does "
+        "(mean over layers, heads and patches)."
+    )
+    guide = (
+        "A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
+        "patch itself. Gate 1.00 means that a head attends by position only."
+    )
     return Section(
         "What each head attends to",
         "Point at a patch of the digit, or choose another layer.",
-        finding=f"A head of the T-CNN gives {demo.weight:.1%} of its attention to one position, as a convolution does "
-        "(mean over layers, heads and patches).",
-        guide="A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
-        "patch itself. Gate 1.00 means that a head attends by position only.",
+        finding=finding,
+        guide=guide,
         viewer=_viewer(demo, {"T-CNN": demo.tcnn}),
     )
 
@@ -78,7 +83,10 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _start_section(demo: Demo) -> Section:
-    lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
+    lines = {}
+    for vit in demo.vits:
+        epochs = range(1, len(vit.top1) + 1)
+        lines[vit.name] = Line(epochs, vit.top1)
     conv = demo.vits[-1]
     gates_of_heads = _as_lists(gates(conv.model))
     spans_of_heads = _as_lists(attention_spans(conv.model))
@@ -87,16 +95,23 @@ def _start_section(demo: Demo) -> Section:
         Dots("Gates", "sigma(gate)", {conv.name: gates_of_heads}, 1.0),
         Dots("Spans", "1 / locality", {conv.name: spans_of_heads}),
     ]
-    return Section(
-        "A start as convolutions",
+    points = 100 / len(demo.images)
+    text = (
         "Two ViTs with the same images, epochs and learning rate; they differ in their first two attention layers, "
         "which start as convolutions in one of them (ConViT). One seed; one image is "
-        f"{100 / len(demo.images):.2f} points. A lead here is a faster start: docs/training.md has what longer "
-        "training makes of it, and another seed.",
+        f"{points:.2f} points. A lead here is a faster start: docs/training.md has what longer "
+        "training makes of it, and another seed."
+    )
+    guide = (
+        "Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
+        "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training."
+    )
+    return Section(
+        "A start as convolutions",
+        text,
         demo.table(),
         finding=demo.start,
-        guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
-        "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training.",
+        guide=guide,
         charts=charts,
         viewer=_viewer(demo, {vit.name: vit.model for vit in demo.vits}),
     )
