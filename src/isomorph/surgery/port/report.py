@@ -97,10 +97,12 @@ class PortReport:
         if self.explained:
             values = "; ".join(setting.values for setting in self.settings)
             return f"{apart}; with the source's settings they are equal, which was tried: {values}"
+        alone = [note for note in self.notes if "alone" in note]
+        if alone:  # says more than the first place where the models part
+            return "; ".join(["NOT equal: one model computes more than the other", *alone])
         if self.places:
             return f"{apart}, first at {self.places[0]}"
-        alone = [note for note in self.notes if "alone" in note]
-        return "; ".join(["NOT equal: one model computes more than the other", *alone])
+        return apart
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, without the model."""
@@ -121,7 +123,7 @@ class PortReport:
         if self.kept:
             lines.append(f"  the target keeps its own: {_listed(self.kept)}")
         if self.ambiguous:
-            lines.append(f"  tried in float64: {_listed(self.ambiguous)}")
+            lines.append(f"  tried in float64: {_listed(tuple(dict.fromkeys(self.ambiguous)))}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
