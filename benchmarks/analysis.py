@@ -28,7 +28,9 @@ def growth(code: str) -> float:
     """MiB that a process grows by while it runs some code, after `before = peak()`."""
     head = "import resource, timm, torch, isomorph as iso\n"
     head += "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-    done = subprocess.run([sys.executable, "-P", "-c", head + code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", head + code], capture_output=True, text=True, check=True
+    )
     return float(done.stdout.split()[-1])
 
 
@@ -36,9 +38,15 @@ def looking(name: str, rounds: int) -> list[dict[str, object]]:
     """Each analysis of one image against the plain forward pass."""
     model = timm.create_model(name).eval()
     x = torch.randn(1, *model.pretrained_cfg["input_size"])
-    contenders = {"forward": forward(model, x), **{what: partial(look, model, x) for what, look in LOOKS.items()}}
+    contenders = {
+        "forward": forward(model, x),
+        **{what: partial(look, model, x) for what, look in LOOKS.items()},
+    }
     times = interleaved(contenders, torch.device("cpu"), rounds)
-    return [{"look": what, "ms": ms, "times the forward": ms / times["forward"]} for what, ms in times.items()]
+    return [
+        {"look": what, "ms": ms, "times the forward": ms / times["forward"]}
+        for what, ms in times.items()
+    ]
 
 
 def streaming(images: int) -> list[dict[str, object]]:
@@ -55,7 +63,11 @@ look(100); before = peak(); look({images}); print(peak() - before)
         "feature_evolution": "lambda n: iso.analysis.feature_evolution(model, loader(n))",
     }
     return [
-        {"look": what, "images": images, "growth MiB": growth(code.format(look=look, images=images))}
+        {
+            "look": what,
+            "images": images,
+            "growth MiB": growth(code.format(look=look, images=images)),
+        }
         for what, look in looks.items()
     ]
 

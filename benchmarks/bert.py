@@ -35,7 +35,9 @@ def build(family, **changes):
     torch.manual_seed(0)
     fields = WIDTHS | FAMILIES[family] | changes
     plain = timm.create_model("text_transformer", family=family, num_classes=4, **fields).eval()
-    return plain, iso.recast(plain, RULE, where="*.attention" if family == "distilbert" else "*.attention.self")
+    return plain, iso.recast(
+        plain, RULE, where="*.attention" if family == "distilbert" else "*.attention.self"
+    )
 
 
 def padded_batch(lengths=LENGTHS, vocabulary=1000):
@@ -51,12 +53,24 @@ def verify_table():
     rows = []
     for family in FAMILIES:
         plain, refined = build(family)
-        wide = iso.recast(plain, iso.LinearToPyramid("P-W2S"), where=lambda name, _: ".layer." in name)
-        pairs = {"refined attention": (plain, refined), "pyramids": (plain, wide), "fused": (wide, iso.fuse(wide))}
+        wide = iso.recast(
+            plain, iso.LinearToPyramid("P-W2S"), where=lambda name, _: ".layer." in name
+        )
+        pairs = {
+            "refined attention": (plain, refined),
+            "pyramids": (plain, wide),
+            "fused": (wide, iso.fuse(wide)),
+        }
         for form, (one, other) in pairs.items():
             report = iso.surgery.compare_outputs(one, other, padded_batch(), atol=1e-4)
-            layers = len(iso.edits(other)[-1].names) if form != "fused" else len(iso.edits(wide)[0].names)
-            rows.append(dict(family=family, change=form, layers=layers, fp32=report.fp32, fp64=report.fp64))
+            layers = (
+                len(iso.edits(other)[-1].names)
+                if form != "fused"
+                else len(iso.edits(wide)[0].names)
+            )
+            rows.append(
+                dict(family=family, change=form, layers=layers, fp32=report.fp32, fp64=report.fp64)
+            )
             assert report.passed
     return [{k: f"{v:.1e}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
@@ -83,9 +97,14 @@ def leak_table():
 
 def leak(model):
     """The largest differences of the outputs of real tokens, and of all gradients, relative to the largest."""
-    batch, parameters = padded_batch(), [p for n, p in model.named_parameters() if not n.startswith("head")]
+    batch, parameters = (
+        padded_batch(),
+        [p for n, p in model.named_parameters() if not n.startswith("head")],
+    )
     together = model.forward_features(**batch)
-    weights = torch.randn(together.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.randn(
+        together.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     real = batch["attention_mask"][..., None]
     gradients = torch.autograd.grad((together * weights * real).sum(), parameters)
     outputs, total = 0.0, 0.0
@@ -95,7 +114,11 @@ def leak(model):
         total = total + (alone[0] * weights[i, :n]).sum()
     alone_gradients = torch.autograd.grad(total, parameters)
     pairs = zip(gradients, alone_gradients, strict=True)
-    worst = max(((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in pairs if b.abs().max() > 1e-9)
+    worst = max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+        for a, b in pairs
+        if b.abs().max() > 1e-9
+    )
     return {"outputs": f"{outputs:.1e}", "gradients, relative": f"{worst:.1e}"}
 
 
@@ -109,7 +132,9 @@ def export_table():
                 report = iso.export(model, Path(folder) / f"net.{format}", dynamic="batch,size")
             found = report.deviation
             shapes = ", ".join(row.shape for row in found.inputs)
-            rows.append(dict(family=family, format=format, shapes=shapes, fp32=found.fp32, fp64=found.fp64))
+            rows.append(
+                dict(family=family, format=format, shapes=shapes, fp32=found.fp32, fp64=found.fp64)
+            )
             assert found.passed
     return [{k: f"{v:.1e}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
@@ -144,17 +169,36 @@ def cost_table(rounds, forms):
     """BERT-Small as it is fine-tuned, at 128 and 512 tokens and on a padded batch, and as it is pre-trained."""
     rows = []
     padded = padded_batch((128, 110, 90, 77, 60, 51, 40, 23), 30522)
-    shapes = [("classes", 128, 8), ("classes", 512, 2), ("classes", "23 to 128", 8), ("words", 128, 8)]
+    shapes = [
+        ("classes", 128, 8),
+        ("classes", 512, 2),
+        ("classes", "23 to 128", 8),
+        ("words", 128, 8),
+    ]
     for head, tokens, batch in shapes:
-        networks = {name: net for name, net in contenders(2 if head == "classes" else 0).items() if name in forms}
-        inputs = padded if isinstance(tokens, str) else dict(input_ids=torch.randint(1000, 30000, (batch, tokens)))
+        networks = {
+            name: net
+            for name, net in contenders(2 if head == "classes" else 0).items()
+            if name in forms
+        }
+        inputs = (
+            padded
+            if isinstance(tokens, str)
+            else dict(input_ids=torch.randint(1000, 30000, (batch, tokens)))
+        )
         if head == "words":
-            inputs |= dict(positions=torch.stack([torch.randperm(tokens)[:19] for _ in range(batch)]))
+            inputs |= dict(
+                positions=torch.stack([torch.randperm(tokens)[:19] for _ in range(batch)])
+            )
         fast = interleaved(
-            {n: run_of(m.eval(), inputs, False) for n, m in networks.items()}, torch.device("cpu"), rounds
+            {n: run_of(m.eval(), inputs, False) for n, m in networks.items()},
+            torch.device("cpu"),
+            rounds,
         )
         slow = interleaved(
-            {n: run_of(m.train(), inputs, True) for n, m in networks.items()}, torch.device("cpu"), rounds
+            {n: run_of(m.train(), inputs, True) for n, m in networks.items()},
+            torch.device("cpu"),
+            rounds,
         )
         rows += [
             {
@@ -166,7 +210,8 @@ def cost_table(rounds, forms):
                 "forward, times plain": fast[name] / fast["plain"],
                 "step ms": slow[name],
                 "step, times plain": slow[name] / slow["plain"],
-                "MiB a sequence": kept_mib(network, lambda m=network, i=inputs: m(**i)) / len(inputs["input_ids"]),
+                "MiB a sequence": kept_mib(network, lambda m=network, i=inputs: m(**i))
+                / len(inputs["input_ids"]),
             }
             for name, network in networks.items()
         ]
@@ -177,7 +222,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", default=["verify", "leaks", "exports", "cost"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forms", nargs="+", default=["plain", "plain, eager", "refined", "refined, recomputed"])
+    parser.add_argument(
+        "--forms", nargs="+", default=["plain", "plain, eager", "refined", "refined, recomputed"]
+    )
     parser.add_argument("--name", default="bert")
     arguments = parser.parse_args()
     makers = {

@@ -39,13 +39,19 @@ def middle(batches):
 
 def in_layouts(found):
     """timm's network in torch's own memory format too; ours lays its maps out with channels last by itself."""
-    last = {f"{name}, channels last": copy.deepcopy(model).to(memory_format=LAST) for name, model in found.items()}
+    last = {
+        f"{name}, channels last": copy.deepcopy(model).to(memory_format=LAST)
+        for name, model in found.items()
+    }
     return {"timm": found["timm"], **last}
 
 
 def rows_of(times, base, against="timm, channels last"):
     """One row a contender, its ratio to one of them."""
-    return [{**base, "network": n, "ms": t, "times as fast": times[against] / t} for n, t in times.items()]
+    return [
+        {**base, "network": n, "ms": t, "times as fast": times[against] / t}
+        for n, t in times.items()
+    ]
 
 
 def inference_table(device, rounds, batches):
@@ -54,7 +60,10 @@ def inference_table(device, rounds, batches):
     rows = []
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=LAST)
-        rows += rows_of(interleaved({n: forward(m, x) for n, m in found.items()}, device, rounds), {"batch": batch})
+        rows += rows_of(
+            interleaved({n: forward(m, x) for n, m in found.items()}, device, rounds),
+            {"batch": batch},
+        )
         show(f"so far, batch {batch}", rows[-len(found) :])
     return rows
 
@@ -64,9 +73,13 @@ def training_table(device, rounds, batches):
     found = in_layouts({n: m.train() for n, m in networks(device).items() if "fused" not in n})
     batch = middle(batches)
     x = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=LAST)
-    times = interleaved({n: step(m, x.clone(memory_format=LAST)) for n, m in found.items()}, device, rounds)
+    times = interleaved(
+        {n: step(m, x.clone(memory_format=LAST)) for n, m in found.items()}, device, rounds
+    )
     kept = {n: saved_mib(m, x[:2].clone(memory_format=LAST)) for n, m in found.items()}
-    return [row | {"MiB an image": kept[row["network"]]} for row in rows_of(times, {"batch": batch})]
+    return [
+        row | {"MiB an image": kept[row["network"]]} for row in rows_of(times, {"batch": batch})
+    ]
 
 
 def compiled_table(device, rounds, batches):
@@ -75,8 +88,13 @@ def compiled_table(device, rounds, batches):
     x = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=LAST)
     found = {n: m for n, m in in_layouts(networks(device)).items() if "channels last" in n}
     fast = {n: torch.compile(m.eval()) for n, m in found.items()}
-    rows = rows_of(interleaved({n: forward(m, x) for n, m in fast.items()}, device, rounds), {"pass": "inference"})
-    slow = {n: torch.compile(copy.deepcopy(m).train()) for n, m in found.items() if "fused" not in n}
+    rows = rows_of(
+        interleaved({n: forward(m, x) for n, m in fast.items()}, device, rounds),
+        {"pass": "inference"},
+    )
+    slow = {
+        n: torch.compile(copy.deepcopy(m).train()) for n, m in found.items() if "fused" not in n
+    }
     steps = {n: step(m, x.clone(memory_format=LAST)) for n, m in slow.items()}
     return rows + rows_of(interleaved(steps, device, rounds), {"pass": "training"})
 
@@ -111,7 +129,10 @@ def stage_table(device, rounds, batches):
             "GMAC": macs[i] / 1e9,
             "share of MACs": macs[i] / sum(macs),
             **{f"{name}, ms": times[name, i] for name in stages},
-            **{f"{name}, of matmul": batch * macs[i] / times[name, i] / 1e6 / rate for name in stages},
+            **{
+                f"{name}, of matmul": batch * macs[i] / times[name, i] / 1e6 / rate
+                for name in stages
+            },
         }
         for i in range(len(macs))
     ]
@@ -127,18 +148,24 @@ def attention_table(device, rounds, batches):
         calls = {
             "no bias": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
             "ours": lambda q=q, k=k, v=v, b=bias: attend_with_bias(b, 0.0, q, k, v),
-            "bias of three axes": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=b),
+            "bias of three axes": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(
+                q, k, v, attn_mask=b
+            ),
             "making the bias": lambda t=table, s=side: expand_table(t, (s, s)),
         }
         with torch.no_grad():
             times = interleaved(calls, device, rounds)
         q, k, v, bias = (t.clone().requires_grad_() for t in (q, k, v, bias))
         steps = {
-            "torch's kernel, step": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, b[None]),
+            "torch's kernel, step": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(
+                q, k, v, b[None]
+            ),
             "ours, step": lambda q=q, k=k, v=v, b=bias: attend_with_bias(b, 0.0, q, k, v),
         }
         go = torch.ones_like(q)
-        times |= interleaved({n: lambda f=f, go=go: f().backward(go) for n, f in steps.items()}, device, rounds)
+        times |= interleaved(
+            {n: lambda f=f, go=go: f().backward(go) for n, f in steps.items()}, device, rounds
+        )
         base = {"grid": f"{side} x {side}", "heads": heads, "batch": middle(batches)}
         rows.append(base | {f"{name}, ms": t for name, t in times.items()})
         rows[-1]["ours, step, times as fast"] = times["torch's kernel, step"] / times["ours, step"]
@@ -154,11 +181,15 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compiled", action="store_true", help="compile the networks too, which takes minutes")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the networks too, which takes minutes"
+    )
     parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
     torch.manual_seed(0)

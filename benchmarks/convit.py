@@ -46,14 +46,23 @@ def network_table(device, rounds, sizes=(224, 384), batches=(8, 32)):
     for size in sizes:
         nets = networks(size, device)
         saved = {
-            name: saved_mib(net.train(), torch.randn(2, 3, size, size, device=device)) for name, net in nets.items()
+            name: saved_mib(net.train(), torch.randn(2, 3, size, size, device=device))
+            for name, net in nets.items()
         }
         for batch in batches:
             x = torch.randn(batch, 3, size, size, device=device)
             turns = max(3, rounds * 8 * 224**2 // (batch * size**2))
-            run = interleaved({name: forward(net.eval(), x) for name, net in nets.items()}, device, turns)
-            fits = {n: net for n, net in nets.items() if batch * saved[n] < memory_mib(device, MEMORY_MIB)}
-            train = interleaved({name: step(net.train(), x) for name, net in fits.items()}, device, turns)
+            run = interleaved(
+                {name: forward(net.eval(), x) for name, net in nets.items()}, device, turns
+            )
+            fits = {
+                n: net
+                for n, net in nets.items()
+                if batch * saved[n] < memory_mib(device, MEMORY_MIB)
+            }
+            train = interleaved(
+                {name: step(net.train(), x) for name, net in fits.items()}, device, turns
+            )
             rows.append(
                 {
                     "size": size,
@@ -64,7 +73,9 @@ def network_table(device, rounds, sizes=(224, 384), batches=(8, 32)):
                     "vs DeiT": run["DeiT"] / run["ours"],
                     "step ms": train.get("ours", "no memory"),
                     **{
-                        f"step vs {name}": train[name] / train["ours"] if name in train else "no memory"
+                        f"step vs {name}": train[name] / train["ours"]
+                        if name in train
+                        else "no memory"
                         for name in ("timm", "DeiT")
                     },
                     **{f"{name} MiB": saved[name] for name in nets},
@@ -80,7 +91,11 @@ def growth_table(device, rounds):
     rows, first = [], None
     for side in GRIDS:
         x = torch.randn(1, side * side, 432, device=device)
-        layers = {"ours": GPSA(432, 9, (side, side)), "timm": TimmGPSA(432, 9), "plain": Attention(432, 9)}
+        layers = {
+            "ours": GPSA(432, 9, (side, side)),
+            "timm": TimmGPSA(432, 9),
+            "plain": Attention(432, 9),
+        }
         row = contest({name: layer.to(device) for name, layer in layers.items()}, x, device, rounds)
         cost = {
             "ours": (row["forward ms"], row["saved MiB"]),
@@ -88,7 +103,10 @@ def growth_table(device, rounds):
         }
         first = first or cost
         for name, (time, memory) in cost.items():
-            row |= {f"{name} time x": time / first[name][0], f"{name} memory x": memory / first[name][1]}
+            row |= {
+                f"{name} time x": time / first[name][0],
+                f"{name} memory x": memory / first[name][1],
+            }
         rows.append({"grid": f"{side}x{side}"} | row)
     return rows
 
@@ -100,9 +118,13 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at 224 and batch 8; fewer above")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="interleaved rounds at 224 and batch 8; fewer above"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 384])
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--name", help="of the JSON file in results")

@@ -18,19 +18,25 @@ LINEAR, NORM, PLAIN = "#2f72d8", "#d9651c", "#25694e"
 PART_COLOURS = {"Linear": LINEAR, "BatchNorm": NORM}
 
 
-def draw_box(axes: Any, x: float, y: float, label: str, colour: str, width: float = 1.0, height: float = 0.6) -> None:
+def draw_box(
+    axes: Any, x: float, y: float, label: str, colour: str, width: float = 1.0, height: float = 0.6
+) -> None:
     """Draw a box with its label; (x, y) is its centre."""
     corner = (x - width / 2, y - height / 2)
     style = "round,pad=0,rounding_size=0.08"
     axes.add_patch(
-        matplotlib.patches.FancyBboxPatch(corner, width, height, boxstyle=style, fc=colour, ec=colour, alpha=0.28)
+        matplotlib.patches.FancyBboxPatch(
+            corner, width, height, boxstyle=style, fc=colour, ec=colour, alpha=0.28
+        )
     )
     axes.text(x, y, label, ha="center", va="center", fontsize=8.5)
 
 
 def draw_arrow(axes: Any, start: tuple[float, float], stop: tuple[float, float]) -> None:
     """Draw an arrow between two points."""
-    axes.annotate("", stop, start, arrowprops=dict(arrowstyle="-|>", lw=1, color=INK, shrinkA=0, shrinkB=0))
+    axes.annotate(
+        "", stop, start, arrowprops=dict(arrowstyle="-|>", lw=1, color=INK, shrinkA=0, shrinkB=0)
+    )
 
 
 def clear_axes(axes: Any, width: float, height: float) -> None:
@@ -96,7 +102,10 @@ def pyramid_diagram() -> Any:
 def record_stages(net: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
     """Return the shape (C, H, W) after the stem and after every stage."""
     with torch.no_grad():
-        return [tuple(level.shape[1:]) for level in net.forward_intermediates(images, intermediates_only=True)]
+        return [
+            tuple(level.shape[1:])
+            for level in net.forward_intermediates(images, intermediates_only=True)
+        ]
 
 
 def coatnet_diagram() -> Any:
@@ -109,8 +118,17 @@ def coatnet_diagram() -> Any:
     draw_arrow(axes, (0.05, 2.2), (0.3, 2.2))
     for number, ((channels, height, width), kind) in enumerate(zip(shapes, kinds, strict=True)):
         side = 0.5 + 2.6 * height / shapes[0][1]
-        draw_box(axes, x, 2.2, "", PLAIN if "attention" in kind else LINEAR, width=1.15, height=side)
-        axes.text(x, 2.2, f"S{number}\n{height} x {width}\n{channels} ch", ha="center", va="center", fontsize=8)
+        draw_box(
+            axes, x, 2.2, "", PLAIN if "attention" in kind else LINEAR, width=1.15, height=side
+        )
+        axes.text(
+            x,
+            2.2,
+            f"S{number}\n{height} x {width}\n{channels} ch",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
         axes.text(x, 0.35, kind.replace(" ", "\n"), ha="center", va="center", fontsize=8)
         draw_arrow(axes, (x + 0.6, 2.2), (x + 0.95, 2.2))
         x += 1.55

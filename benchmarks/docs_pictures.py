@@ -40,7 +40,15 @@ QUERY: tuple[float, float] = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
 STYLE: dict[str, Any] = {
     **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+        (
+            "text.color",
+            "axes.labelcolor",
+            "axes.edgecolor",
+            "xtick.color",
+            "ytick.color",
+            "grid.color",
+        ),
+        INK,
     ),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
@@ -65,7 +73,9 @@ class QueryMaps(NamedTuple):
 def read_image(size: int) -> np.ndarray:
     """Return the middle of a real photograph. Shape: -> (size, size, 3) in 0..1"""
     shard, name = PELICAN
-    with tarfile.open(Path(os.environ.get("ISOMORPH_DATA", "data")) / "imagenet_samples" / shard) as archive:
+    with tarfile.open(
+        Path(os.environ.get("ISOMORPH_DATA", "data")) / "imagenet_samples" / shard
+    ) as archive:
         data = archive.extractfile(name)
         assert data is not None
         picture = Image.open(io.BytesIO(data.read())).convert("RGB")
@@ -91,13 +101,19 @@ def maps_from_query(maps: Tensor, grid: tuple[int, int], prefix: int = 0) -> Que
 def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps]) -> Any:
     """Return a figure of maps by head (columns), next to the image with the query framed. Shape: image (H, W, 3)"""
     heads = max(len(row.maps) for row in rows.values())
-    figure, axes = plt.subplots(len(rows), heads + 1, figsize=(0.92 * (heads + 1), 1.0 * len(rows)), squeeze=False)
+    figure, axes = plt.subplots(
+        len(rows), heads + 1, figsize=(0.92 * (heads + 1), 1.0 * len(rows)), squeeze=False
+    )
     for number, cell in enumerate(axes[0, 1:], 1):
         cell.set_title(f"head {number}", fontsize=7, pad=3)
     for line, (name, (maps, (row, column))) in zip(axes, rows.items(), strict=True):
         for cell, values in zip(line, [image, *maps], strict=False):
             cell.imshow(
-                values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, maps.shape[2], maps.shape[1], 0)
+                values,
+                cmap="magma",
+                vmin=0,
+                interpolation="nearest",
+                extent=(0, maps.shape[2], maps.shape[1], 0),
             )
             remove_ticks(cell)
         line[0].add_patch(plt.Rectangle((column, row), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
@@ -130,7 +146,9 @@ def tcnn_maps(model: nn.Module, layer: str, image: np.ndarray) -> QueryMaps:
     maps = iso.attention_maps(model, as_batch(image, model), where=layer)[layer][0]
     padded = int(maps.shape[-1] ** 0.5)
     border = (padded - side) // 2
-    inner = maps.unflatten(-1, (padded, padded))[..., border : padded - border, border : padded - border]
+    inner = maps.unflatten(-1, (padded, padded))[
+        ..., border : padded - border, border : padded - border
+    ]
     return maps_from_query(inner.flatten(-2), (side, side))
 
 
@@ -145,29 +163,51 @@ def tcnn_heads(runs: Path) -> Any:
     """Return the maps of a convolution's nine heads: exact, at the paper's start, and fine-tuned from there."""
     layer, image = "layer3.2.conv2", read_image(64)
     cnn = timm.create_model("cifar_resnet20", pretrained=True)
-    exact, paper = (iso.recast(cnn, iso.ConvToGPSA(init=init), where="layer3.*.conv?") for init in ("exact", "paper"))
+    exact, paper = (
+        iso.recast(cnn, iso.ConvToGPSA(init=init), where="layer3.*.conv?")
+        for init in ("exact", "paper")
+    )
     models = {
         "recast, exact": exact,
         "recast, paper's start": paper,
         "after fine-tuning": iso.load(trained_run(runs) / "model.safetensors"),
     }
-    return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
+    return maps_figure(
+        image, {title: tcnn_maps(model, layer, image) for title, model in models.items()}
+    )
 
 
 @torch.no_grad()
 def readme_heads(runs: Path) -> Any:
     """Return the maps of two heads (rows): of a convolution, and both halves of those of the fine-tuned T-CNN."""
-    layer, query, cnn = "layer3.0.conv1", (0.32, 0.68), timm.create_model("cifar_resnet20", pretrained=True).eval()
-    tcnn, batch = iso.load(trained_run(runs, 0.2) / "model.safetensors").eval(), as_batch(read_image(64), cnn)
+    layer, query, cnn = (
+        "layer3.0.conv1",
+        (0.32, 0.68),
+        timm.create_model("cifar_resnet20", pretrained=True).eval(),
+    )
+    tcnn, batch = (
+        iso.load(trained_run(runs, 0.2) / "model.safetensors").eval(),
+        as_batch(read_image(64), cnn),
+    )
     halves = [copy.deepcopy(tcnn), copy.deepcopy(tcnn)]
     for half, gate_value in zip(halves, (20.0, -20.0), strict=True):
         nn.init.constant_(half.get_submodule(layer).gate, gate_value)  # type: ignore[arg-type]
     models = [iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv?"), *halves]
-    maps = [iso.analysis.attention_from(model, batch, query, where=layer)[layer][0].numpy() for model in models]
+    maps = [
+        iso.analysis.attention_from(model, batch, query, where=layer)[layer][0].numpy()
+        for model in models
+    ]
     figure, axes = plt.subplots(2, 4, figsize=(7.6, 4.0))
-    for line, (name, head) in zip(axes, {"head 2 (up)": 1, "head 4 (left)": 3}.items(), strict=True):
+    for line, (name, head) in zip(
+        axes, {"head 2 (up)": 1, "head 4 (left)": 3}.items(), strict=True
+    ):
         share = iso.gates(tcnn)[layer][head].item()
-        titles = ("", "convolution", f"T-CNN, position: {share:.0%}", f"T-CNN, content: {1 - share:.0%}")
+        titles = (
+            "",
+            "convolution",
+            f"T-CNN, position: {share:.0%}",
+            f"T-CNN, content: {1 - share:.0%}",
+        )
         pictures = [read_image(256), *(each[head] for each in maps)]
         for cell, values, title in zip(line, pictures, titles, strict=True):
             draw_map(cell, values, title, (16, 16), query)
@@ -178,29 +218,59 @@ def readme_heads(runs: Path) -> Any:
 
 def analyze_page(runs: Path) -> Image.Image:
     """Return a screenshot of the page of `isomorph analyze`: the exact recast against the fine-tuned T-CNN."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if browser is None:
-        raise SystemExit("needs Chromium for the picture of the page; on Debian: apt-get install chromium")
+        raise SystemExit(
+            "needs Chromium for the picture of the page; on Debian: apt-get install chromium"
+        )
     cnn, tuned = timm.create_model("cifar_resnet20", pretrained=True).eval(), trained_run(runs, 0.2)
     with TemporaryDirectory() as name:
         folder = Path(name)
         Image.fromarray((read_image(256) * 255).astype(np.uint8)).save(folder / "pelican.png")
-        iso.save(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv?"), folder / "recast.safetensors")
+        iso.save(
+            iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv?"), folder / "recast.safetensors"
+        )
         shutil.copy(tuned / "model.safetensors", folder / "fine-tuned.safetensors")
         models = ["recast.safetensors", "--against", "fine-tuned.safetensors", "--size", "96"]
-        command = [sys.executable, "-m", "isomorph", "analyze", *models, "--image", "pelican.png", "--out", "page.html"]
+        command = [
+            sys.executable,
+            "-m",
+            "isomorph",
+            "analyze",
+            *models,
+            "--image",
+            "pelican.png",
+            "--out",
+            "page.html",
+        ]
         subprocess.run(command, check=True, cwd=folder)
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
-        picture = [f"--screenshot={folder / 'page.png'}", "--window-size=1100,1500", (folder / "page.html").as_uri()]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--virtual-time-budget=8000",
+        ]
+        picture = [
+            f"--screenshot={folder / 'page.png'}",
+            "--window-size=1100,1500",
+            (folder / "page.html").as_uri(),
+        ]
         subprocess.run([browser, *options, *picture], check=True, capture_output=True)
-        return Image.open(folder / "page.png").convert("RGBA").quantize(160, Image.Quantize.FASTOCTREE)
+        return (
+            Image.open(folder / "page.png").convert("RGBA").quantize(160, Image.Quantize.FASTOCTREE)
+        )
 
 
 def gates_and_spans(runs: Path) -> Any:
     """Return gates and spans of the six recast layers along the training of a T-CNN from the paper's start."""
     folder = trained_run(runs)
     tcnn = iso.load(folder / "model.safetensors")
-    fresh = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.*.conv?")
+    fresh = iso.recast(
+        timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.*.conv?"
+    )
     history = iso.training.gating_history(folder)
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8))
     shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(history.gates)))
@@ -228,12 +298,16 @@ def convit_heads(runs: Path) -> Any:
     convit = iso.recast(vit, iso.AttentionToGPSA(init="paper"), where="blocks.[0-9].attn").eval()
     rows = {}
     for title, model in {"plain ViT": vit, "recast, ConViT's start": convit}.items():
-        maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")["blocks.0.attn"][0]
+        maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")[
+            "blocks.0.attn"
+        ][0]
         rows[title] = maps_from_query(maps, (14, 14), prefix=1)
     return maps_figure(image, rows)
 
 
-def positional_map(locality: float, centre: tuple[float, float], grid: tuple[int, int]) -> np.ndarray:
+def positional_map(
+    locality: float, centre: tuple[float, float], grid: tuple[int, int]
+) -> np.ndarray:
     """Return the positional attention of one head from the query, by the layer's own closed form. Shape: -> grid"""
     from isomorph.layers.gated.positions import centred_axis_attention
     from isomorph.layers.grid import axis_offsets
@@ -253,10 +327,16 @@ def remove_ticks(cell: Any) -> None:
 
 
 def draw_map(
-    cell: Any, values: np.ndarray, title: str, grid: tuple[int, int], query: tuple[float, float] = QUERY
+    cell: Any,
+    values: np.ndarray,
+    title: str,
+    grid: tuple[int, int],
+    query: tuple[float, float] = QUERY,
 ) -> None:
     """Draw a map or an image with the query framed, one position of a grid."""
-    cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, grid[1], grid[0], 0))
+    cell.imshow(
+        values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, grid[1], grid[0], 0)
+    )
     row, column = (int(part * size) for part, size in zip(query, grid, strict=True))
     cell.add_patch(plt.Rectangle((column, row), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
     cell.set_title(title, fontsize=8)
@@ -302,10 +382,14 @@ def refiner(runs: Path) -> Any:
     torch.manual_seed(3)
     image = read_image(224)
     model = timm.create_model("convit_ti").eval()
-    maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")["blocks.0.attn"]  # (1, 4, N, N)
+    maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")[
+        "blocks.0.attn"
+    ]  # (1, 4, N, N)
     layer = iso.layers.Refiner(maps.shape[1], ratio=3, kernel_size=3, init="paper")
     expanded = torch.einsum("mi,bijk->bmjk", layer.expand, maps)
-    local = torch.nn.functional.conv2d(expanded, layer.local()[:, None], padding=1, groups=expanded.shape[1])
+    local = torch.nn.functional.conv2d(
+        expanded, layer.local()[:, None], padding=1, groups=expanded.shape[1]
+    )
     steps = {"4 maps": maps, "expanded": expanded, "convolved": local, "reduced": layer(maps)}
     figure, axes = plt.subplots(4, 4, figsize=(5.0, 5.2))
     for line, (title, maps_after) in zip(axes, steps.items(), strict=True):
@@ -344,7 +428,9 @@ def cost(runs: Path) -> Any:
         "Refined-ViT-S / DeiT-S": refined["MiB an image"] / deit["MiB an image"],
         "CoAtNet-0 / timm's": ours["MiB an image"] / timm_row["MiB an image"],
     }
-    figure = bars_figure("A training step", "times the plain network", {"time": times, "memory": memory})
+    figure = bars_figure(
+        "A training step", "times the plain network", {"time": times, "memory": memory}
+    )
     figure.axes[0].axvline(1, color=INK, lw=1)
     return figure
 
@@ -355,7 +441,8 @@ def robustness(runs: Path) -> Any:
     names = list(rows)[: list(rows).index("jpeg_compression") + 1]
     columns = {"CNN": "first of the pairs", "T-CNN": "second of the pairs"}
     series: Mapping[str, Mapping[str, float]] = {
-        title: {name: float(rows[name][column]) for name in names} for title, column in columns.items()
+        title: {name: float(rows[name][column]) for name in names}
+        for title, column in columns.items()
     }
     return bars_figure("CIFAR-10, mean over five severities", "top-1 (%)", series)
 
@@ -372,11 +459,15 @@ def study_figure(method: str, runs: Path) -> Any:
         for arm in setting.arms:
             tests = [row["test"] for row in tested(setting, arm, rows).values()]
             if tests:
-                panel.setdefault(arm + longer, tests)  # the setting with the whole grid of rates comes first
+                panel.setdefault(
+                    arm + longer, tests
+                )  # the setting with the whole grid of rates comes first
     panels = {title: arms for title, arms in panels.items() if arms}
     heights = [len(arms) for arms in panels.values()]
     size = (4.2, 0.2 * sum(heights) + 0.55 * len(panels))
-    figure, axes = plt.subplots(len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False
+    )
     for cell, (title, arms) in zip(axes[:, 0], panels.items(), strict=True):
         for line, tests in enumerate(arms.values()):
             cell.plot(tests, [line] * len(tests), "o", ms=4, alpha=0.7, color=LINEAR)
@@ -408,7 +499,9 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
     parser.add_argument("--runs", type=Path, default=Path("runs/docs"))
     options = parser.parse_args()

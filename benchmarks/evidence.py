@@ -90,7 +90,9 @@ class Study:
     settings: tuple[Setting, ...]
     control: str
     look: Callable[[nn.Module, Tensor], dict[str, Any]] = lambda model, images: {}
-    optimizer: Callable[[nn.Module, Cell], torch.optim.Optimizer] = lambda model, cell: adamw(model, cell)
+    optimizer: Callable[[nn.Module, Cell], torch.optim.Optimizer] = lambda model, cell: adamw(
+        model, cell
+    )
     before_step: Callable[[nn.Module, Cell, float], None] = lambda model, cell, progress: None
     """Called with the share of the training that is done."""
     mixup: bool = False
@@ -114,13 +116,18 @@ class Images:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+        self.mean, self.std = (
+            torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD)
+        )
         order = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))
         pixels, labels = self.read("train")
         self.splits = {"test": self.read("test")}
         for name, part in (("val", order[:VALIDATION]), ("train", order[VALIDATION:])):
             self.splits[name] = (pixels[part], labels[part])
-        self.splits = {name: (pixels.to(device), labels.to(device)) for name, (pixels, labels) in self.splits.items()}
+        self.splits = {
+            name: (pixels.to(device), labels.to(device))
+            for name, (pixels, labels) in self.splits.items()
+        }
         self.padded = F.pad(self.splits["train"][0], (PAD,) * 4)
 
     @staticmethod
@@ -131,7 +138,10 @@ class Images:
             return torch.load(path, weights_only=True)
         source = open_source("cifar10", split)
         pixels = np.stack([np.asarray(decode(image)) for image in source.images])
-        decoded = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(list(source.labels))
+        decoded = (
+            torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
+            torch.tensor(list(source.labels)),
+        )
         torch.save(decoded, part := path.with_suffix(".part"))
         part.replace(path)
         return decoded
@@ -152,7 +162,9 @@ class Images:
         rows, columns = side + draws.moved[0, :, None], side + draws.moved[1, :, None]
         columns = torch.where(draws.flipped[:, None], columns.flip(-1), columns)
         index = draws.index[:, None, None, None]
-        pixels = self.padded[index, channels[:, None, None], rows[:, None, :, None], columns[:, None, None]]
+        pixels = self.padded[
+            index, channels[:, None, None], rows[:, None, :, None], columns[:, None, None]
+        ]
         return self.normalise(pixels), self.splits["train"][1][draws.index]
 
     @torch.no_grad()
@@ -162,7 +174,9 @@ class Images:
         model.eval()
         parts = pixels.split(250 if self.device.type == "cpu" else 500)
         logits = torch.cat([model(self.normalise(part)) for part in parts])
-        return 100 * (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
+        return 100 * (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(
+            logits, labels
+        ).item()
 
 
 def drawn_share(generator: torch.Generator) -> Tensor:
@@ -190,7 +204,9 @@ class Training:
         self.generator = torch.Generator().manual_seed(1_000 + cell.seed)
         self.model = study.build(cell, images).to(images.device)
         self.optimizer = study.optimizer(self.model, cell)
-        self.captures_update = self.on_gpu and isinstance(self.optimizer, torch.optim.AdamW)  # timm's LAMB cannot be
+        self.captures_update = self.on_gpu and isinstance(
+            self.optimizer, torch.optim.AdamW
+        )  # timm's LAMB cannot be
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
         self.pixels = images.normalise(images.splits["val"][0][:64])
@@ -199,7 +215,9 @@ class Training:
         self.losses = torch.zeros(self.steps, device=images.device)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
         self.graph: torch.cuda.CUDAGraph | None = None
-        if snapshot.is_file() and (state := torch.load(snapshot, weights_only=True))["cell"] == list(astuple(cell)):
+        if snapshot.is_file() and (state := torch.load(snapshot, weights_only=True))[
+            "cell"
+        ] == list(astuple(cell)):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.generator.set_state(state["generator"])
@@ -221,11 +239,15 @@ class Training:
         begun, device = time.process_time(), self.images.device
         rows = []
         for draws in self.images.epoch(self.cell.images, self.generator):
-            rows.append(draws._replace(share=drawn_share(self.generator)) if self.study.mixup else draws)
+            rows.append(
+                draws._replace(share=drawn_share(self.generator)) if self.study.mixup else draws
+            )
         drawn = Draws(*(torch.stack(each).to(device) for each in zip(*rows, strict=True)))
         total = self.cell.epochs * self.steps
         shares = [(self.done * self.steps + i + 0.5) / total for i in range(self.steps)]
-        factors = [min(1.0, s / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * s)) / 2) for s in shares]
+        factors = [
+            min(1.0, s / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * s)) / 2) for s in shares
+        ]
         self.at.zero_()
         if self.on_gpu:
             self.fill(drawn, factors)
@@ -243,7 +265,9 @@ class Training:
 
     def backward(self) -> None:
         """The gradients of step number `at`, which then grows by one. Runs on a CPU, and is captured on a GPU."""
-        x, y = self.images.batch(here := Draws(*(each.index_select(0, self.at)[0] for each in self.drawn)))
+        x, y = self.images.batch(
+            here := Draws(*(each.index_select(0, self.at)[0] for each in self.drawn))
+        )
         x, y = mixed(x, y, here.share) if self.study.mixup else (x, y)
         loss = F.cross_entropy(self.model(x), y)
         self.optimizer.zero_grad()
@@ -265,7 +289,11 @@ class Training:
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         if self.captures_update:
             for group in self.optimizer.param_groups:
-                group.update(lr=torch.tensor(group["lr"], device=self.images.device), capturable=True, fused=True)
+                group.update(
+                    lr=torch.tensor(group["lr"], device=self.images.device),
+                    capturable=True,
+                    fused=True,
+                )
                 group["foreach"] = False
 
         def step() -> None:
@@ -291,10 +319,15 @@ class Training:
         """Score the network on the validation images; after the last epoch on the test images."""
         mean, cell, images = self.losses.mean().item(), self.cell, self.images
         self.row["curve"].append(
-            [round(images.score(self.model, "val")[0], 2) if math.isfinite(mean) else 0.0, round(mean, 4)]
+            [
+                round(images.score(self.model, "val")[0], 2) if math.isfinite(mean) else 0.0,
+                round(mean, 4),
+            ]
         )
         if math.isfinite(mean) and self.done % max(1, cell.epochs // 5) == 0:
-            self.row["looks"].append(dict(epoch=self.done) | self.study.look(self.model.eval(), self.pixels))
+            self.row["looks"].append(
+                dict(epoch=self.done) | self.study.look(self.model.eval(), self.pixels)
+            )
         if not self.on_gpu or self.done == cell.epochs:
             scored = f"loss {mean:.3f}, validation {self.row['curve'][-1][0]}"
             print(f"  {cell.arm}, epoch {self.done} of {cell.epochs}: {scored}", flush=True)
@@ -303,7 +336,9 @@ class Training:
         if not math.isfinite(mean) or self.done == cell.epochs:
             self.row["val"] = self.row["curve"][-1][0]
             if math.isfinite(mean):
-                self.row["test"], self.row["test_nll"] = (round(v, 4) for v in images.score(self.model, "test"))
+                self.row["test"], self.row["test_nll"] = (
+                    round(v, 4) for v in images.score(self.model, "test")
+                )
             self.row["seconds"] = round(self.row["seconds"], 1)
             self.snapshot.unlink(missing_ok=True)
         elif not self.on_gpu:
@@ -329,8 +364,14 @@ def train(
     active: list[Training] = []
     while True:
         for cell in cells():
-            if len(active) < together and all(cell != each.cell for each in active) and time.time() < deadline:
-                print(f"{cell.arm}: {cell.images} images, {cell.epochs} epochs, rate {cell.rate:g}, seed {cell.seed}")
+            if (
+                len(active) < together
+                and all(cell != each.cell for each in active)
+                and time.time() < deadline
+            ):
+                print(
+                    f"{cell.arm}: {cell.images} images, {cell.epochs} epochs, rate {cell.rate:g}, seed {cell.seed}"
+                )
                 begun = Training(study, cell, images, snapshot)
                 with begun.on_stream():
                     begun.begin_epoch()
@@ -359,7 +400,9 @@ def open_cells(study: Study, rows: list[dict[str, Any]]) -> Iterator[Cell]:
         for seed in range(first_seed, setting.seeds):
             for arm in setting.arms:
                 if rate_is_chosen(setting, arm, rows):
-                    (cell,) = setting.cells(arm, (best_rate(setting, arm, rows),), range(seed, seed + 1))
+                    (cell,) = setting.cells(
+                        arm, (best_rate(setting, arm, rows),), range(seed, seed + 1)
+                    )
                     if astuple(cell) not in done:
                         yield cell
 
@@ -371,7 +414,11 @@ def of_setting(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> list[d
 
 
 def grid_of(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in of_setting(setting, arm, rows) if row["seed"] == 0 and row["rate"] in setting.rates]
+    return [
+        row
+        for row in of_setting(setting, arm, rows)
+        if row["seed"] == 0 and row["rate"] in setting.rates
+    ]
 
 
 def untried_rates(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> tuple[float, ...]:
@@ -393,7 +440,9 @@ def best_rate(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> float:
     """The rate with the best validation accuracy; of equal ones, the one with the lowest training loss."""
     if setting.search:
         return best_rate(setting.search, arm, rows)
-    return max(grid_of(setting, arm, rows), key=lambda row: (row["val"], -row["curve"][-1][1]))["rate"]
+    return max(grid_of(setting, arm, rows), key=lambda row: (row["val"], -row["curve"][-1][1]))[
+        "rate"
+    ]
 
 
 def tested(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -401,7 +450,11 @@ def tested(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> dict[int, 
     if not grid_of(setting.search or setting, arm, rows):
         return {}
     rate = best_rate(setting, arm, rows)
-    return {row["seed"]: row for row in of_setting(setting, arm, rows) if row["rate"] == rate and "test" in row}
+    return {
+        row["seed"]: row
+        for row in of_setting(setting, arm, rows)
+        if row["rate"] == rate and "test" in row
+    }
 
 
 def paired_interval(differences: list[float]) -> str:
@@ -422,7 +475,9 @@ def table(study: Study, setting: Setting, rows: list[dict[str, Any]]) -> list[di
         if not (found := tested(setting, arm, rows)):
             continue
         scores = [row["test"] for row in found.values()]
-        paired = [row["test"] - control[seed]["test"] for seed, row in found.items() if seed in control]
+        paired = [
+            row["test"] - control[seed]["test"] for seed, row in found.items() if seed in control
+        ]
         first = next(iter(found.values()))
         lines.append(
             {
@@ -450,7 +505,9 @@ def build_convit(cell: Cell, images: Images) -> nn.Module:
     shape |= dict(depth=12) if "deep" in cell.arm else {}
     gated = (2 * shape["depth"] // 3) if kind == "ConViT" else 0
     weight_init = "jax" if start == "Xavier" else ""
-    return timm.create_model("convit_ti", num_classes=10, local_up_to_layer=gated, weight_init=weight_init, **shape)
+    return timm.create_model(
+        "convit_ti", num_classes=10, local_up_to_layer=gated, weight_init=weight_init, **shape
+    )
 
 
 def gate_values(model: nn.Module, images: Tensor) -> dict[str, Any]:
@@ -570,7 +627,9 @@ def look_refiner(model: nn.Module, images: Tensor) -> dict[str, Any]:
     heads = [torch.einsum("bhqk,bgqk->hg", m, m) / (m.shape[0] * m.shape[2]) for m in centred]
     off = [(h.sum() - h.trace()) / (h.numel() - len(h)) for h in heads]
     evolution = iso.analysis.feature_evolution(model, images)
-    return dict(heads=[round(float(v), 4) for v in off], features=[round(v, 4) for v in evolution.values()])
+    return dict(
+        heads=[round(float(v), 4) for v in off], features=[round(v, 4) for v in evolution.values()]
+    )
 
 
 DEEP = ("plain, 24 blocks", "refined, 24 blocks", "talking heads, 24 blocks")
@@ -578,8 +637,12 @@ REFINER = Study(
     "deep ViTs over-smooth; refining the maps keeps heads and layers apart, and helps",
     build_refiner,
     (
-        Setting(tuple(f"{form}, 6 blocks" for form in REFINER_FORMS), 10_000, 8, (1e-3, 2e-3, 4e-3)),
-        Setting(("plain, 6 blocks",), 10_000, 16, (2e-3, 4e-3)),  # as long as 8 epochs with refined maps on a CPU
+        Setting(
+            tuple(f"{form}, 6 blocks" for form in REFINER_FORMS), 10_000, 8, (1e-3, 2e-3, 4e-3)
+        ),
+        Setting(
+            ("plain, 6 blocks",), 10_000, 16, (2e-3, 4e-3)
+        ),  # as long as 8 epochs with refined maps on a CPU
         Setting(DEEP, 10_000, 8, (5e-4, 1e-3, 2e-3, 4e-3)),
     ),
     "plain",
@@ -594,7 +657,9 @@ def build_tdrl(cell: Cell, images: Images) -> nn.Module:
     """`fused start`: plain layers with the function of the untrained pyramid, normalised by a batch's statistics."""
     arm = cell.arm.split(", ")[0]
     layout = {"plain": "plain", "BatchNorm only": "naive-W1"}.get(arm, "P-W2S")
-    model = timm.create_model("tdrl_vit_ti", num_classes=10, **VIT, layout=layout, weight_init="mae")
+    model = timm.create_model(
+        "tdrl_vit_ti", num_classes=10, **VIT, layout=layout, weight_init="mae"
+    )
     if arm == "fused start":
         draws = next(images.epoch(1_024, torch.Generator().manual_seed(cell.seed)))
         batch, _ = images.batch(Draws(*(each.to(images.device) for each in draws)))
@@ -625,7 +690,9 @@ TDRL = Study(
     build_tdrl,
     (
         Setting(TDRL_ARMS, 10_000, 10, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
-        Setting(("plain", "fused start"), 10_000, 15, (1e-3, 2e-3, 4e-3)),  # as long as 10 with pyramids on a GPU
+        Setting(
+            ("plain", "fused start"), 10_000, 15, (1e-3, 2e-3, 4e-3)
+        ),  # as long as 10 with pyramids on a GPU
         SAME_TIME,
         replace(SAME_TIME, images=10_000, epochs=47, longer={"BatchNorm only": 30, "P-W2S": 27}),
         replace(SAME_TIME, images=45_000, epochs=16, longer={"BatchNorm only": 10, "P-W2S": 9}),
@@ -646,9 +713,15 @@ def trained_base(name: str, model: nn.Module, cell: Cell, images: Images) -> nn.
     if not path.is_file():
         print(f"base of {name}", flush=True)
         study, rows = Study("", lambda *_: model, (), ""), []
-        rows.extend(train(study, lambda: [cell][len(rows) :], images, math.inf, RUNS / f"{name}_base_part.pt"))
+        rows.extend(
+            train(
+                study, lambda: [cell][len(rows) :], images, math.inf, RUNS / f"{name}_base_part.pt"
+            )
+        )
         torch.save(model.cpu().state_dict() | {"row": json.dumps(rows[0])}, path)
-    model.load_state_dict({k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"})
+    model.load_state_dict(
+        {k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"}
+    )
     return model.eval()
 
 
@@ -669,7 +742,9 @@ def build_tcnn(cell: Cell, images: Images) -> nn.Module:
     form = cell.arm.split(", ")[0]
     public = cell.arm.endswith("public start")
     model = timm.create_model("cifar_resnet20", pretrained=public).eval()
-    model = model.to(memory_format=torch.channels_last)  # the same sums, and a fifth less time on a CPU
+    model = model.to(
+        memory_format=torch.channels_last
+    )  # the same sums, and a fifth less time on a CPU
     if not public:
         model = trained_base("tcnn", model, Cell("base", 20_000, 20, 4e-3, 0), images)
     if cell.arm.endswith("stride 1"):
@@ -706,10 +781,14 @@ TCNN = Study(
     build_tcnn,
     (
         Setting(("CNN, stride 2", "paper, stride 2"), 20_000, 6, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
-        Setting(("CNN, stride 2", "exact, stride 2", "position only, stride 2"), 20_000, 6, (3e-3,)),
+        Setting(
+            ("CNN, stride 2", "exact, stride 2", "position only, stride 2"), 20_000, 6, (3e-3,)
+        ),
         Setting(("CNN, stride 2",), 20_000, 9, (3e-3,)),  # about as long as `paper` on a CPU
         Setting(PUBLIC_START, 5_000, 6, (3e-3,)),
-        Setting(GATE_ARMS, 20_000, 6, (3e-3,), seeds=1),  # the rate that CNN and paper's start had before
+        Setting(
+            GATE_ARMS, 20_000, 6, (3e-3,), seeds=1
+        ),  # the rate that CNN and paper's start had before
         Setting(GATE_ARMS, 20_000, 6, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), seeds=5),
         Setting((*TCNN_ARMS, "CNN, stride 2"), 5_000, 10, (3e-4, 1e-3)),
         Setting(("CNN, stride 1",), 5_000, 30, (3e-4, 1e-3)),  # about as long as `paper` on a CPU
@@ -730,14 +809,22 @@ def build_inserted(cell: Cell, images: Images) -> nn.Module:
     """
     model = timm.create_model("cifar_resnet20", pretrained=True).eval()
     if cell.arm != "no block":
-        model = iso.insert(model, iso.layers.MapAttention, "layer3.2", example=torch.randn(1, 3, 32, 32))
-        nn.init.constant_(model.get_submodule("layer3.2").inserted.gamma, 1.0 if cell.arm == "gamma = 1" else 0.0)
+        model = iso.insert(
+            model, iso.layers.MapAttention, "layer3.2", example=torch.randn(1, 3, 32, 32)
+        )
+        nn.init.constant_(
+            model.get_submodule("layer3.2").inserted.gamma, 1.0 if cell.arm == "gamma = 1" else 0.0
+        )
     return model.train()
 
 
 def gammas(model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Mean absolute gamma of the inserted block."""
-    return {name: round(p.abs().mean().item(), 5) for name, p in model.named_parameters() if name.endswith(".gamma")}
+    return {
+        name: round(p.abs().mean().item(), 5)
+        for name, p in model.named_parameters()
+        if name.endswith(".gamma")
+    }
 
 
 INSERT = Study(
@@ -768,7 +855,9 @@ def build_windowed(cell: Cell, images: Images) -> nn.Module:
 def close_windows(model: nn.Module, cell: Cell, progress: float) -> None:
     """At once, or over the first half of the training."""
     if cell.arm != "global":
-        iso.Anneal(steps=1000).apply(model, 1000 if cell.arm == "at once" else min(1000, round(2000 * progress)))
+        iso.Anneal(steps=1000).apply(
+            model, 1000 if cell.arm == "at once" else min(1000, round(2000 * progress))
+        )
 
 
 WINDOW = Study(
@@ -791,22 +880,33 @@ STUDIES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method", choices=list(STUDIES))
     parser.add_argument("--hours", type=float, default=10, help="of wall time; 0 prints the tables")
     parser.add_argument("--out", type=Path, help="the file of rows; by default that of the results")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--together", type=int, default=8, help="cells that train at once on a GPU")
     parser.add_argument(
-        "--settings", type=int, nargs="*", help="only these of the study's settings, from 1; by default all"
+        "--settings",
+        type=int,
+        nargs="*",
+        help="only these of the study's settings, from 1; by default all",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
     iso.keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    study, deadline, device = STUDIES[options.method], time.time() + 3600 * options.hours, torch.device(options.device)
+    study, deadline, device = (
+        STUDIES[options.method],
+        time.time() + 3600 * options.hours,
+        torch.device(options.device),
+    )
     if options.settings:
-        study = replace(study, settings=tuple(study.settings[number - 1] for number in options.settings))
+        study = replace(
+            study, settings=tuple(study.settings[number - 1] for number in options.settings)
+        )
     out = options.out or RESULTS / f"evidence_{options.method}.json"
     about = dict(claim=study.claim, machine=processor(), torch=torch.__version__)
     rows = json.loads(out.read_text())["rows"] if out.is_file() else []

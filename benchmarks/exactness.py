@@ -54,9 +54,19 @@ def main():
             report = iso.surgery.compare_outputs(before, model, next(iter(loader))[0][:100])
             earlier[model], top1 = predictions(model, loader)
             changed = (earlier[model] != earlier[before]).sum().item()
-            row = {"model": name, "step": step, "top-1": f"{top1:.2f}", "changed predictions": changed}
-            rows.append(row | {"max |diff| fp32": f"{report.fp32:.1e}", "fp64": f"{report.fp64:.1e}"})
-    show("Each step against the model before it: logits of 100 real images, predictions of 10,000", rows)
+            row = {
+                "model": name,
+                "step": step,
+                "top-1": f"{top1:.2f}",
+                "changed predictions": changed,
+            }
+            rows.append(
+                row | {"max |diff| fp32": f"{report.fp32:.1e}", "fp64": f"{report.fp64:.1e}"}
+            )
+    show(
+        "Each step against the model before it: logits of 100 real images, predictions of 10,000",
+        rows,
+    )
     print(f"\nwrote {write('exactness', {'steps': rows})}")
 
 

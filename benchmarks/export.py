@@ -38,18 +38,28 @@ FAMILIES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "convit": ("convit_ti", lambda: timm.create_model("convit_ti")),
     "tdrl": ("tdrl_vit_ti, fused", lambda: timm.create_model("tdrl_vit_ti")),
     "refined": ("refined_vit_s", lambda: timm.create_model("refined_vit_s")),
-    "refined_released": ("refined_vit_s_released", lambda: timm.create_model("refined_vit_s_released")),
+    "refined_released": (
+        "refined_vit_s_released",
+        lambda: timm.create_model("refined_vit_s_released"),
+    ),
     "recast_cnn": (
         "resnet18, ConvToGPSA",
         lambda: recast("resnet18", iso.ConvToGPSA("exact"), "layer4.*.conv2"),
     ),
     "recast_vit": (
         "deit_tiny, AttentionToGPSA",
-        lambda: recast("deit_tiny_patch16_224", iso.AttentionToGPSA(), "blocks.[0-3].attn", dynamic_img_size=True),
+        lambda: recast(
+            "deit_tiny_patch16_224",
+            iso.AttentionToGPSA(),
+            "blocks.[0-3].attn",
+            dynamic_img_size=True,
+        ),
     ),
     "recast_fixed_vit": (
         "deit_tiny of one size, AttentionToRefined",
-        lambda: recast("deit_tiny_patch16_224", iso.AttentionToRefined(ratio=2), "blocks.[89].attn"),
+        lambda: recast(
+            "deit_tiny_patch16_224", iso.AttentionToRefined(ratio=2), "blocks.[89].attn"
+        ),
     ),
     "t_resnet": ("t_resnet50d", lambda: timm.create_model("t_resnet50d")),
     "coatnet": ("coatnet_0", lambda: timm.create_model("coatnet_0")),
@@ -81,7 +91,16 @@ def measure(name: str, model: nn.Module, path: Path, dynamic: str) -> dict[str, 
 
 def print_table(rows: list[dict[str, object]]) -> None:
     """Print the rows as the guide shows them."""
-    heads = ("model", "ONNX: float32", "MB", "batch 1", "batch 8", "`.pt2`: float32", "batch 1", "batch 8")
+    heads = (
+        "model",
+        "ONNX: float32",
+        "MB",
+        "batch 1",
+        "batch 8",
+        "`.pt2`: float32",
+        "batch 1",
+        "batch 8",
+    )
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     forms = {}  # of a format's rows that of one size, which is the fastest
     for row in rows:
@@ -99,7 +118,9 @@ def print_table(rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     """Measure the families asked for, writing after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="*", help=", ".join(FAMILIES))
     parser.add_argument("--table", action="store_true", help="print the table of the guide")
     arguments = parser.parse_args()
@@ -115,7 +136,10 @@ def main() -> None:
         torch.manual_seed(0)
         model = build().eval()
         with tempfile.TemporaryDirectory() as folder:
-            new = [measure(name, model, Path(folder) / f"m.{kind}", dynamic) for kind, dynamic in EXPORTS]
+            new = [
+                measure(name, model, Path(folder) / f"m.{kind}", dynamic)
+                for kind, dynamic in EXPORTS
+            ]
             if "problem" in new[-1]:
                 new.append(measure(name, model, Path(folder) / "m.pt2", "batch"))
         rows = [row for row in rows if row["model"] != name] + new

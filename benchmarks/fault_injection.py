@@ -118,37 +118,72 @@ def draw(source: Path, count: int, seed: int) -> list[Fault]:
 def is_noticed(copy: Path, tests: list[str], marker: str) -> bool:
     """True if a test fails or does not end."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marker, *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marker,
+        *tests,
+    ]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS)
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS
+        )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode not in (0, 5)  # 5: no test has the marker
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--code", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--write", action="store_true", help="write results/fault_injection.json")
     given = parser.parse_args()
     copy = Path(tempfile.mkdtemp(prefix="faults-")) / "checkout"
-    shutil.copytree(given.code, copy, ignore=shutil.ignore_patterns(".venv", ".git", "site", "runs", "__pycache__"))
+    shutil.copytree(
+        given.code,
+        copy,
+        ignore=shutil.ignore_patterns(".venv", ".git", "site", "runs", "__pycache__"),
+    )
     script = runpy.run_path(str(ROOT / "docs_build" / "changed_tests.py"))
     script["tests_of"].__globals__["SOURCE"] = copy / "src" / "isomorph"
     used = {path: script["names_used"](path) for path in sorted((copy / "tests").glob("test_*.py"))}
     rows = []
     for fault in draw(copy / "src" / "isomorph", given.faults, given.seed):
-        tests = [str(path.relative_to(copy)) for path in sorted(script["tests_of"](fault.path, used))]
+        tests = [
+            str(path.relative_to(copy)) for path in sorted(script["tests_of"](fault.path, used))
+        ]
         contents = fault.path.read_bytes()
-        fault.path.write_bytes(contents[: fault.start] + fault.after.encode() + contents[fault.stop :])
-        by = next((marker for marker in ("not slow", "slow") if is_noticed(copy, tests, marker)), "no test")
+        fault.path.write_bytes(
+            contents[: fault.start] + fault.after.encode() + contents[fault.stop :]
+        )
+        by = next(
+            (marker for marker in ("not slow", "slow") if is_noticed(copy, tests, marker)),
+            "no test",
+        )
         fault.path.write_bytes(contents)
         place = f"{fault.path.relative_to(copy / 'src' / 'isomorph')}:{fault.line}"
         change = f"{fault.before[:50]} -> {fault.after[:52]}"
-        rows.append({"place": place, "change": " ".join(change.split()), "noticed by": by.replace("not slow", "fast")})
-        show(f"{sum(row['noticed by'] != 'no test' for row in rows)} of {len(rows)} noticed", rows[-1:])
+        rows.append(
+            {
+                "place": place,
+                "change": " ".join(change.split()),
+                "noticed by": by.replace("not slow", "fast"),
+            }
+        )
+        show(
+            f"{sum(row['noticed by'] != 'no test' for row in rows)} of {len(rows)} noticed",
+            rows[-1:],
+        )
         if given.write:
             write("fault_injection", {"faults": rows})
 

@@ -87,8 +87,12 @@ def drawn(model):
         parameter += spread * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     for norm in model.modules():
         if getattr(norm, "running_mean", None) is not None:
-            norm.running_mean += 0.2 * torch.randn(norm.running_mean.shape, generator=generator, dtype=torch.float64)
-            norm.running_var *= 0.7 + 0.6 * torch.rand(norm.running_var.shape, generator=generator, dtype=torch.float64)
+            norm.running_mean += 0.2 * torch.randn(
+                norm.running_mean.shape, generator=generator, dtype=torch.float64
+            )
+            norm.running_var *= 0.7 + 0.6 * torch.rand(
+                norm.running_var.shape, generator=generator, dtype=torch.float64
+            )
     return model
 
 
@@ -177,13 +181,17 @@ def measured(name, make):
     """A row: norms before and after, the reasons, how far outputs differ, parameters and seconds; or the error."""
     start, row = time.perf_counter(), {"model": name}
     if make is None:
-        return row | {"error": f"left out: more than {LARGEST:,.0f} parameters, or 16 frames of 224 pixels"}
+        return row | {
+            "error": f"left out: more than {LARGEST:,.0f} parameters, or 16 frames of 224 pixels"
+        }
     signal.alarm(SECONDS)
     try:
         with warnings.catch_warnings(action="ignore"):
             model, inputs = make()
             new, report = fuse_with_report(model, inputs(2))
-            reasons = Counter(re.sub(r"[\w.]*\d[\w.]*", "N", reason) for reason in report.left.values())
+            reasons = Counter(
+                re.sub(r"[\w.]*\d[\w.]*", "N", reason) for reason in report.left.values()
+            )
             row |= {
                 "norms": [count_norms(model), count_norms(new)],
                 "merged": len(report.merged),
@@ -224,16 +232,22 @@ def summary(rows):
             "models": len(own),
             "errors": len(own) - len(done),
             "norms": [sum(row["norms"][i] for row in done) for i in (0, 1)],
-            "norms, only_forward": sum(row.get("only_forward", {}).get("norms", row["norms"][1]) for row in done),
+            "norms, only_forward": sum(
+                row.get("only_forward", {}).get("norms", row["norms"][1]) for row in done
+            ),
             "models with norms": len(with_norms),
             "of them without a norm left": sum(row["norms"][1] == 0 for row in with_norms),
-            "largest difference": max((max(row["difference"], row["again"]) for row in done), default=None),
+            "largest difference": max(
+                (max(row["difference"], row["again"]) for row in done), default=None
+            ),
         }
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=["timm", "torchvision", "transformers"])
     parser.add_argument("--rows", type=Path, default=Path("runs/fused.jsonl"))
     given = parser.parse_args()
@@ -248,7 +262,10 @@ def main():
             print(rows[name], flush=True)
             with given.rows.open("a") as file:
                 file.write(json.dumps(rows[name]) + "\n")
-    versions = {library.__name__: library.__version__ for library in (torch, timm, torchvision, transformers, iso)}
+    versions = {
+        library.__name__: library.__version__
+        for library in (torch, timm, torchvision, transformers, iso)
+    }
     result = {"versions": versions, "summary": summary(rows), "models": list(rows.values())}
     (RESULTS / "fused_models.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["summary"], indent=1))

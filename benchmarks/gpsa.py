@@ -18,7 +18,9 @@ from isomorph.layers import GPSA, GPSA2d
 from naive import NaiveGPSA2d
 
 TOKENS = [
-    (heads, width, grid) for heads, width in ((4, 192), (9, 432), (16, 768)) for grid in ((14, 14), (24, 24), (32, 48))
+    (heads, width, grid)
+    for heads, width in ((4, 192), (9, 432), (16, 768))
+    for grid in ((14, 14), (24, 24), (32, 48))
 ]
 MAPS = [(64, (8, 8), 128), (512, (14, 14), 8), (512, (20, 20), 4)]
 
@@ -31,7 +33,9 @@ class Square(torch.nn.Module):
         self.layer = layer
         side = int(tokens**0.5)
         self.exact = side * side == tokens
-        if not self.exact:  # it would build side x side indices and fail: give it a grid of the right count
+        if (
+            not self.exact
+        ):  # it would build side x side indices and fail: give it a grid of the right count
             indices = torch.zeros(1, tokens, tokens, 3)
             self.layer.get_rel_indices = lambda n: indices.to(self.layer.qk.weight.device)
 
@@ -91,7 +95,9 @@ def map_table(device, rounds=9, scale=1):
         layers = {"ours": ours, "naive": NaiveGPSA2d(ours), "conv": conv}
         if not torch.is_autocast_enabled(device.type):
             torch.testing.assert_close(layers["naive"](x), ours(x), atol=1e-4, rtol=1e-4)
-        rows.append({"map": f"{H}x{W}/{channels}", "batch": batch} | contest(layers, x, device, rounds))
+        rows.append(
+            {"map": f"{H}x{W}/{channels}", "batch": batch} | contest(layers, x, device, rounds)
+        )
     return rows
 
 
@@ -117,10 +123,18 @@ def form_table(device, rounds=9, scale=1):
     """Where each form wins: the measurements behind `max_dense_pairs`."""
     rows = []
     for side in (8, 14, 20, 24, 32):
-        layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2 * scale, 512, side, side, device=device)
+        layer, x = (
+            GPSA2d(512, 512, 3, 1, 1).to(device),
+            torch.randn(2 * scale, 512, side, side, device=device),
+        )
         run = interleaved(both_forms(GPSA2d, "max_dense_pairs", forward(layer, x)), device, 5)
         rows.append(
-            {"layer": "GPSA2d 512", "grid": f"{side}x{side}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
+            {
+                "layer": "GPSA2d 512",
+                "grid": f"{side}x{side}",
+                "dense ms": run["dense"],
+                "by axis ms": run["by axis"],
+            }
         )
     return rows
 
@@ -140,9 +154,13 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds behind each median")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="interleaved rounds behind each median"
+    )
     parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
     torch.manual_seed(0)

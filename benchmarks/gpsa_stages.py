@@ -34,7 +34,11 @@ FORMS = {
     "window": dict(content="window"),
     "global": dict(content="global"),
 }
-STARTS = {"exact": {}, "soft (5, 6)": dict(locality=5.0, gate=6.0), "paper (1, 1)": dict(locality=1.0, gate=1.0)}
+STARTS = {
+    "exact": {},
+    "soft (5, 6)": dict(locality=5.0, gate=6.0),
+    "paper (1, 1)": dict(locality=1.0, gate=1.0),
+}
 MAX_GLOBAL = 28 * 28
 """Most queries for which the global form is measured: at 56 x 56 its training step keeps gigabytes."""
 IMAGES = 32
@@ -51,7 +55,9 @@ def convolution(stage):
 def rule(form, start):
     """The rule of a form: positions only have no gate."""
     fields = FORMS[form] | STARTS[start]
-    return iso.ConvToGPSA(**{k: v for k, v in fields.items() if not (form == "positions" and k == "gate")})
+    return iso.ConvToGPSA(
+        **{k: v for k, v in fields.items() if not (form == "positions" and k == "gate")}
+    )
 
 
 def stage_table(device, rounds):
@@ -67,11 +73,19 @@ def stage_table(device, rounds):
             for start in STARTS if form == "positions" else ("exact",):
                 layers[form, start] = rule(form, start).build(iso.surgery.Site(conv)).to(device)
         run = interleaved({key: forward(layer, x) for key, layer in layers.items()}, device, rounds)
-        train = interleaved({key: step(layer, x) for key, layer in layers.items()}, device, max(rounds // 2, 2))
+        train = interleaved(
+            {key: step(layer, x) for key, layer in layers.items()}, device, max(rounds // 2, 2)
+        )
         for key, layer in layers.items():
             row = {"stage": stage, "batch": len(x), "form": key[0], "start": key[1]}
-            row |= {"forward ms": run[key], "forward / convolution": run[key] / run["convolution", ""]}
-            row |= {"step ms": train[key], "step / convolution": train[key] / train["convolution", ""]}
+            row |= {
+                "forward ms": run[key],
+                "forward / convolution": run[key] / run["convolution", ""],
+            }
+            row |= {
+                "step ms": train[key],
+                "step / convolution": train[key] / train["convolution", ""],
+            }
             rows.append(row | {"saved MiB": saved_mib(layer, x)})
     return rows
 
@@ -96,13 +110,23 @@ def network_table(device, rounds):
         models = {form: recast_whole(cnn, form) for form in forms}
         if name == "resnet50":
             models["positions, soft (5, 6)"] = recast_whole(cnn, "positions", "soft (5, 6)")
-        run = interleaved({k: forward(m, x) for k, m in ({"CNN": cnn} | models).items()}, device, rounds)
+        run = interleaved(
+            {k: forward(m, x) for k, m in ({"CNN": cnn} | models).items()}, device, rounds
+        )
         expected = cnn(x)
         for form, model in models.items():
             layers = sum(hasattr(module, "centre") for module in model.modules())
             deviation = ((model(x) - expected).abs().max() / expected.abs().max()).item()
-            row = {"network": name, "layers": layers, "batch": len(x), "form": form, "ms": run[form]}
-            rows.append(row | {"time / CNN": run[form] / run["CNN"], "deviation": f"{deviation:.0e}"})
+            row = {
+                "network": name,
+                "layers": layers,
+                "batch": len(x),
+                "form": form,
+                "ms": run[form],
+            }
+            rows.append(
+                row | {"time / CNN": run[form] / run["CNN"], "deviation": f"{deviation:.0e}"}
+            )
     return rows
 
 
@@ -116,20 +140,37 @@ def memory_table(device, rounds):
         weights = 4 * sum(parameter.numel() for parameter in model.parameters())
         whole = IMAGES * kept + 4 * weights  # weights, gradients and two moments of AdamW
         row = {"network": "resnet50", "form": form, "saved MiB an image": kept / 2**20}
-        rows.append(row | {"M parameters": weights / 4e6, f"GiB at batch {IMAGES}, with AdamW": whole / 2**30})
+        rows.append(
+            row
+            | {"M parameters": weights / 4e6, f"GiB at batch {IMAGES}, with AdamW": whole / 2**30}
+        )
     return rows
 
 
 def training_table(device, rounds):
     """One training step of a whole ResNet-50 with windows, 32 images of 224 x 224, and the memory of the process."""
     model = recast_whole(timm.create_model("resnet50"), "window").to(device)
-    x, optimizer = torch.randn(IMAGES, 3, 224, 224, device=device), torch.optim.AdamW(model.parameters())
+    x, optimizer = (
+        torch.randn(IMAGES, 3, 224, 224, device=device),
+        torch.optim.AdamW(model.parameters()),
+    )
     began = time.perf_counter()
     model(x).square().mean().backward()
     optimizer.step()
-    row = {"network": "resnet50", "form": "window", "batch": IMAGES, "seconds": time.perf_counter() - began}
+    row = {
+        "network": "resnet50",
+        "form": "window",
+        "batch": IMAGES,
+        "seconds": time.perf_counter() - began,
+    }
     if device.type == "cpu":  # ru_maxrss is in KiB
-        return [row | {"GiB of the process at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}]
+        return [
+            row
+            | {
+                "GiB of the process at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                / 2**20
+            }
+        ]
     return [row | {"GiB at most": torch.cuda.max_memory_allocated(device) / 2**30}]
 
 
@@ -142,13 +183,28 @@ def naive_table(device, rounds):
     for stage in ("28", "14", "7"):
         conv, x = convolution(stage)
         x = x[:2].to(device)
-        layers = {form: rule(form, "paper (1, 1)").build(iso.surgery.Site(conv.to(device))) for form in FORMS}
+        layers = {
+            form: rule(form, "paper (1, 1)").build(iso.surgery.Site(conv.to(device)))
+            for form in FORMS
+        }
         layers["naive"] = NaiveGPSA2d(layers["global"])
-        run = interleaved({form: forward(layer, x) for form, layer in layers.items()}, device, rounds)
-        train = interleaved({form: step(layer, x) for form, layer in layers.items()}, device, max(rounds // 2, 2))
+        run = interleaved(
+            {form: forward(layer, x) for form, layer in layers.items()}, device, rounds
+        )
+        train = interleaved(
+            {form: step(layer, x) for form, layer in layers.items()}, device, max(rounds // 2, 2)
+        )
         for form, layer in layers.items():
-            row = {"stage": stage, "batch": len(x), "form": form, "naive / forward": run["naive"] / run[form]}
-            rows.append(row | {"naive / step": train["naive"] / train[form], "saved MiB": saved_mib(layer, x)})
+            row = {
+                "stage": stage,
+                "batch": len(x),
+                "form": form,
+                "naive / forward": run["naive"] / run[form],
+            }
+            rows.append(
+                row
+                | {"naive / step": train["naive"] / train[form], "saved MiB": saved_mib(layer, x)}
+            )
     return rows
 
 
@@ -162,9 +218,13 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds behind each median")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="interleaved rounds behind each median"
+    )
     parser.add_argument("--only", choices=list(TABLES))
     parser.add_argument("--name", default="gpsa_stages", help="of the JSON file in results")
     options = parser.parse_args()

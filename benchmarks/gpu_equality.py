@@ -68,7 +68,11 @@ def compare(name, arguments, compiled):
     x = torch.randn(2, *model.pretrained_cfg["input_size"], dtype=torch.float64)
     (y, gradients), gpu = run(copy.deepcopy(model), x), copy.deepcopy(model).cuda()
     on_gpu, gpu_gradients = run(gpu, x.cuda())
-    row = {"network": name, "output": float((y - on_gpu).abs().max()), "gradients": relative(gradients, gpu_gradients)}
+    row = {
+        "network": name,
+        "output": float((y - on_gpu).abs().max()),
+        "gradients": relative(gradients, gpu_gradients),
+    }
     with torch.no_grad():
         row["fused"] = float((iso.fuse(copy.deepcopy(gpu))(x.cuda()).cpu() - y).abs().max())
         if compiled:
@@ -80,8 +84,12 @@ def compare(name, arguments, compiled):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="also compile each network; up to a minute each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="also compile each network; up to a minute each"
+    )
     parser.add_argument("--name", default="gpu_equality", help="of the JSON file in results")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -24,7 +24,11 @@ SMALL_VIT = ["--model.kwargs.img_size=32", "--model.kwargs.patch_size=8", "--mod
 
 
 def vit(device: str) -> nn.Module:
-    return timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=3).eval().to(device)
+    return (
+        timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=3)
+        .eval()
+        .to(device)
+    )
 
 
 def cnn(device: str) -> nn.Module:
@@ -32,7 +36,9 @@ def cnn(device: str) -> nn.Module:
 
 
 def images(device: str, size: int = 64) -> Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    return torch.randn(
+        2, 3, size, size, generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(device)
 
 
 def step(model: nn.Module, x: Tensor, dtype: torch.dtype, inside: bool = False) -> None:
@@ -56,7 +62,8 @@ def recast(device: str) -> None:
     )
     cases = [(vit(device), rule, "blocks.*.attn", images(device)) for rule in rules]
     cases += [
-        (cnn(device), iso.ConvToGPSA(content=c), "layer3.*.conv2", images(device, 32)) for c in ("global", "none")
+        (cnn(device), iso.ConvToGPSA(content=c), "layer3.*.conv2", images(device, 32))
+        for c in ("global", "none")
     ]
     for model, rule, where, x in cases:
         new = iso.recast(model, rule, where)
@@ -81,7 +88,12 @@ def norms(device: str) -> None:
     """Norms merged, with weights and biases, and a block inserted."""
     for model in (timm.create_model("resnet18", num_classes=10).eval().to(device), vit(device)):
         iso.verify(model, iso.fuse(model, affine=True), images(device))
-    iso.verify(cnn(device), iso.insert(cnn(device), iso.layers.MapAttention, "layer3.2"), images(device, 32), atol=1e9)
+    iso.verify(
+        cnn(device),
+        iso.insert(cnn(device), iso.layers.MapAttention, "layer3.2"),
+        images(device, 32),
+        atol=1e9,
+    )
 
 
 def looks(device: str) -> None:
@@ -94,7 +106,10 @@ def looks(device: str) -> None:
 def kept(device: str) -> None:
     """Values that eval mode keeps follow their parameters, and a CUDA graph gives the same outputs."""
     x = images(device)
-    for name, given in (("convit_ti", dict(depth=4, local_up_to_layer=3)), ("refined_vit_s", dict(depth=2))):
+    for name, given in (
+        ("convit_ti", dict(depth=4, local_up_to_layer=3)),
+        ("refined_vit_s", dict(depth=2)),
+    ):
         model = timm.create_model(name, img_size=64, num_classes=10, **given).eval().to(device)
         with torch.no_grad():
             model(x)
@@ -131,23 +146,52 @@ def commands(device: str) -> None:
     """Trained in bfloat16 on digits, evaluated and fused from the command line."""
     with tempfile.TemporaryDirectory() as folder:
         for name, more in (("tdrl_vit_ti", SMALL_VIT), ("t_cifar_resnet20", [])):
-            run = ["--epochs=1", "--amp=bf16", "--data.size=[32,32]", "--data.fraction=0.1", f"--out={folder}/{name}"]
+            run = [
+                "--epochs=1",
+                "--amp=bf16",
+                "--data.size=[32,32]",
+                "--data.fraction=0.1",
+                f"--out={folder}/{name}",
+            ]
             call("train", "digits_cnn", f"--model.name={name}", f"--device={device}", *run, *more)
-            call("evaluate", f"{folder}/{name}/model.safetensors", "--data", "digits", f"--device={device}")
-        call("fuse", f"{folder}/tdrl_vit_ti/model.safetensors", "--out", f"{folder}/thin.safetensors")
+            call(
+                "evaluate",
+                f"{folder}/{name}/model.safetensors",
+                "--data",
+                "digits",
+                f"--device={device}",
+            )
+        call(
+            "fuse", f"{folder}/tdrl_vit_ti/model.safetensors", "--out", f"{folder}/thin.safetensors"
+        )
 
 
 def call(*arguments: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, f"{' '.join(arguments)}: {(done.stderr or done.stdout)[-1500:]}"
 
 
-FLOWS: tuple[Callable[[str], None], ...] = (recast, pyramids, norms, looks, kept, files, default_device, commands)
+FLOWS: tuple[Callable[[str], None], ...] = (
+    recast,
+    pyramids,
+    norms,
+    looks,
+    kept,
+    files,
+    default_device,
+    commands,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("flows", nargs="*", help="names; by default all: " + ", ".join(f.__name__ for f in FLOWS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "flows", nargs="*", help="names; by default all: " + ", ".join(f.__name__ for f in FLOWS)
+    )
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

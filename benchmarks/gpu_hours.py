@@ -25,14 +25,40 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 
 GPUS, IMAGES = 8, 1_281_167
 RUNS = {
-    "T-CNN": ("finetune_resnetrs50", "tcnn_resnetrs50", "tcnn_resnetrs101", "tcnn_resnetrs152", "tcnn_late_400"),
+    "T-CNN": (
+        "finetune_resnetrs50",
+        "tcnn_resnetrs50",
+        "tcnn_resnetrs101",
+        "tcnn_resnetrs152",
+        "tcnn_late_400",
+    ),
     "ConViT": ("deit_ti", "convit_ti", "deit_s", "convit_s", "convit_s_10pct", "convit_b"),
     "TDRL": (
-        *("tdrl_plain_g2sd", "tdrl_vit_ti_g2sd", "tdrl_plain_100ep", "tdrl_vit_ti_100ep", "tdrl_vit_ti_300ep"),
+        *(
+            "tdrl_plain_g2sd",
+            "tdrl_vit_ti_g2sd",
+            "tdrl_plain_100ep",
+            "tdrl_vit_ti_100ep",
+            "tdrl_vit_ti_300ep",
+        ),
         *("tdrl_vit_ti_100ep_distilled", "tdrl_plain_swin_t", "tdrl_swin_t"),
     ),
-    "Refiner": ("refiner_plain_b", "refiner_b", "refined_vit_s", "refined_vit_m", "refined_vit_l", "refined_vit_s_384"),
-    "CoAtNet": ("coatnet_0", "coatnet_1", "coatnet_2", "coatnet_3", "coatnet_0_384", "coatnet_2_512"),
+    "Refiner": (
+        "refiner_plain_b",
+        "refiner_b",
+        "refined_vit_s",
+        "refined_vit_m",
+        "refined_vit_l",
+        "refined_vit_s_384",
+    ),
+    "CoAtNet": (
+        "coatnet_0",
+        "coatnet_1",
+        "coatnet_2",
+        "coatnet_3",
+        "coatnet_0_384",
+        "coatnet_2_512",
+    ),
 }
 
 
@@ -47,7 +73,9 @@ def meta_step(recipe: Any) -> tuple[Any, nn.Module, list[Tensor]]:
     images = torch.empty(recipe.data.batch_size // GPUS, 3, *size, device="meta")
     teacher: nn.Module | None = None
     if recipe.distill:
-        teacher = timm.create_model(recipe.distill.teacher, **recipe.distill.kwargs).to("meta").eval()
+        teacher = (
+            timm.create_model(recipe.distill.teacher, **recipe.distill.kwargs).to("meta").eval()
+        )
     elif recipe.mask and recipe.mask.teacher:
         teacher = MaskedAutoencoder(timm.create_model("vit_base_patch16_224")).to("meta").eval()
     kept: list[Tensor] = []
@@ -66,7 +94,9 @@ def meta_step(recipe: Any) -> tuple[Any, nn.Module, list[Tensor]]:
             else:
                 outputs = model(images)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                loss = sum(F.cross_entropy(out, torch.empty(*out.shape, device="meta")) for out in outputs)
+                loss = sum(
+                    F.cross_entropy(out, torch.empty(*out.shape, device="meta")) for out in outputs
+                )
         loss.backward()
 
     return step, model, kept
@@ -80,7 +110,9 @@ def predict(name: str, costs: Costs) -> dict[str, Any]:
     weights = sum(p.numel() for p in model.parameters())
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
     steps = recipe.epochs * IMAGES * (recipe.data.fraction or 1) / recipe.data.batch_size
-    moved = 28 * weights  # bytes of the update: weight, gradient and two moments are read, all but the gradient written
+    moved = (
+        28 * weights
+    )  # bytes of the update: weight, gradient and two moments are read, all but the gradient written
     update = 1e3 * moved / BANDWIDTH / costs.reach
 
     def hours(costs: Costs) -> float:

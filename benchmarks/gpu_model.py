@@ -55,8 +55,26 @@ GRIDS: dict[str, list[float]] = {
 """Values among which costs are chosen."""
 NOT_LAUNCHED = ("_unsafe_view", "empty", "new_empty", "promote_types", "result_type", "sym_", "is_")
 
-LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "addmv"}
-LOWER |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "multi_head_attention_forward"}
+LOWER = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "mv",
+    "addmv",
+}
+LOWER |= {
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+}
 UPPER = {
     "layer_norm",
     "group_norm",
@@ -96,23 +114,33 @@ class Operations(TorchDispatchMode):
         self.found: list[Operation] = []
         self.trains = False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         space, name = operation._schema.name.split("::")
         if space not in ("aten", "prim", "prims"):
             with self:
-                return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), *args, **kwargs)
+                return operation.redispatch(
+                    torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), *args, **kwargs
+                )
         output = operation(*args, **kwargs)
-        views = any(each.alias_info and not each.alias_info.is_write for each in operation._schema.returns)
+        views = any(
+            each.alias_info and not each.alias_info.is_write for each in operation._schema.returns
+        )
         if not views and not name.startswith(NOT_LAUNCHED):
-            tensors = [t for t in tree_flatten((args, kwargs, output))[0] if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in tree_flatten((args, kwargs, output))[0] if isinstance(t, torch.Tensor)
+            ]
             distinct = {(t.untyped_storage()._cdata, t.shape): t for t in tensors}.values()
             traffic = sum(t.numel() * t.element_size() for t in distinct)
             count = flop_registry.get(operation.overloadpacket)
             flops = count(*args, **kwargs, out_val=output) if count else 0
             dtype = next((t.dtype for t in tensors), torch.float32)
             self.trains |= torch.is_grad_enabled()
-            self.found.append(Operation(name, flops / PEAK.get(dtype, 66.9e12), traffic / BANDWIDTH))
+            self.found.append(
+                Operation(name, flops / PEAK.get(dtype, 66.9e12), traffic / BANDWIDTH)
+            )
         return output
 
 
@@ -135,15 +163,25 @@ class OnGPU(TorchFunctionMode):
         finally:
             cls.casting = before
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if self.casting and name in LOWER | UPPER:
             dtype = torch.bfloat16 if name in LOWER else torch.float32
             args, kwargs = tree_map(lambda value: self.to(value, dtype), (args, kwargs))
-        return fused_attention(*args, **kwargs) if name == "scaled_dot_product_attention" else function(*args, **kwargs)
+        return (
+            fused_attention(*args, **kwargs)
+            if name == "scaled_dot_product_attention"
+            else function(*args, **kwargs)
+        )
 
     def to(self, value: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+        if (
+            not isinstance(value, torch.Tensor)
+            or not value.is_floating_point()
+            or value.dtype == dtype
+        ):
             return value
         if isinstance(value, nn.Parameter):
             if id(value) not in self.cast:
@@ -181,7 +219,9 @@ class Pass(NamedTuple):
         """Time if the host issues one operation after another; without host costs, of the pass as a CUDA graph."""
         host = costs.training if self.trains else costs.inference
         busy = np.maximum(np.maximum(self.work, self.traffic) / costs.reach, costs.kernel)
-        after = busy[::-1].cumsum()[::-1]  # from an operation's start to the end, if the device never waits again
+        after = busy[::-1].cumsum()[
+            ::-1
+        ]  # from an operation's start to the end, if the device never waits again
         return 1e3 * float((host * np.arange(1, len(busy) + 1) + after).max())
 
 
@@ -191,7 +231,9 @@ class Recorder:
     def __init__(self) -> None:
         self.passes: list[Pass] = []
 
-    def __call__(self, contenders: dict[str, Callable[[], object]], *args: Any, **kwargs: Any) -> dict[str, float]:
+    def __call__(
+        self, contenders: dict[str, Callable[[], object]], *args: Any, **kwargs: Any
+    ) -> dict[str, float]:
         return {name: self.record(run) for name, run in contenders.items()}
 
     def record(self, run: Callable[[], object]) -> float:
@@ -205,9 +247,13 @@ class Recorder:
 def imitate_autocast() -> None:
     """Answer torch's and isomorph's questions for the meta device as for a GPU."""
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    torch.is_autocast_enabled = lambda kind=None: OnGPU.casting if kind == "meta" else enabled(*filter(None, [kind]))
+    torch.is_autocast_enabled = lambda kind=None: (
+        OnGPU.casting if kind == "meta" else enabled(*filter(None, [kind]))
+    )
     torch.get_autocast_dtype = lambda kind: torch.bfloat16 if kind == "meta" else dtype(kind)
-    for module in [module for name, module in sys.modules.items() if name.startswith("isomorph.layers")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("isomorph.layers")
+    ]:
         for name, stand_in in (
             ("disable_autocast", lambda _: OnGPU.set_casting(False)),
             ("autocast_dtype", autocast_dtype),
@@ -222,7 +268,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if OnGPU.casting and x.dtype != torch.float64 else x.dtype
 
 
-def tables(code: Path, recorder: Recorder) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
+def tables(
+    code: Path, recorder: Recorder
+) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
     """The tables of a checkout's gpu.py on the meta device, with `recorder` in the place of the clock."""
     sys.path[:0] = [str(code / "src"), str(code / "benchmarks")]
     import interleave
@@ -259,7 +307,11 @@ def timed(rows: list[dict[str, Any]], passes: list[Pass]) -> Iterator[Timed]:
 
 
 def about(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, str | int) and key != "rounds")
+    return ", ".join(
+        f"{key} {value}"
+        for key, value in row.items()
+        if isinstance(value, str | int) and key != "rounds"
+    )
 
 
 def measured_ms(rows: list[dict[str, Any]], contender: Timed) -> float | None:
@@ -271,28 +323,43 @@ def measured_ms(rows: list[dict[str, Any]], contender: Timed) -> float | None:
 
 def predicted_ms(table: str, contender: Timed, costs: Costs) -> float:
     graph = "CUDA graph" in f"{table} {contender.key}"
-    return contender.launched.milliseconds(costs._replace(inference=0.0, training=0.0) if graph else costs)
+    return contender.launched.milliseconds(
+        costs._replace(inference=0.0, training=0.0) if graph else costs
+    )
 
 
-def errors(contenders: dict[str, list[Timed]], measured: dict[str, Any], costs: Costs) -> dict[str, list[float]]:
+def errors(
+    contenders: dict[str, list[Timed]], measured: dict[str, Any], costs: Costs
+) -> dict[str, list[float]]:
     """Print and return the relative errors of the predictions, table by table."""
     off: dict[str, list[float]] = {}
     for name, each in contenders.items():
-        pairs = [(predicted_ms(name, c, costs), measured_ms(measured.get(name, []), c)) for c in each]
+        pairs = [
+            (predicted_ms(name, c, costs), measured_ms(measured.get(name, []), c)) for c in each
+        ]
         if found := [predicted / real - 1 for predicted, real in pairs if real]:
             off[name] = [round(error, 3) for error in found]
             fitted = ", fitted" if name.startswith(FITTED) else ""
             listed = " ".join(f"{100 * e:+.0f}" for e in found)
-            print(f"{name}{fitted}: median {100 * statistics.median(map(abs, found)):.0f}%; {listed}")
+            print(
+                f"{name}{fitted}: median {100 * statistics.median(map(abs, found)):.0f}%; {listed}"
+            )
     return off
 
 
 def median_errors(off: dict[str, list[float]], besides: tuple[str, ...] = ()) -> dict[str, float]:
     medians = {}
     for precision in ("float32", "bfloat16"):
-        if kept := [abs(e) for n, each in off.items() if precision in n and not n.startswith(besides) for e in each]:
+        if kept := [
+            abs(e)
+            for n, each in off.items()
+            if precision in n and not n.startswith(besides)
+            for e in each
+        ]:
             medians[precision] = round(statistics.median(kept), 3)
-            print(f"{precision}: median error of {len(kept)} predictions {100 * medians[precision]:.0f}%")
+            print(
+                f"{precision}: median error of {len(kept)} predictions {100 * medians[precision]:.0f}%"
+            )
     return medians
 
 
@@ -300,7 +367,9 @@ def fit(pairs: list[tuple[float, Pass]]) -> Costs:
     """The costs with the smallest median error, one after another until none changes."""
 
     def error(costs: Costs) -> float:
-        return statistics.median(abs(launched.milliseconds(costs) / real - 1) for real, launched in pairs)
+        return statistics.median(
+            abs(launched.milliseconds(costs) / real - 1) for real, launched in pairs
+        )
 
     costs, before = Costs(20e-6, 20e-6, 3e-6, 0.7), None
     while costs != before:
@@ -311,13 +380,21 @@ def fit(pairs: list[tuple[float, Pass]]) -> Costs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--code", type=Path, default=Path(__file__).parents[1], help="checkout whose tables are run")
-    parser.add_argument("--check", action="store_true", help="fit, and print every error of f60f7d4")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--code", type=Path, default=Path(__file__).parents[1], help="checkout whose tables are run"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fit, and print every error of f60f7d4"
+    )
     options = parser.parse_args()
     path = RESULTS / "gpu_model.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
-    measured = json.loads((RESULTS / ("gpu_f60f7d4.json" if options.check else "gpu.json")).read_text())
+    measured = json.loads(
+        (RESULTS / ("gpu_f60f7d4.json" if options.check else "gpu.json")).read_text()
+    )
     recorder = Recorder()
     contenders, failed = {}, {}
     for name, run in tables(options.code.resolve(), recorder):
@@ -333,9 +410,21 @@ def main() -> None:
             name: [(real, c) for c in each if (real := measured_ms(measured.get(name, []), c))]
             for name, each in contenders.items()
         }
-        costs = fit([(real, c.launched) for n, each in pairs.items() if n.startswith(FITTED) for real, c in each])
+        costs = fit(
+            [
+                (real, c.launched)
+                for n, each in pairs.items()
+                if n.startswith(FITTED)
+                for real, c in each
+            ]
+        )
         off = errors(contenders, measured, costs)
-        found = dict(costs=costs._asdict(), fitted_on=FITTED, median_error=median_errors(off, FITTED), not_run=failed)
+        found = dict(
+            costs=costs._asdict(),
+            fitted_on=FITTED,
+            median_error=median_errors(off, FITTED),
+            not_run=failed,
+        )
         found["errors"] = off
     costs = Costs(**found["costs"])
     print({name: f"{value:.3g}" for name, value in found["costs"].items()})

@@ -21,7 +21,9 @@ def kept(path: Path, wnids: list[str]) -> np.ndarray:
     """The labels of a suite's classes, by their wnids. Shape: (200,) uint16"""
     rows = list(csv.DictReader(path.read_text().splitlines()))
     labels = sorted(wnids.index(row["wnid"]) for row in rows)
-    assert labels == sorted(int(row["imagenet_label"]) for row in rows), f"{path}: labels and wnids disagree"
+    assert labels == sorted(int(row["imagenet_label"]) for row in rows), (
+        f"{path}: labels and wnids disagree"
+    )
     return np.asarray(labels, np.uint16)
 
 

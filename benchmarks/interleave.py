@@ -23,7 +23,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9, warm_up: int = 2
+    contenders: dict[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 9,
+    warm_up: int = 2,
 ) -> dict[str, float]:
     """Median milliseconds of each contender over interleaved rounds, after the rounds to warm up.
 
@@ -41,7 +44,11 @@ def interleaved_rounds(
     most_seconds: float = math.inf,
 ) -> dict[str, list[float]]:
     """Milliseconds of each contender in every round; no more rounds begin after `most_seconds`, but there are three."""
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time
+        if device.type == "cpu" and torch.get_num_threads() == 1
+        else time.perf_counter
+    )
     times: dict[str, list[float]] = {name: [] for name in contenders}
     began = time.perf_counter()
     for i in range(rounds + warm_up):
@@ -101,7 +108,9 @@ def compiled(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return module if device.type == "meta" else torch.compile(module, dynamic=False)
 
 
-def with_value(module: object, name: str, value: object, run: Callable[[], object]) -> Callable[[], object]:
+def with_value(
+    module: object, name: str, value: object, run: Callable[[], object]
+) -> Callable[[], object]:
     """The same pass with a constant of a module changed."""
 
     def changed() -> object:
@@ -141,7 +150,11 @@ def kept_mib(module: torch.nn.Module, run: Callable[[], object]) -> float:
 
 def memory_mib(device: torch.device, on_cpu: float) -> float:
     """MiB that one training step may keep: a limit of the caller's on a CPU, 70% of the memory of a GPU."""
-    return on_cpu if device.type == "cpu" else 0.7 * torch.cuda.get_device_properties(device).total_memory / 2**20
+    return (
+        on_cpu
+        if device.type == "cpu"
+        else 0.7 * torch.cuda.get_device_properties(device).total_memory / 2**20
+    )
 
 
 def spread(values: list[float]) -> str:
@@ -154,7 +167,14 @@ def processor() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     model = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
-    name = next((line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("Model name")), "CPU")
+    name = next(
+        (
+            line.partition(":")[2].strip()
+            for line in model.splitlines()
+            if line.startswith("Model name")
+        ),
+        "CPU",
+    )
     return f"{name}, {torch.get_num_threads()} threads"
 
 
@@ -162,7 +182,11 @@ def write(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
     """Writes the tables with machine and versions."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    about = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+    about = {
+        "machine": processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     path.write_text(json.dumps({**about, **tables}, indent=1) + "\n")
     return path
 
@@ -204,5 +228,8 @@ def show(title: str, rows: list[dict[str, object]]) -> None:
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for row in rows:
         print(
-            "| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()) + " |", flush=True
+            "| "
+            + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
+            + " |",
+            flush=True,
         )

@@ -47,7 +47,11 @@ def measure(name: str) -> Found:
         passes = row.make()
         if row.memory:
             sizes = {key: run() for key, run in passes.items()}
-            return {"ratio": round(sizes["form"] / sizes["plain"], 3), "spread": 0.0, "MiB": round(sizes["plain"], 2)}
+            return {
+                "ratio": round(sizes["form"] / sizes["plain"], 3),
+                "spread": 0.0,
+                "MiB": round(sizes["plain"], 2),
+            }
         slow = name.startswith(("operation/", "command/"))
         rounds = 3 if slow else ROUNDS
         warm_up = 0 if name.startswith("command/") else 1
@@ -56,11 +60,17 @@ def measure(name: str) -> Found:
         with clock_of:
             times = interleaved_rounds(passes, torch.device("cpu"), rounds, warm_up, SECONDS)
     except Exception as error:  # a row of another checkout may not run
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"}
+        return {
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        }
     ratios = [form / plain for form, plain in zip(times["form"], times["plain"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     plain = statistics.median(times["plain"])
-    return {"ratio": round(statistics.median(ratios), 3), "spread": round((high - low) / 2, 3), "ms": round(plain, 2)}
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "spread": round((high - low) / 2, 3),
+        "ms": round(plain, 2),
+    }
 
 
 @contextlib.contextmanager
@@ -84,7 +94,9 @@ class Worker:
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": ""}
         environment = {**os.environ, **own}
         command = [sys.executable, str(Path(__file__).resolve()), "--work", str(threads)]
-        pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        pipes: Any = dict(
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         self.process = subprocess.Popen(command, env=environment, **pipes)
         home = Path(self.ask("")["home"])
         if not home.is_relative_to(code.resolve()):
@@ -138,24 +150,36 @@ def threads_of(name: str, threads: list[int]) -> list[int]:
 def show_slower(title: str, now: dict[str, Found], before: dict[str, Found]) -> None:
     """Print the rows whose ratio is more than 20% above what it was."""
     shared = [name for name in now if "ratio" in now[name] and "ratio" in before.get(name, {})]
-    slower = [name for name in shared if float(now[name]["ratio"]) > SLOWER * float(before[name]["ratio"])]
+    slower = [
+        name for name in shared if float(now[name]["ratio"]) > SLOWER * float(before[name]["ratio"])
+    ]
     print(f"\n{len(slower)} of {len(shared)} rows are more than 20% slower than {title}")
     for name in slower:
         print(f"  {name}: {now[name]['ratio']} was {before[name]['ratio']}")
 
 
 def commit_of(code: Path) -> str:
-    done = subprocess.run(["git", "-C", str(code), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(code), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="GLOB", help="rows by name")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--against", type=Path, metavar="JSON", help="print what is slower than in this file")
-    parser.add_argument("--code", type=Path, metavar="DIR", help="another checkout, measured in turn with this one")
-    parser.add_argument("--write", action="store_true", help="update results/ledger.json, row by row")
+    parser.add_argument(
+        "--against", type=Path, metavar="JSON", help="print what is slower than in this file"
+    )
+    parser.add_argument(
+        "--code", type=Path, metavar="DIR", help="another checkout, measured in turn with this one"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="update results/ledger.json, row by row"
+    )
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
@@ -183,7 +207,9 @@ def main() -> None:
     if given.code:
         show_slower(f"with {given.code}", found["here"], found["there"])
     if given.against:
-        show_slower(str(given.against), found["here"], json.loads(given.against.read_text())["rows"])
+        show_slower(
+            str(given.against), found["here"], json.loads(given.against.read_text())["rows"]
+        )
 
 
 def write(rows: dict[str, Found]) -> None:
@@ -197,8 +223,14 @@ def write(rows: dict[str, Found]) -> None:
     path = RESULTS / "ledger.json"
     earlier = json.loads(path.read_text())["rows"] if path.is_file() else {}
     commit = commit_of(HERE.parent)
-    stamped = {name: row | {"commit": commit, "date": str(date.today())} for name, row in rows.items()}
-    about = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+    stamped = {
+        name: row | {"commit": commit, "date": str(date.today())} for name, row in rows.items()
+    }
+    about = {
+        "machine": processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     whole = json.dumps({**about, "rows": {**earlier, **stamped}}, indent=1) + "\n"
     scratch = path.with_suffix(".partial")
     scratch.write_text(whole)

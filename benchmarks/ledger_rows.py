@@ -43,7 +43,9 @@ def pair(plain: nn.Module, form: nn.Module, x: torch.Tensor, kind: str) -> Passe
     return {"plain": take(plain, x), "form": take(form, x)}
 
 
-def of_modules(make: Callable[[int], tuple[nn.Module, nn.Module, torch.Tensor]], batch: int, kind: str) -> Passes:
+def of_modules(
+    make: Callable[[int], tuple[nn.Module, nn.Module, torch.Tensor]], batch: int, kind: str
+) -> Passes:
     torch.manual_seed(0)
     return pair(*make(batch), kind)
 
@@ -78,7 +80,11 @@ def attention(make: Callable[[], nn.Module], batch: int):
 
 def recast_attention(rule: object, batch: int):
     plain = timm.create_model("vit_tiny_patch16_224", depth=1, num_heads=12)
-    return plain.blocks[0].attn, iso.recast(plain, rule, where="blocks.*.attn").blocks[0].attn, tokens(batch)
+    return (
+        plain.blocks[0].attn,
+        iso.recast(plain, rule, where="blocks.*.attn").blocks[0].attn,
+        tokens(batch),
+    )
 
 
 def tokens(batch: int) -> torch.Tensor:
@@ -103,7 +109,9 @@ def relative(batch: int):
 
 def windows(batch: int):
     """A block's attention to 32 x 32 tokens, whole, and pruned to windows of 8 x 8."""
-    model = timm.create_model("vit_small_patch16_dinov3", depth=1, num_classes=0, img_size=512).eval()
+    model = timm.create_model(
+        "vit_small_patch16_dinov3", depth=1, num_classes=0, img_size=512
+    ).eval()
     masked = iso.recast(model, iso.AttentionToWindow(8), where="blocks.*.attn")
     iso.Anneal(steps=1).apply(masked, 1)
     return model, iso.prune(masked), torch.randn(batch, 3, 512, 512)
@@ -172,20 +180,36 @@ def recast_resnet18(content: str) -> nn.Module:
 create = timm.create_model
 NETWORKS = {
     "ConViT-S": partial(network, partial(create, "convit_small"), partial(create, "convit_s"), 224),
-    "CoAtNet-0": partial(network, partial(create, "coatnet_0_rw_224"), partial(create, "coatnet_0"), 224),
+    "CoAtNet-0": partial(
+        network, partial(create, "coatnet_0_rw_224"), partial(create, "coatnet_0"), 224
+    ),
     "Refined-ViT-S": partial(
-        network, partial(create, "vit_small_patch16_224", depth=16), partial(create, "refined_vit_s"), 224
+        network,
+        partial(create, "vit_small_patch16_224", depth=16),
+        partial(create, "refined_vit_s"),
+        224,
     ),
     "TDRL-ViT-Ti": partial(
         network, partial(create, "tdrl_vit_ti", layout="plain"), partial(create, "tdrl_vit_ti"), 224
     ),
     "TDRL-ViT-Ti, naive-W1": partial(
-        network, partial(create, "tdrl_vit_ti", layout="plain"), partial(create, "tdrl_vit_ti", layout="naive-W1"), 224
+        network,
+        partial(create, "tdrl_vit_ti", layout="plain"),
+        partial(create, "tdrl_vit_ti", layout="naive-W1"),
+        224,
     ),
-    "T-ResNet50-D": partial(network, partial(create, "resnet50d"), partial(create, "t_resnet50d"), 224),
-    "T-ResNet50-RS": partial(network, partial(create, "resnetrs50"), partial(create, "t_resnetrs50"), 224),
-    "ResNet-18, windows": partial(network, partial(create, "resnet18"), partial(recast_resnet18, "window"), 224),
-    "ResNet-18, positions": partial(network, partial(create, "resnet18"), partial(recast_resnet18, "none"), 224),
+    "T-ResNet50-D": partial(
+        network, partial(create, "resnet50d"), partial(create, "t_resnet50d"), 224
+    ),
+    "T-ResNet50-RS": partial(
+        network, partial(create, "resnetrs50"), partial(create, "t_resnetrs50"), 224
+    ),
+    "ResNet-18, windows": partial(
+        network, partial(create, "resnet18"), partial(recast_resnet18, "window"), 224
+    ),
+    "ResNet-18, positions": partial(
+        network, partial(create, "resnet18"), partial(recast_resnet18, "none"), 224
+    ),
 }
 
 MODELS = ("resnet18", "vit_tiny_patch16_224")
@@ -199,7 +223,9 @@ def operation(name: str, what: str) -> Passes:
     x = torch.randn(1, 3, 224, 224)
     folder = Path(tempfile.mkdtemp(prefix="ledger-"))
     convolutional = name.startswith("resnet")
-    rule, where = (GATED(), "layer4.*.conv2") if convolutional else (iso.AttentionToGPSA(), "blocks.*.attn")
+    rule, where = (
+        (GATED(), "layer4.*.conv2") if convolutional else (iso.AttentionToGPSA(), "blocks.*.attn")
+    )
     new = iso.recast(model, rule, where=where)
     iso.save(new, folder / "saved.safetensors")
     after = "layer3" if convolutional else "blocks.5"
@@ -208,7 +234,9 @@ def operation(name: str, what: str) -> Passes:
         "recast": lambda: iso.recast(model, rule, where=where),
         "verify": lambda: iso.verify(model, new, x),
         "fuse": lambda: iso.fuse(model, x),
-        "insert": lambda: iso.insert(model, lambda _: layers.MapAttention(width), after=after, example=x),
+        "insert": lambda: iso.insert(
+            model, lambda _: layers.MapAttention(width), after=after, example=x
+        ),
         "save": lambda: iso.save(new, folder / "again.safetensors"),
         "load": lambda: iso.load(folder / "saved.safetensors"),
         "export": lambda: iso.export(model, folder / "model.onnx", overwrite=True),
@@ -220,7 +248,9 @@ def processes(command: list[str], code: int) -> Passes:
     """A command in a process of its own, next to `import timm` in one."""
 
     def run(arguments: list[str], expected: int) -> None:
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == expected, (arguments, done.stderr)
 
     plain = partial(run, ["-c", "import timm"], 0)
@@ -274,7 +304,13 @@ def page() -> Passes:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10)
     iso.save(model, folder / "vit.safetensors")
     Image.new("RGB", (224, 224), (120, 80, 200)).save(folder / "image.png")
-    command = ["analyze", str(folder / "vit.safetensors"), "--image", str(folder / "image.png"), "--overwrite"]
+    command = [
+        "analyze",
+        str(folder / "vit.safetensors"),
+        "--image",
+        str(folder / "image.png"),
+        "--overwrite",
+    ]
     return processes(["-m", "isomorph_command", *command, "--out", str(folder / "page.html")], 0)
 
 
@@ -284,7 +320,11 @@ def rows() -> dict[str, Row]:
     for name, make in MODULES.items():
         for kind in ("inference", "step"):
             for batch in BATCHES:
-                if batch > 2 and name in ("window attention", "GPSA2d window, 112", "GPSA2d global, 28"):
+                if batch > 2 and name in (
+                    "window attention",
+                    "GPSA2d window, 112",
+                    "GPSA2d global, 28",
+                ):
                     continue  # a minute or gigabytes
                 found[f"layer/{name}/{kind}/{batch}"] = Row(partial(of_modules, make, batch, kind))
         found[f"layer/{name}/memory/2"] = Row(partial(of_modules, make, 2, "memory"), memory=True)
@@ -303,8 +343,12 @@ def rows() -> dict[str, Row]:
     program = ["-m", "isomorph_command"]
     found["command/--help"] = Row(partial(processes, [*program, "--help"], 0))
     found["command/wrong name"] = Row(partial(processes, [*program, "recats"], 2))
-    found["command/wrong model"] = Row(partial(processes, [*program, "export", "resnet5O", "--out", "x.onnx"], 2))
-    found["command/wrong field"] = Row(partial(processes, [*program, "train", "digits_cnn", "--optim.lrr", "3"], 2))
+    found["command/wrong model"] = Row(
+        partial(processes, [*program, "export", "resnet5O", "--out", "x.onnx"], 2)
+    )
+    found["command/wrong field"] = Row(
+        partial(processes, [*program, "train", "digits_cnn", "--optim.lrr", "3"], 2)
+    )
     found["command/import isomorph"] = Row(partial(processes, ["-c", "import isomorph"], 0))
     found["command/train"] = Row(training)
     found["command/evaluate"] = Row(evaluation)

@@ -39,12 +39,18 @@ class NaiveGPSA2d(nn.Module):
 
         q, key = heads(queries, layer.query.weight), heads(tokens, layer.key.weight)
         content = (q @ key.transpose(-2, -1) * hd**-0.5).softmax(-1)
-        ys, xs = torch.meshgrid(torch.arange(H, device=x.device), torch.arange(W, device=x.device), indexing="ij")
+        ys, xs = torch.meshgrid(
+            torch.arange(H, device=x.device), torch.arange(W, device=x.device), indexing="ij"
+        )
         keys = torch.stack([ys.flatten(), xs.flatten()], -1).to(x.dtype)
         inner = keys.view(H, W, 2)[p:-p, p:-p].reshape(-1, 2)
         delta = keys[None] - inner[:, None]  # (Nq, Nk, 2)
-        encoding = torch.cat([delta, delta.square().sum(-1, keepdim=True)], -1).expand(B, -1, -1, -1)
-        vector = layer.locality[:, None] * torch.cat([2 * layer.centre, -torch.ones_like(layer.centre[:, :1])], -1)
+        encoding = torch.cat([delta, delta.square().sum(-1, keepdim=True)], -1).expand(
+            B, -1, -1, -1
+        )
+        vector = layer.locality[:, None] * torch.cat(
+            [2 * layer.centre, -torch.ones_like(layer.centre[:, :1])], -1
+        )
         position = (encoding @ vector.T).permute(0, 3, 1, 2).softmax(-1)  # (B, nh, Nq, Nk)
         gate = torch.sigmoid(layer.gate)[:, None, None]
         attention = (1 - gate) * content + gate * position
@@ -82,7 +88,10 @@ def run_branches(pyramids, x):
 
 def sum_chains(pyramid, x):
     """The branches of one pyramid, layer by layer. Shape: x (M, C) or (B, C, H, W)"""
-    total = sum(reduce(lambda y, layer: layer(y), chain, x) for chain in pyramid.chains) * pyramid.output_scale
+    total = (
+        sum(reduce(lambda y, layer: layer(y), chain, x) for chain in pyramid.chains)
+        * pyramid.output_scale
+    )
     return total if pyramid.norm is None else pyramid.norm(total)
 
 

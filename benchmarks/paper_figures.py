@@ -83,7 +83,9 @@ def tcnn_1(runs: Path) -> Any:
     for cell, (column, title) in zip(axes, columns.items(), strict=True):
         for part in ("Transformers", "CNNs", "T-CNNs"):
             own = [row.values for row in rows if row.values["part"] == part]
-            cell.plot([row["top1"] for row in own], [row[column] for row in own], "o", ms=4, label=part)
+            cell.plot(
+                [row["top1"] for row in own], [row[column] for row in own], "o", ms=4, label=part
+            )
         cell.set(title=title, xlabel="ImageNet-1k top-1 (%)")
         cell.grid()
     axes[0].set_ylabel("top-1 (%)")
@@ -103,7 +105,9 @@ def convit_3(runs: Path) -> Any:
         rule = iso.AttentionToGPSA(init="paper", locality=strength, gate=20.0)
         models[f"strength {strength:g}"] = iso.recast(vit, rule, where="blocks.0.attn").eval()
     for title, model in models.items():
-        maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")["blocks.0.attn"][0]
+        maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")[
+            "blocks.0.attn"
+        ][0]
         rows[title] = maps_from_query(maps, GRID, prefix=1)
     return maps_figure(image, rows)
 
@@ -121,7 +125,9 @@ def convit_5(runs: Path) -> Any:
     images = digits(360)
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), sharey=True, layout="constrained")
     for cell, (title, folder) in zip(axes, convit_runs(runs).items(), strict=True):
-        saved = sorted(folder.glob("epoch-*.safetensors"), key=lambda path: int(path.stem.split("-")[1]))
+        saved = sorted(
+            folder.glob("epoch-*.safetensors"), key=lambda path: int(path.stem.split("-")[1])
+        )
         found = [nonlocality(iso.load(path), images) for path in saved]
         layers = {name: [each[name].mean().item() for each in found] for name in found[0]}
         series = {name: [[value] for value in values] for name, values in layers.items()}
@@ -179,7 +185,13 @@ def convit_8(runs: Path) -> Any:
     axes[1].plot(range(1, len(plain) + 1), plain, "--", color="grey")
     for layers in (1, 2, 3):
         tops = {strength: top1_by_epoch(gpsa_run(runs, layers, strength)) for strength in strengths}
-        axes[0].plot(strengths, [tops[strength][-1] for strength in strengths], "o-", ms=3, label=f"{layers} GPSA")
+        axes[0].plot(
+            strengths,
+            [tops[strength][-1] for strength in strengths],
+            "o-",
+            ms=3,
+            label=f"{layers} GPSA",
+        )
         axes[1].plot(range(1, len(plain) + 1), tops[1.0], "o-", ms=3)
     axes[0].set(title="a) after training", xlabel="locality strength", ylabel="test top-1 (%)")
     axes[1].set(title="b) along training, strength 1", xlabel="epoch")
@@ -199,7 +211,14 @@ def tdrl_2c(runs: Path) -> Any:
         mean = torch.stack(list(found.values())).mean(0)[:3, :3]
         cell.imshow(mean, vmin=0, vmax=1, cmap="viridis")
         for (row, column), value in np.ndenumerate(mean.numpy()):
-            cell.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black")
+            cell.text(
+                column,
+                row,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                color="white" if value < 0.6 else "black",
+            )
         cell.set(title=f"{layout}, mean of all FFN layers", xticks=range(3), yticks=range(3))
     return figure
 
@@ -213,14 +232,22 @@ def tdrl_3(runs: Path) -> Any:
     folders = {"baseline": plain}
     for rectify in ("none", "rescale", "batchnorm"):
         folders[rectify] = tdrl_run(
-            runs, f"tdrl_{rectify}", monitor=True, layout="R-D1W4", rectify=rectify, where=QK, weight_init="mae"
+            runs,
+            f"tdrl_{rectify}",
+            monitor=True,
+            layout="R-D1W4",
+            rectify=rectify,
+            where=QK,
+            weight_init="mae",
         )
     figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.6), layout="constrained")
     images = digits()
     for name, folder in folders.items():
         stats = logit_stats(iso.load(folder / "model.safetensors"), images)
         blocks = range(1, len(stats) + 1)
-        axes[0].plot(blocks, [each.max_logit.mean() for each in stats.values()], "o-", ms=3, label=name)
+        axes[0].plot(
+            blocks, [each.max_logit.mean() for each in stats.values()], "o-", ms=3, label=name
+        )
         axes[1].plot(blocks, [each.max_attention.mean() for each in stats.values()], "o-", ms=3)
         rows = read_log(folder / "monitor.jsonl")
         tops = [max(row["max_logit"].values()) for row in rows]
@@ -244,8 +271,19 @@ SHAPES: dict[str, tuple[str, list[int], list[int]]] = {
 def coatnet_1(runs: Path) -> Any:
     """CoAtNet Fig. 1: training loss and test accuracy of five layouts, on 500 images of CIFAR-10."""
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), layout="constrained")
-    small = ["data.source=cifar10", "data.size=[64,64]", "data.fraction=0.01", "data.test_images=200"]
-    small += ["data.batch_size=50", "data.workers=0", "epochs=3", "optim.warmup_epochs=1", "amp=none"]
+    small = [
+        "data.source=cifar10",
+        "data.size=[64,64]",
+        "data.fraction=0.01",
+        "data.test_images=200",
+    ]
+    small += [
+        "data.batch_size=50",
+        "data.workers=0",
+        "epochs=3",
+        "optim.warmup_epochs=1",
+        "amp=none",
+    ]
     for title, (name, depths, widths) in SHAPES.items():
         shape = [f"model.kwargs.depths={depths}", f"model.kwargs.widths={widths}"]
         folder = run_of(runs, f"coatnet_{name}", f"coatnet_layout_{name}", *small, *shape)
@@ -274,12 +312,16 @@ FIGURES: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FIGURES))
     parser.add_argument("--runs", type=Path, default=Path("runs/figures"))
     options = parser.parse_args()
     for name in options.names or FIGURES:
-        with plt.style.context(STYLE | {"axes.prop_cycle": plt.cycler("color", plt.get_cmap("tab10").colors)}):
+        with plt.style.context(
+            STYLE | {"axes.prop_cycle": plt.cycler("color", plt.get_cmap("tab10").colors)}
+        ):
             figure = FIGURES[name](options.runs)
             kind = "png" if name in ("convit-3", "convit-7") else "svg"
             figure.savefig(FOLDER / f"figure-{name}.{kind}", dpi=110, bbox_inches="tight")

@@ -106,7 +106,10 @@ def main():
             with warnings.catch_warnings(action="ignore"):
                 row = carry(*pair, side)
             rows[f"{name}, {way}"] = row
-            print(f"{name}, {way}: {row['verdict']} {row['difference']:.1e} {row['seconds']} s", flush=True)
+            print(
+                f"{name}, {way}: {row['verdict']} {row['difference']:.1e} {row['seconds']} s",
+                flush=True,
+            )
         write(rows)
     print(dict(Counter(row["verdict"] for row in rows.values())))
 

@@ -32,7 +32,9 @@ SLOW = ("tcnn",)
 Row = dict[str, Any]
 
 
-def images(model: nn.Module, calibration: int, test: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def images(
+    model: nn.Module, calibration: int, test: int
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return loaders of calibration and test images."""
     config = evaluation_config(model)
     train = sample_images(iso.data.open_source("cifar10", "train"), calibration)
@@ -76,7 +78,8 @@ def complete(options: argparse.Namespace) -> list[Row]:
     return [
         row
         for row in rows
-        if row["images"] == tested(row["network"], options) and row["calibration"] == options.calibration
+        if row["images"] == tested(row["network"], options)
+        and row["calibration"] == options.calibration
     ]
 
 
@@ -96,7 +99,9 @@ def accuracy_table(rows: list[Row]) -> list[Row]:
                 "MB float": round(best["float_megabytes"], 2),
                 "MB int8": round(best["megabytes"], 2),
                 "MB weights only": round(small["megabytes"], 2),
-                "speed of int8 / float": round(best["images_per_second"] / best["float_images_per_second"], 2),
+                "speed of int8 / float": round(
+                    best["images_per_second"] / best["float_images_per_second"], 2
+                ),
                 "speed of weights only / float": round(
                     small["images_per_second"] / small["float_images_per_second"], 2
                 ),
@@ -107,11 +112,15 @@ def accuracy_table(rows: list[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=4000, help="random test images")
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("runs/quantize"))
-    parser.add_argument("--only", default="", help="measure networks whose name contains this, and write no tables")
+    parser.add_argument(
+        "--only", default="", help="measure networks whose name contains this, and write no tables"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     options.out.mkdir(parents=True, exist_ok=True)

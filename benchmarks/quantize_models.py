@@ -19,11 +19,15 @@ from isomorph.lab.recipes.tdrl import CIFAR_MODEL
 
 WARM_UP = dict(warmup_epochs=0.5, schedule_from="start", min_lr=1e-5)
 
-default_cfgs = generate_default_cfgs({"mobileone_cifar": dict(input_size=(3, 32, 32), crop_pct=1.0)})
+default_cfgs = generate_default_cfgs(
+    {"mobileone_cifar": dict(input_size=(3, 32, 32), crop_pct=1.0)}
+)
 
 
 @register_model
-def mobileone_cifar(pretrained: bool = False, plain: bool = False, branches: int = 1, **kwargs: Any) -> nn.Module:
+def mobileone_cifar(
+    pretrained: bool = False, plain: bool = False, branches: int = 1, **kwargs: Any
+) -> nn.Module:
     """MobileOne with 3 stages, for images of 32 x 32; `plain`: one convolution in every block, no other branch."""
     blocks = tuple(_mobileone_bcfg(d=(2, 3, 1), wf=(1, 1, 1), num_conv_branches=branches))
     shape = ByoModelCfg(blocks=blocks, stem_type="one", stem_chs=64, stem_pool="")
@@ -37,7 +41,9 @@ def mobileone_cifar(pretrained: bool = False, plain: bool = False, branches: int
 def _run(name: str, epochs: int, lr: float, fraction: float = 0.4, **model: Any) -> dict[str, Any]:
     return dict(
         model=dict(name=name, **model),
-        data=dict(source="cifar10", fraction=fraction, size=[32, 32], batch_size=128, test_crop="whole"),
+        data=dict(
+            source="cifar10", fraction=fraction, size=[32, 32], batch_size=128, test_crop="whole"
+        ),
         augment=dict(crop_padding=4),
         optim=dict(lr=lr, weight_decay=0.05, **WARM_UP),
         epochs=epochs,
@@ -46,7 +52,9 @@ def _run(name: str, epochs: int, lr: float, fraction: float = 0.4, **model: Any)
     )
 
 
-MOBILEONE_BLOCKS = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=["stem", "stages.?.?"])
+MOBILEONE_BLOCKS = dict(
+    rule="LinearToPyramid", layout="P-W2S", init="paper", where=["stem", "stages.?.?"]
+)
 TCNN = dict(rule="ConvToGPSA", init="exact", locality=5.0, gate=6.0, where="layer3.*.conv?")
 VIT = CIFAR_MODEL | dict(patch_size=8)
 RUNS = {
@@ -68,7 +76,9 @@ def trained(name: str, out: Path) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/quantize"))
     parser.add_argument("--only", default="", help="names that contain this")
     options = parser.parse_args()

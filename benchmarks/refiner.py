@@ -27,7 +27,9 @@ GRIDS = {197: (14, 14), 785: (28, 28)}
 def layers(N):
     """The contenders, and the naive form that each is measured against."""
     ours, local = RefinedAttention(**SHAPE), LocalAttention(**SHAPE)
-    spatial = SpatialAttention(grid_size=GRIDS[N], prefix_tokens=1, refine=SpatialRefiner(12), **SHAPE)
+    spatial = SpatialAttention(
+        grid_size=GRIDS[N], prefix_tokens=1, refine=SpatialRefiner(12), **SHAPE
+    )
     return {
         "plain": Attention(**SHAPE),
         "three convolutions": three_convolutions(ours),
@@ -36,7 +38,9 @@ def layers(N):
         "without reduction": ExpandedAttention(**SHAPE),
         "spatial": spatial,
         "released": RefinedAttention(refine=ReleasedDLA(12), **SHAPE),
-        "local, map convolved": three_convolutions(RefinedAttention(refine=MapConvolution(12), **SHAPE)),
+        "local, map convolved": three_convolutions(
+            RefinedAttention(refine=MapConvolution(12), **SHAPE)
+        ),
         "local, no map": local,
     }
 
@@ -44,7 +48,9 @@ def layers(N):
 def rows_of(contenders, x, device, rounds, base, against):
     """Forward, step and memory of every contender."""
     fast = interleaved({n: forward(m.eval(), x) for n, m in contenders.items()}, device, rounds)
-    slow = interleaved({n: step(m.train(), x.clone()) for n, m in contenders.items()}, device, rounds)
+    slow = interleaved(
+        {n: step(m.train(), x.clone()) for n, m in contenders.items()}, device, rounds
+    )
     kept = {n: saved_mib(m, x[:2].clone()) for n, m in contenders.items()}
     return [
         {
@@ -69,7 +75,10 @@ def layer_table(device, rounds, scale=1):
     for N, batch in ((197, 8 * scale), (785, 2 * scale)):
         contenders = {name: layer.to(device) for name, layer in layers(N).items()}
         x = torch.randn(batch, N, SHAPE["dim"], device=device)
-        against = lambda name: "local, map convolved" if name.startswith("local") else "three convolutions"  # noqa: E731
+
+        def against(name: str) -> str:
+            return "local, map convolved" if name.startswith("local") else "three convolutions"
+
         rows += rows_of(contenders, x, device, rounds, {"tokens": N, "batch": batch}, against)
     return rows
 
@@ -114,7 +123,9 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", help="of the JSON file in results")

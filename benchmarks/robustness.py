@@ -53,9 +53,13 @@ class Before(CorruptedImages):
     def __getitem__(self, index):
         pixels = np.asarray(self.crop(self.source.image(index)))
         seeds = (
-            corruption_seed(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities
+            corruption_seed(self.corruption, severity, int(self.source.ids[index]))
+            for severity in self.severities
         )
-        seen = [package(pixels, self.corruption, s, seed) for s, seed in zip(self.severities, seeds, strict=True)]
+        seen = [
+            package(pixels, self.corruption, s, seed)
+            for s, seed in zip(self.severities, seeds, strict=True)
+        ]
         return torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
 
@@ -75,12 +79,22 @@ def by_corruption(pictures, rounds):
         for turn in range(rounds):
             for i, pixels in enumerate(pictures):
                 for form, kept in times.items():
-                    draws = [partial(form, pixels, name, severity, turn * 99 + i) for severity in SEVERITIES]
+                    draws = [
+                        partial(form, pixels, name, severity, turn * 99 + i)
+                        for severity in SEVERITIES
+                    ]
                     kept.append(statistics.mean(map(milliseconds, draws)))
         old, new = (statistics.median(kept) for kept in times.values())
-        rows.append({"corruption": name, "imagecorruptions ms": old, "isomorph ms": new, "ratio": old / new})
+        rows.append(
+            {"corruption": name, "imagecorruptions ms": old, "isomorph ms": new, "ratio": old / new}
+        )
     total = [sum(row[key] for row in rows) for key in ("imagecorruptions ms", "isomorph ms")]
-    rows.append({"corruption": "sum", **dict(zip(list(rows[0])[1:], (*total, total[0] / total[1]), strict=True))})
+    rows.append(
+        {
+            "corruption": "sum",
+            **dict(zip(list(rows[0])[1:], (*total, total[0] / total[1]), strict=True)),
+        }
+    )
     return rows
 
 
@@ -105,7 +119,10 @@ def scaled(form, source, frame, name, severities, model, options):
 def whole_job(source, config, model, options):
     """Seconds of all 95 cells, before and after in turn, corruption by corruption, with the model and without."""
     frame = image_transform(config)
-    ways = {"before": (Before, [(severity,) for severity in SEVERITIES]), "after": (CorruptedImages, [SEVERITIES])}
+    ways = {
+        "before": (Before, [(severity,) for severity in SEVERITIES]),
+        "after": (CorruptedImages, [SEVERITIES]),
+    }
     totals = {way: [0.0, 0.0] for way in ways}
     for name in ALL:
         for way, (form, groups) in ways.items():
@@ -114,10 +131,17 @@ def whole_job(source, config, model, options):
                 totals[way][place] += sum(spent)
     ready = torch.zeros(options.batch, 3, *config["input_size"][1:], dtype=torch.uint8)
     with torch.inference_mode():
-        times = [milliseconds(lambda: model(ready.float() / 255)) for _ in range(2 + options.rounds)][2:]
-    net = statistics.median(times) / 1e3 / options.batch * options.images * len(ALL) * len(SEVERITIES)
+        times = [
+            milliseconds(lambda: model(ready.float() / 255)) for _ in range(2 + options.rounds)
+        ][2:]
+    net = (
+        statistics.median(times) / 1e3 / options.batch * options.images * len(ALL) * len(SEVERITIES)
+    )
     heads = ("whole job, s", "pictures alone, s", "model alone, s")
-    rows = [{"95 cells": way, **dict(zip(heads, (*found, net), strict=True))} for way, found in totals.items()]
+    rows = [
+        {"95 cells": way, **dict(zip(heads, (*found, net), strict=True))}
+        for way, found in totals.items()
+    ]
     return [*rows, {"95 cells": "ratio", **{head: rows[0][head] / rows[1][head] for head in heads}}]
 
 
@@ -128,14 +152,26 @@ def speed(options):
     root = Path(os.environ.get("ISOMORPH_DATA", "data")) / "imagenet_samples"
     source = open_source("webdataset", "test", root)
     model = timm.create_model(options.model, pretrained=False).eval()
-    config = {**resolve_data_config({}, model=model), **IMAGENET_C_CROP, "input_size": (3, 224, 224)}
+    config = {
+        **resolve_data_config({}, model=model),
+        **IMAGENET_C_CROP,
+        "input_size": (3, 224, 224),
+    }
     frame = image_transform(config)
-    chosen = source.subset(np.linspace(0, len(source) - 1, min(options.slice, len(source))).astype(int))
+    chosen = source.subset(
+        np.linspace(0, len(source) - 1, min(options.slice, len(source))).astype(int)
+    )
     decoding = [milliseconds(lambda i=i: frame(chosen.image(i))) for i in range(len(chosen))]
     pictures = [np.asarray(frame(chosen.image(i))) for i in range(min(8, len(chosen)))]
     rows = by_corruption(pictures, options.rounds)
     show("a picture of 224 px, ms, one thread", rows)
-    made = [{"decode and frame ms": statistics.median(decoding), "an image before": 95, "after": len(ALL)}]
+    made = [
+        {
+            "decode and frame ms": statistics.median(decoding),
+            "an image before": 95,
+            "after": len(ALL),
+        }
+    ]
     show("decodings of each image", made)
     job = whole_job(chosen, config, model, options)
     show(f"95 cells on {options.images} images (scaled from {len(chosen)}), {options.model}", job)
@@ -145,7 +181,9 @@ def speed(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=1000, help="what the times are scaled to")
     parser.add_argument("--slice", type=int, default=50, help="images that are really run")
     parser.add_argument("--model", default="resnet18")

@@ -37,29 +37,46 @@ COMMANDS = {
 
 def run(arguments: list[str], code: int, folder: str) -> None:
     compiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=compiled, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=compiled, capture_output=True, text=True
+    )
     assert done.returncode == code, (arguments, done.stderr)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--write", action="store_true", help="write results/startup.json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         contenders = {
-            f"isomorph {command}": lambda command=command, code=code: run([PROGRAM, *command.split()], code, folder)
+            f"isomorph {command}": lambda command=command, code=code: run(
+                [PROGRAM, *command.split()], code, folder
+            )
             for command, code in COMMANDS.items()
         }
         contenders |= {
             f"import {name}": lambda name=name: run(["-c", f"import {name}"], 0, folder)
             for name in ("timm", "isomorph")
         }
-        seconds = {name: ms / 1e3 for name, ms in interleaved(contenders, torch.device("cpu"), given.rounds).items()}
+        seconds = {
+            name: ms / 1e3
+            for name, ms in interleaved(contenders, torch.device("cpu"), given.rounds).items()
+        }
     ratio = seconds["import isomorph"] / seconds["import timm"]
     tables = {
-        "seconds": [{"command": name, "seconds": round(value, 3)} for name, value in seconds.items()],
-        "imports": [{"ratio": "import isomorph / import timm", "value": round(ratio, 3), "rounds": given.rounds}],
+        "seconds": [
+            {"command": name, "seconds": round(value, 3)} for name, value in seconds.items()
+        ],
+        "imports": [
+            {
+                "ratio": "import isomorph / import timm",
+                "value": round(ratio, 3),
+                "rounds": given.rounds,
+            }
+        ],
     }
     for title, rows in tables.items():
         show(title, rows)

@@ -18,7 +18,17 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import isomorph as iso
-from interleave import compiled, forward, graphed, interleaved, memory_mib, saved_mib, show, step, update
+from interleave import (
+    compiled,
+    forward,
+    graphed,
+    interleaved,
+    memory_mib,
+    saved_mib,
+    show,
+    step,
+    update,
+)
 from isomorph.lab.training.objectives.masked import GenericDistillationLoss
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from naive import branch_by_branch
@@ -54,7 +64,9 @@ def training_table(device, rounds, batches):
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
         turns = max(2, rounds * 32 // batch) if device.type == "cpu" else rounds
-        fits = {n: m for n, m in forms.items() if batch * memory[n][0] < memory_mib(device, MEMORY_MIB)}
+        fits = {
+            n: m for n, m in forms.items() if batch * memory[n][0] < memory_mib(device, MEMORY_MIB)
+        }
         times = interleaved({name: step(model, x) for name, model in fits.items()}, device, turns)
         rows.append(
             {
@@ -62,7 +74,9 @@ def training_table(device, rounds, batches):
                 "rounds": turns,
                 "plain ms": times["plain"],
                 "closed form": times["closed"] / times["plain"],
-                "branches": times["branches"] / times["plain"] if "branches" in times else "no memory",
+                "branches": times["branches"] / times["plain"]
+                if "branches" in times
+                else "no memory",
                 **{f"{name} MiB an image": memory[name][0] for name in forms},
                 **{f"{name} MiB constant": memory[name][1] for name in ("closed", "branches")},
             }
@@ -74,7 +88,10 @@ def training_table(device, rounds, batches):
 def step_table(device, rounds, batches, depth=12, name="closed form", prepare=None, capture=False):
     """One training step of both layouts: as it is, of models that `prepare` returns, or as a CUDA graph."""
     layouts = {"plain": "plain", name: "P-W2S"}
-    forms = {key: timm.create_model("tdrl_vit_ti", depth=depth, layout=layout) for key, layout in layouts.items()}
+    forms = {
+        key: timm.create_model("tdrl_vit_ti", depth=depth, layout=layout)
+        for key, layout in layouts.items()
+    }
     forms = {key: model.to(device) for key, model in forms.items()}
     forms = {key: prepare(model, device) for key, model in forms.items()} if prepare else forms
     rows = []
@@ -83,7 +100,14 @@ def step_table(device, rounds, batches, depth=12, name="closed form", prepare=No
         runs = {key: step(model, x) for key, model in forms.items()}
         runs = {key: graphed(run, device) for key, run in runs.items()} if capture else runs
         times = interleaved(runs, device, rounds)
-        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], name: times[name] / times["plain"]})
+        rows.append(
+            {
+                "batch": batch,
+                "rounds": rounds,
+                "plain ms": times["plain"],
+                name: times[name] / times["plain"],
+            }
+        )
         show(f"so far, batch {batch}", rows[-1:])
     return rows
 
@@ -101,7 +125,10 @@ def calls_table(device, rounds, batches):
         x = torch.randn(2, 197, 192, device=device, requires_grad=True)
         _, codes = run_and_get_code(step(torch.compile(block), x))
         bodies = [code[code.index("def call(") :] for code in codes]
-        calls = [len(re.findall(r"\b(?:cpp_fused|triton_|extern_kernels\.|torch\.ops\.)[\w.]*\(", b)) for b in bodies]
+        calls = [
+            len(re.findall(r"\b(?:cpp_fused|triton_|extern_kernels\.|torch\.ops\.)[\w.]*\(", b))
+            for b in bodies
+        ]
         rows.append({"block": name, "forward": calls[0], "backward": calls[1], "calls": sum(calls)})
     return rows
 
@@ -110,7 +137,9 @@ def pretraining_table(device, rounds, batches):
     """One step of generic distillation (G2SD) from MAE's ViT-B, on a quarter of the student's tokens."""
     forms = {}
     for name, layout in {"plain": "plain", "closed form": "P-W2S"}.items():
-        student = MaskedAutoencoder(timm.create_model("tdrl_vit_ti", layout=layout), depth=4, width=128, heads=4)
+        student = MaskedAutoencoder(
+            timm.create_model("tdrl_vit_ti", layout=layout), depth=4, width=128, heads=4
+        )
         teacher = MaskedAutoencoder(timm.create_model("vit_base_patch16_224"))
         forms[name] = GenericDistillationLoss(student.to(device), teacher.to(device), device)
     rows = []
@@ -121,8 +150,13 @@ def pretraining_table(device, rounds, batches):
         runs |= {f"{name} graph": graphed(run, device) for name, run in runs.items()}
         times = interleaved(runs, device, rounds)
         row = {"batch": batch, "rounds": rounds, "plain ms": times["plain"]}
-        row |= {"closed form": times["closed form"] / times["plain"], "plain, CUDA graph ms": times["plain graph"]}
-        rows.append(row | {"closed form, CUDA graph": times["closed form graph"] / times["plain graph"]})
+        row |= {
+            "closed form": times["closed form"] / times["plain"],
+            "plain, CUDA graph ms": times["plain graph"],
+        }
+        rows.append(
+            row | {"closed form, CUDA graph": times["closed form graph"] / times["plain graph"]}
+        )
         show(f"so far, batch {batch}", rows[-1:])
     return rows
 
@@ -158,7 +192,9 @@ def parts_table(device, rounds, batches):
     x = torch.randn(min(batches), 3, 224, 224, device=device)
     forms = {"plain": timm.create_model("tdrl_vit_ti", layout="plain")}
     forms |= {name: timm.create_model("tdrl_vit_ti", **kwargs) for name, kwargs in PARTS.items()}
-    times = interleaved({n: step(m.to(device), x) for n, m in forms.items()}, device, max(3, rounds - 2))
+    times = interleaved(
+        {n: step(m.to(device), x) for n, m in forms.items()}, device, max(3, rounds - 2)
+    )
     return [
         {
             "pyramids in": name,
@@ -176,32 +212,54 @@ def inference_table(device, rounds, batches):
     rows = []
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
-        times = interleaved({"plain": forward(plain, x), "fused": forward(fused, x)}, device, 3 * rounds)
-        rows.append({"batch": batch, "plain ms": times["plain"], "fused, times plain": times["fused"] / times["plain"]})
+        times = interleaved(
+            {"plain": forward(plain, x), "fused": forward(fused, x)}, device, 3 * rounds
+        )
+        rows.append(
+            {
+                "batch": batch,
+                "plain ms": times["plain"],
+                "fused, times plain": times["fused"] / times["plain"],
+            }
+        )
     return rows
 
 
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
-    "CUDA graph: training step; times are multiples of the plain ViT's": partial(step_table, capture=True),
+    "CUDA graph: training step; times are multiples of the plain ViT's": partial(
+        step_table, capture=True
+    ),
     "Compiled: training step of three blocks": compiled_table,
     "Calls of a compiled block": calls_table,
     "Pre-training: generic distillation": pretraining_table,
     "Blocks: training step of three blocks": partial(step_table, depth=3, name="closed"),
-    "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
-    "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
-    "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
+    "Convolutions: training step of ResNet-20 at 32 px": partial(
+        convolutions_table, "cifar_resnet20", 128, 32
+    ),
+    "Convolutions: training step of MobileOne-S0 at 32 px": partial(
+        convolutions_table, "mobileone_s0", 128, 32
+    ),
+    "Convolutions: training step of MobileOne-S0 at 224 px": partial(
+        convolutions_table, "mobileone_s0", 32, 224
+    ),
     "By part": parts_table,
     "Inference": inference_table,
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at batch 32; fewer above on a CPU")
-    parser.add_argument("--tables", nargs="+", default=[""], help="beginnings of their titles; by default all")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="interleaved rounds at batch 32; fewer above on a CPU"
+    )
+    parser.add_argument(
+        "--tables", nargs="+", default=[""], help="beginnings of their titles; by default all"
+    )
     parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
     iso.keep_freed_memory()
@@ -210,7 +268,9 @@ def main():
     chosen = tuple(name.lower() for name in options.tables)
     tables = {title: table for title, table in TABLES.items() if title.lower().startswith(chosen)}
     if not tables:
-        parser.error(f"no table begins with {' or '.join(options.tables)}; choose from: {'; '.join(TABLES)}")
+        parser.error(
+            f"no table begins with {' or '.join(options.tables)}; choose from: {'; '.join(TABLES)}"
+        )
     for title, table in tables.items():
         found[title] = table(device, options.rounds, options.batches)
         show(title, found[title])

@@ -31,7 +31,9 @@ def add_branches(model: nn.Module) -> nn.Module:
         for number in (1, 2):
             conv = getattr(module, f"conv{number}", None)
             if module is not model and isinstance(conv, nn.Conv2d):
-                block = MobileOneBlock(conv.in_channels, conv.out_channels, 3, conv.stride[0], layers=LayerFn())
+                block = MobileOneBlock(
+                    conv.in_channels, conv.out_channels, 3, conv.stride[0], layers=LayerFn()
+                )
                 block.act = nn.Identity()
                 block.stride = conv.stride  # read by the shortcut
                 setattr(module, f"conv{number}", block)
@@ -52,5 +54,7 @@ def remove_branches(model: nn.Module) -> nn.Module:
     for name, block in list(model.named_modules()):
         if isinstance(block, MobileOneBlock):
             first = block.conv_kxk[0]
-            model.set_submodule(name, nn.Sequential(first.conv, nn.BatchNorm2d(first.conv.out_channels), block.act))
+            model.set_submodule(
+                name, nn.Sequential(first.conv, nn.BatchNorm2d(first.conv.out_channels), block.act)
+            )
     return model

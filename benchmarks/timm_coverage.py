@@ -27,7 +27,13 @@ from timm.utils import reparameterize_model
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved
 from isomorph.surgery.attention_layers import FACTS
-from isomorph.surgery.coverage import cover_models, family_of, merge_norms, summarise_coverage, timm_models
+from isomorph.surgery.coverage import (
+    cover_models,
+    family_of,
+    merge_norms,
+    summarise_coverage,
+    timm_models,
+)
 from isomorph.surgery.rule import RULES
 
 ODD, MOST = (97, 129), 6
@@ -37,10 +43,23 @@ ConvToGPSA recasts the last ones: its cost grows with the square of the number o
 """
 PAGE = Path(__file__).parents[1] / "docs/reference/coverage.md"
 MARKS = ("<!-- table: benchmarks/timm_coverage.py -->", "<!-- end of the table -->")
-SAMPLE = ["resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_12_p16_224", "mobilevit_xxs"]
+SAMPLE = [
+    "resnet18",
+    "swin_tiny_patch4_window7_224",
+    "levit_128s",
+    "xcit_nano_12_p16_224",
+    "mobilevit_xxs",
+]
 SAMPLE += ["test_nfnet"]
 """Models whose rows the tests compare."""
-OWN_METHODS = ["resnet50", "repvgg_a0", "repvit_m0_9", "regnety_002", "repghostnet_050", "lcnetv2_base"]
+OWN_METHODS = [
+    "resnet50",
+    "repvgg_a0",
+    "repvit_m0_9",
+    "regnety_002",
+    "repghostnet_050",
+    "lcnetv2_base",
+]
 OWN_METHODS += ["mobileone_s0", "ghostnetv3_050", "levit_128s", "efficientnet_b0"]
 TIMED = ["resnet50", "repvgg_a0", "repvgg_a1", "fastvit_t8"]
 LARGEST = 40e6
@@ -83,7 +102,11 @@ def randomised(name):
     torch.manual_seed(0)
     model = timm.create_model(name).eval().double().requires_grad_(False)
     for parameter in model.parameters():
-        parameter += 0.05 * torch.randn_like(parameter) * (parameter.std(correction=0) + 0.2 * (parameter.ndim < 2))
+        parameter += (
+            0.05
+            * torch.randn_like(parameter)
+            * (parameter.std(correction=0) + 0.2 * (parameter.ndim < 2))
+        )
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("running_mean"):
             buffer += 0.1 * torch.randn_like(buffer)
@@ -96,7 +119,9 @@ def run(model):
     """Output of a model on the odd size, or else on its own: (image, output)."""
     own = tuple(model.pretrained_cfg.get("input_size", (3, 224, 224))[-2:])
     for size in (ODD, own):
-        x = torch.randn(1, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(
+            1, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         try:
             return x, first_tensor(model(x))
         except Exception as error:
@@ -111,7 +136,11 @@ def first_tensor(output):
 def chosen(names, most):
     """At most this many of the outermost names, evenly spaced."""
     outer = [n for n in names if not any(n != m and n.startswith(f"{m}.") for m in names)]
-    return outer if len(outer) <= most else [outer[int((i + 0.5) * len(outer) / most)] for i in range(most)]
+    return (
+        outer
+        if len(outer) <= most
+        else [outer[int((i + 0.5) * len(outer) / most)] for i in range(most)]
+    )
 
 
 def verify_model(name):
@@ -128,7 +157,9 @@ def verify_model(name):
                 if names:
                     if rule in ("ConvToGPSA", "LinearToPyramid"):
                         names = names[-MOST:] if rule == "ConvToGPSA" else chosen(names, MOST)
-                    row["rules"][rule] = verify_rule(model, kind(), chosen(names, len(names)), x, before)
+                    row["rules"][rule] = verify_rule(
+                        model, kind(), chosen(names, len(names)), x, before
+                    )
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     print(name, f"{time.perf_counter() - start:.0f} s", row, flush=True)
@@ -143,7 +174,10 @@ def verify_rule(model, rule, names, x, before):
         scale = max(1.0, before.abs().max().item())
         return {"modules": len(names), "deviation": (after - before).abs().max().item() / scale}
     except Exception as error:
-        return {"modules": len(names), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        return {
+            "modules": len(names),
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+        }
 
 
 def merged(given):
@@ -160,8 +194,14 @@ def merged(given):
         for name in TIMED:
             torch.manual_seed(0)
             model, x = timm.create_model(name).eval(), torch.randn(1, 3, 224, 224)
-            contenders = {"before": model, "fused": iso.fuse(model), "timm": reparameterize_model(model)}
-            contenders |= {f"{kind}, compiled": torch.compile(contenders[kind]) for kind in ("before", "fused")}
+            contenders = {
+                "before": model,
+                "fused": iso.fuse(model),
+                "timm": reparameterize_model(model),
+            }
+            contenders |= {
+                f"{kind}, compiled": torch.compile(contenders[kind]) for kind in ("before", "fused")
+            }
             runs = {kind: forward(net, x) for kind, net in contenders.items()}
             result["milliseconds"][name] = interleaved(runs, x.device)
             print(name, result["milliseconds"][name], flush=True)
@@ -182,14 +222,19 @@ def smallest(rows):
     """The smallest model of every family, and how large it is."""
     found = {}
     for row in rows.values():
-        if "error" not in row and row["parameters"] < found.get(row["family"], row)["parameters"] + 1:
+        if (
+            "error" not in row
+            and row["parameters"] < found.get(row["family"], row)["parameters"] + 1
+        ):
             found[row["family"]] = row
     return {row["model"]: row["parameters"] for row in found.values()}
 
 
 @torch.no_grad()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--family", nargs="*")
     parser.add_argument("--runs", type=Path, default=Path("runs/coverage"))
     parser.add_argument("--count-only", action="store_true")
@@ -200,14 +245,24 @@ def main():
     torch.set_num_threads(1)
     if given.norms or given.speed:
         return merged(given)
-    names = by_turns([name for name in timm_models() if not given.family or family_of(name) in given.family])
+    names = by_turns(
+        [name for name in timm_models() if not given.family or family_of(name) in given.family]
+    )
     if given.finished:
-        done = {row["model"]: row for path in given.runs.glob("*counted.jsonl") for row in read_rows(path)}
+        done = {
+            row["model"]: row
+            for path in given.runs.glob("*counted.jsonl")
+            for row in read_rows(path)
+        }
         return write(done, {row["model"]: row for row in read_rows(given.runs / "verified.jsonl")})
     counted = resume(given.runs / "counted.jsonl", names, count)
     few = sorted(name for name, size in smallest(counted).items() if size <= LARGEST)
     path = given.runs / "verified.jsonl"
-    rows = {row["model"]: row for row in read_rows(path)} if given.count_only else resume(path, few, verify_model)
+    rows = (
+        {row["model"]: row for row in read_rows(path)}
+        if given.count_only
+        else resume(path, few, verify_model)
+    )
     verified = {name: row for name, row in rows.items() if name in few}
     if given.family:
         return None
@@ -223,12 +278,17 @@ def write(counted, verified):
         "errors": {name: row["error"] for name, row in counted.items() if "error" in row},
         "goals": goals(counted.values()),
         "families": summarise_coverage(counted.values()),
-        "verified": {row["family"]: {k: v for k, v in row.items() if k != "family"} for row in verified.values()},
+        "verified": {
+            row["family"]: {k: v for k, v in row.items() if k != "family"}
+            for row in verified.values()
+        },
         "sample": {name: counted[name] for name in SAMPLE if name in counted},
     }
     (RESULTS / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(MARKS[0])
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{markdown(result)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    PAGE.write_text(
+        f"{before}{MARKS[0]}\n\n{markdown(result)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    )
 
 
 def goals(rows):
@@ -240,14 +300,22 @@ def goals(rows):
         complete, forming = [], []
         for family, counts in families.items():
             total = counts["rules"][rule]
-            maps = total["modules"] - sum(n for reason, n in total["reasons"].items() if has_no_map(reason))
+            maps = total["modules"] - sum(
+                n for reason, n in total["reasons"].items() if has_no_map(reason)
+            )
             forming += [family] * (maps > 0)
             complete += [family] * (0 < maps == total["accepted"])
-        found[rule] = {"every": len(complete), "of": len(forming), "not": sorted(set(forming) - set(complete))}
+        found[rule] = {
+            "every": len(complete),
+            "of": len(forming),
+            "not": sorted(set(forming) - set(complete)),
+        }
     for rule in ("ConvToGPSA", "LinearToPyramid"):
         totals = [counts["rules"][rule] for counts in families.values()]
         reasons = sum((Counter(total["reasons"]) for total in totals), Counter())
-        found[rule] = {name: sum(total[name] for total in totals) for name in ("accepted", "modules")}
+        found[rule] = {
+            name: sum(total[name] for total in totals) for name in ("accepted", "modules")
+        }
         found[rule]["reasons"] = dict(reasons.most_common())
     return found
 
@@ -269,7 +337,11 @@ def cell(total):
     """Accepted of all modules of the rule's kind in a family: "all", "12 of 20", or "-" where it has none."""
     if not total or not total["modules"]:
         return "-"
-    return "all" if total["accepted"] == total["modules"] else f"{total['accepted']:,} of {total['modules']:,}"
+    return (
+        "all"
+        if total["accepted"] == total["modules"]
+        else f"{total['accepted']:,} of {total['modules']:,}"
+    )
 
 
 def largest_deviation(result, family):
@@ -285,7 +357,11 @@ def markdown(result):
         rules = found["rules"]
         total = rules.get("ConvToGPSA")
         convolutions = cell(total)
-        edits = " / ".join(dict.fromkeys(cell(rules.get(name)) for name in ("AttentionToRefined", "AttentionToGPSA")))
+        edits = " / ".join(
+            dict.fromkeys(
+                cell(rules.get(name)) for name in ("AttentionToRefined", "AttentionToGPSA")
+            )
+        )
         if convolutions in ("all", "-") and edits in ("all", "-"):
             whole.append(family)
         elif edits == "all" and total["accepted"] == 0:
@@ -302,7 +378,10 @@ def markdown(result):
             f"**All attention, but not the convolutions of the patch embedding**, in {', '.join(tokens)}.",
             f"**Verified** in {len(tried)} families, largest deviation {max(tried):.0e}; not tried: "
             f"{', '.join(missing)}.",
-            "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in table),
+            "\n".join(
+                f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |"
+                for line in table
+            ),
         ]
     )
 

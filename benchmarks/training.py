@@ -35,11 +35,19 @@ from isomorph.lab.training.run.loop import StepMonitor, train_step
 from isomorph.lab.training.run.state import Run
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
-NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))
+NOTHING = dict(
+    name="vit_tiny_patch16_224",
+    kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1),
+)
 MODELS = {
     "cifar_resnet20, 32 px, batch 128": (dict(name="cifar_resnet20"), 32, 128, 0),
     "cifar_resnet20, 2 workers": (dict(name="cifar_resnet20"), 32, 128, 2),
-    "vit_tiny, 96 px, batch 32": (dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=96)), 96, 32, 0),
+    "vit_tiny, 96 px, batch 32": (
+        dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=96)),
+        96,
+        32,
+        0,
+    ),
     "almost no model (a ViT of one narrow block), batch 32": (NOTHING, 32, 32, 0),
 }
 CRASHED = dict(
@@ -57,7 +65,14 @@ CRASHED = dict(
 
 def recipe_of(model, size, batch, workers, **more):
     data = dict(source="cifar10", size=[size, size], batch_size=batch, workers=workers)
-    values = dict(model=model, data=data, augment=dict(hflip=0.5), optim=OPTIM, epochs=1000, out="runs/overhead")
+    values = dict(
+        model=model,
+        data=data,
+        augment=dict(hflip=0.5),
+        optim=OPTIM,
+        epochs=1000,
+        out="runs/overhead",
+    )
     return validate(values | more)
 
 
@@ -78,10 +93,18 @@ def loop(recipe):
 def bare(recipe, run):
     """One step as one writes it by hand: the same images, transform, model and optimiser, and nothing else."""
     model = timm.create_model(recipe.model.name, num_classes=10, **recipe.model.kwargs).train()
-    optimizer = torch.optim.SGD(scaled_groups(model, recipe.optim), lr=0.01, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(
+        scaled_groups(model, recipe.optim), lr=0.01, momentum=0.9, nesterov=True
+    )
     source, criterion = run.train.subset(range(len(run.train))), nn.CrossEntropyLoss()
     source.transform = train_transform(data_config(recipe, model), hflip=0.5)
-    loader = DataLoader(source, recipe.data.batch_size, shuffle=True, drop_last=True, num_workers=recipe.data.workers)
+    loader = DataLoader(
+        source,
+        recipe.data.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=recipe.data.workers,
+    )
     batches = iter(loader)
 
     def step():
@@ -98,14 +121,20 @@ def overhead(options):
     for title, (model, size, batch, workers) in MODELS.items():
         shutil.rmtree("runs/overhead", ignore_errors=True)
         contenders = {}
-        for name, more in (("loop", {}), ("loop, EMA", dict(ema=0.999)), ("loop, a line a step", dict(log_every=1))):
+        for name, more in (
+            ("loop", {}),
+            ("loop, EMA", dict(ema=0.999)),
+            ("loop, a line a step", dict(log_every=1)),
+        ):
             run, contenders[name] = loop(recipe_of(model, size, batch, workers, **more))
             if name == "loop":
                 contenders["bare"] = bare(run.recipe, run)
         times = interleaved(contenders, torch.device("cpu"), options.rounds)
         row = {"model": title, "bare ms a step": f"{times['bare']:.1f}"}
         for name in ("loop", "loop, EMA", "loop, a line a step"):
-            row[name] = f"{times[name] / times['bare']:.3f}x ({times[name] - times['bare']:+.1f} ms)"
+            row[name] = (
+                f"{times[name] / times['bare']:.3f}x ({times[name] - times['bare']:+.1f} ms)"
+            )
         rows.append(row)
     show(f"a step beside a bare PyTorch loop, medians of {options.rounds} interleaved steps", rows)
     print(f"\nwrote {write('training_overhead', {'table': rows})}")
@@ -115,7 +144,9 @@ def overhead(options):
 def start(out, options):
     code = "import json, sys; import isomorph as iso; from isomorph.lab.training.recipe.recipe import validate\n"
     code += "iso.train(validate(json.loads(sys.argv[1])), show=False)"
-    return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})]
+    )
 
 
 def lines_of(folder):
@@ -141,16 +172,23 @@ def crashes(options):
         found = newest_snapshot(killed) if killed.is_dir() else None
         step = found.values["progress"]["step"] if found else 0
         partial = [path.name for path in killed.glob(".*")] if killed.is_dir() else []
-        moments.append({"kill": len(moments) + 1, "after s": f"{time.time() - began:.2f}", "saved step": step})
+        moments.append(
+            {"kill": len(moments) + 1, "after s": f"{time.time() - began:.2f}", "saved step": step}
+        )
         moments[-1] |= {"half written": ", ".join(partial) or "-"}
         if (killed / "model.safetensors").is_file():
             break
     start(killed, options).wait()
     a, b = (read_snapshot(newest_snapshot(folder).path) for folder in (whole, killed))
     same = a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (whole, killed))
+    ours, theirs = (
+        iso.load(folder / "model.safetensors").state_dict() for folder in (whole, killed)
+    )
     weights = all(torch.equal(ours[name], theirs[name]) for name in ours)
-    logs = [[(r["step"], r["loss"]) for r in read_log(folder / "steps.jsonl")] for folder in (whole, killed)]
+    logs = [
+        [(r["step"], r["loss"]) for r in read_log(folder / "steps.jsonl")]
+        for folder in (whole, killed)
+    ]
     show(f"{len(moments)} kills of a run of {logs[0][-1][0]} steps", moments)
     last = {
         "kills": len(moments),
@@ -167,12 +205,17 @@ def crashes(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["overhead", "crashes"])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument(
-        "--longest", type=float, default=3.0, help="longest life of a process after its first step, in seconds"
+        "--longest",
+        type=float,
+        default=3.0,
+        help="longest life of a process after its first step, in seconds",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/crashes"))

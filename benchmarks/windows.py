@@ -18,7 +18,9 @@ MODELS = {"DINOv3-S": "vit_small_patch16_dinov3", "relative bias": "vit_relpos_s
 def attention_of(model: nn.Module, x: torch.Tensor):
     """One pass of the first attention layer, on what the model gives it."""
     layer, calls = model.blocks[0].attn, []
-    handle = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
     with torch.no_grad():
         model(x)
     handle.remove()
@@ -40,7 +42,9 @@ def row(name: str, size: int, window: int, rounds: int) -> dict[str, object]:
     x, cpu = torch.randn(1, 3, size, size), torch.device("cpu")
     found: dict[str, object] = {"model": name, "pixels": size, "window": window}
     for what, contender in (("attention", attention_of), ("model", forward)):
-        times = interleaved({form: contender(each, x) for form, each in forms.items()}, cpu, rounds, warm_up=1)
+        times = interleaved(
+            {form: contender(each, x) for form, each in forms.items()}, cpu, rounds, warm_up=1
+        )
         found |= {f"{what} {form} ms": round(time, 1) for form, time in times.items()}
         found[f"{what} gain"] = round(times["global"] / times["windows"], 2)
     print(found, flush=True)

@@ -42,7 +42,9 @@ def module_name(path: Path) -> str:
 def public_names(path: Path) -> set[str]:
     """Return the classes and functions that a file defines for others."""
     definitions = [
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
     ]
     return {name for name in definitions if not name.startswith("_")}
 

@@ -8,7 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
+LOADS = {
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "object": "data",
+}
 """Attributes whose address a browser fetches by itself."""
 
 FEWEST_WORDS = 40
@@ -48,7 +55,11 @@ class Addresses(HTMLParser):
 
 def problems(site: Path) -> list[str]:
     """Return a line for each address loaded from elsewhere, each link that leads nowhere and each empty page."""
-    pages = {page: Addresses(page.read_text()) for page in sorted(site.rglob("*.html")) if page.name != "404.html"}
+    pages = {
+        page: Addresses(page.read_text())
+        for page in sorted(site.rglob("*.html"))
+        if page.name != "404.html"
+    }
     found = []
     for page, addresses in pages.items():
         name = page.relative_to(site)
@@ -63,7 +74,11 @@ def problems(site: Path) -> list[str]:
             target = target / "index.html" if target.is_dir() else target
             if not target.is_file():
                 found.append(f"{name} links to {url}, which is not there")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].names:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].names
+            ):
                 found.append(f"{name} links to {url}, which has no such place")
     return found
 

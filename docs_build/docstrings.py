@@ -20,14 +20,20 @@ def as_markdown(text: str) -> str:
     parts = []
     for paragraph in re.split(r"\n[ \t]*\n", FIELD.sub(r"\n\n**\1:** ", text)):
         lines = paragraph.strip("\n").splitlines()
-        start = next((i for i, line in enumerate(lines) if line.lstrip().startswith(">>>")), len(lines))
+        start = next(
+            (i for i, line in enumerate(lines) if line.lstrip().startswith(">>>")), len(lines)
+        )
         words, code = lines[:start], lines[start:]
         if any(line.strip() for line in words):
-            parts.append("\n".join(line.strip() if line.startswith("**") else line for line in words).strip())
+            parts.append(
+                "\n".join(line.strip() if line.startswith("**") else line for line in words).strip()
+            )
         if code:
             margin = len(code[0]) - len(code[0].lstrip())
             parts.append("\n".join(["```pycon", *(line[margin:] for line in code), "```"]))
-    return "\n\n".join(part for part in parts if part.strip() not in ("**Example:**", "**Examples:**"))
+    return "\n\n".join(
+        part for part in parts if part.strip() not in ("**Example:**", "**Examples:**")
+    )
 
 
 class MarkdownDocstrings(griffe.Extension):

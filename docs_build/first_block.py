@@ -4,4 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-exec(re.search(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), re.MULTILINE | re.DOTALL)[1])
+exec(
+    re.search(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), re.MULTILINE | re.DOTALL)[1]
+)

@@ -39,7 +39,9 @@ NAMESPACES = (
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; vertical bars in cells are escaped."""
     lines = [list(head), ["---"] * len(head), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
 
 
 def page(title: str, *parts: str) -> str:
@@ -54,7 +56,11 @@ def public_names(package: ModuleType) -> list[str]:
 
 def first_paragraph(path: Path) -> str:
     """Return the first paragraph of a file's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
+    return (
+        (ast.get_docstring(ast.parse(path.read_text())) or "")
+        .partition("\n\n")[0]
+        .replace("\n", " ")
+    )
 
 
 def api_page(package: ModuleType, shown: str) -> str:
@@ -107,7 +113,9 @@ def name_rule_options(body: str) -> str:
     recast = OPTION.sub(lambda match: "" if match[1] in flags else match[0], recast)
     recast = re.sub(
         r"(?m)^\* `--rule CHOICE`.*\n",
-        lambda match: f"* `--rule CHOICE`: The [rule](rules.md): {names}. *[default: ConvToGPSA]*\n{line}",
+        lambda match: (
+            f"* `--rule CHOICE`: The [rule](rules.md): {names}. *[default: ConvToGPSA]*\n{line}"
+        ),
         recast,
     )
     return f"{before}{start}{recast}{end}{after}"
@@ -138,7 +146,9 @@ def type_text(hint: Any) -> str:
     if str(origin) == "typing.Literal":
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is not None and getattr(origin, "__name__", "") in ("Union", "UnionType"):
-        return " or ".join(dict.fromkeys(type_text(part) for part in arguments if part is not type(None)))
+        return " or ".join(
+            dict.fromkeys(type_text(part) for part in arguments if part is not type(None))
+        )
     if hasattr(hint, "__metadata__"):
         return type_text(arguments[0])
     if origin in (list, tuple):
@@ -161,14 +171,20 @@ def default_text(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "none" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        "none"
+        if value in (None, "", [], {})
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def field_line(name: str, field: Any, meaning: str = "") -> str:
     """Return a field as a line of a list: name, type, default and meaning."""
     kind, default = type_text(field.annotation), default_text(field)
     kinds = [] if kind == "Any" or (kind == "true or false" and default != "none") else [kind]
-    defaults = [] if default == "none" else [default if default == "required" else f"default {default}"]
+    defaults = (
+        [] if default == "none" else [default if default == "required" else f"default {default}"]
+    )
     brackets = "; ".join([*kinds, *defaults])
     text = meaning or " ".join((field.description or "").split())
     return f"* `{name}`{f' ({brackets})' if brackets else ''}: {text}"
@@ -190,11 +206,18 @@ def group_lines(part: Any, prefix: str) -> str:
         for line, tasks in owners.items():
             lists.setdefault(" and ".join(tasks), []).append(line)
     else:
-        fields = {name: field for name, field in part.documented_fields().items() if not part_of(field.annotation)}
+        fields = {
+            name: field
+            for name, field in part.documented_fields().items()
+            if not part_of(field.annotation)
+        }
     names = "|".join(rule_texts())
     of_rules: dict[str, list[str]] = {}
     for name, field in fields.items():
-        owners = re.findall(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", " ".join((field.description or "").split()))
+        owners = re.findall(
+            rf"(?:^| )((?:{names})(?:, (?:{names}))*): ",
+            " ".join((field.description or "").split()),
+        )
         if not owners:
             lists.setdefault("", []).append(field_line(prefix + name, field))
         for rule in ", ".join(owners).split(", ") if owners else ():
@@ -203,7 +226,10 @@ def group_lines(part: Any, prefix: str) -> str:
     blocks += [f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items()]
     if of_rules:
         lines = [f"* `{rule}`: {', '.join(own)}" for rule, own in of_rules.items()]
-        blocks.append(f"Fields `{prefix}NAME` of the rules, [explained there](rules.md):\n\n" + "\n".join(lines))
+        blocks.append(
+            f"Fields `{prefix}NAME` of the rules, [explained there](rules.md):\n\n"
+            + "\n".join(lines)
+        )
     return "\n\n".join(blocks)
 
 
@@ -218,7 +244,12 @@ def group_sections(part: Any, prefix: str = "") -> list[str]:
         title,
         *lead,
         group_lines(part, prefix),
-        *(text for name, kind in inner if kind for text in group_sections(kind, f"{prefix}{name}.")),
+        *(
+            text
+            for name, kind in inner
+            if kind
+            for text in group_sections(kind, f"{prefix}{name}.")
+        ),
     ]
 
 
@@ -263,7 +294,8 @@ def recipes_page() -> str:
         "[published runs](../recipes.md)."
     )
     sections = [
-        f"## {paper}\n\n" + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))
+        f"## {paper}\n\n"
+        + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))
         for paper, found in papers.items()
     ]
     return page("Recipes by name", lead, *sections)
@@ -285,7 +317,15 @@ def model_rows() -> list[list[str]]:
         parameters = sum(p.numel() for p in model.parameters())
         macs = count_macs(model, tuple(size))
         weights = "yes" if timm.is_model_pretrained(name) else ""
-        rows.append([f"`{name}`", " x ".join(map(str, size[1:])), f"{parameters:,}", f"{macs / 1e9:.2f}", weights])
+        rows.append(
+            [
+                f"`{name}`",
+                " x ".join(map(str, size[1:])),
+                f"{parameters:,}",
+                f"{macs / 1e9:.2f}",
+                weights,
+            ]
+        )
     return rows
 
 
@@ -313,11 +353,14 @@ def suites_page() -> str:
             f"`{suite.name}`",
             f"{suite.images:,}",
             str(1000 if suite.class_indices is None else len(suite.class_indices)),
-            ", ".join(f"`{folder}`" for folder in suite.folders if folder != ".") or "as `imagenet`",
+            ", ".join(f"`{folder}`" for folder in suite.folders if folder != ".")
+            or "as `imagenet`",
         ]
         for suite in SUITES.values()
     ]
-    corruptions = [[kind, ", ".join(f"`{name}`" for name in names)] for kind, names in categories.items()]
+    corruptions = [
+        [kind, ", ".join(f"`{name}`" for name in names)] for kind, names in categories.items()
+    ]
     return page(
         "Test suites",
         "`isomorph evaluate MODEL --suite NAME,NAME --root FOLDER` evaluates on these. Labels, metrics and errors: "
@@ -357,7 +400,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/suites.md": suites_page,
     "reference/api/isomorph.md": lambda: api_page(isomorph, "iso"),
     **{
-        f"reference/api/{name}.md": lambda name=name: api_page(getattr(isomorph, name), f"iso.{name}")  # type: ignore[misc]
+        f"reference/api/{name}.md": lambda name=name: api_page(
+            getattr(isomorph, name), f"iso.{name}"
+        )  # type: ignore[misc]
         for name in NAMESPACES
     },
 }

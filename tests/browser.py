@@ -16,8 +16,19 @@ from requirements import missing
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
-    *("--no-first-run", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+    ),
+    *(
+        "--no-first-run",
+        "--hide-scrollbars",
+        "--force-color-profile=srgb",
+        "--remote-debugging-pipe",
+    ),
 )
 # Chromium reads commands from descriptor 3 and writes to 4; this puts our pipes there.
 LAUNCH = """
@@ -34,7 +45,9 @@ def find_chromium() -> str:
     for name in NAMES:
         if found := shutil.which(name):
             return found
-    return missing("needs Chromium: `make browser` installs it on Debian as root (apt-get install chromium)")
+    return missing(
+        "needs Chromium: `make browser` installs it on Debian as root (apt-get install chromium)"
+    )
 
 
 class Tab:
@@ -58,7 +71,9 @@ class Tab:
 
     def run(self, script: str):
         """The value of an expression in the page."""
-        found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -110,22 +125,42 @@ class Tab:
         self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
         self.click(f"[aria-label='Save {button}']")
         end = time.monotonic() + 120
-        while not (files := [path for path in folder.glob(f"*.{button.split()[-1].lower()}") if path.stat().st_size]):
+        while not (
+            files := [
+                path
+                for path in folder.glob(f"*.{button.split()[-1].lower()}")
+                if path.stat().st_size
+            ]
+        ):
             assert time.monotonic() < end, f"never saved: {button}"
             time.sleep(0.03)
         return files[0].name, files[0].read_bytes()
 
     def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         named = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0)}
-        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **named, **text)
+        self.send(
+            "Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **named, **text
+        )
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
         self.settle()
 
     def picture(self, path: Path) -> Path:
         """A screenshot of the whole page."""
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+        path.write_bytes(
+            base64.b64decode(
+                self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+            )
+        )
         return path
 
     def complaints(self) -> list[str]:
@@ -134,12 +169,20 @@ class Tab:
         for event in self.events:
             given, kind = event["params"], event["method"]
             if kind == "Runtime.exceptionThrown":
-                found.append(given["exceptionDetails"].get("exception", {}).get("description", "exception"))
-            elif kind == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning", "assert"):
+                found.append(
+                    given["exceptionDetails"].get("exception", {}).get("description", "exception")
+                )
+            elif kind == "Runtime.consoleAPICalled" and given["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
                 found.append(str(given["args"]))
             elif kind == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
                 found.append(given["entry"]["text"])
-            elif kind == "Network.requestWillBeSent" and not given["request"]["url"].startswith(("file:", "data:")):
+            elif kind == "Network.requestWillBeSent" and not given["request"]["url"].startswith(
+                ("file:", "data:")
+            ):
                 found.append(f"asked for {given['request']['url']}")
         return found
 
@@ -174,7 +217,9 @@ def connect(out, back) -> Tab:
         """The browser's next message; a test fails rather than waits for ever."""
         nonlocal text
         while b"\0" not in text:
-            assert select.select([back], [], [], seconds)[0], f"the browser says nothing for {seconds} s"
+            assert select.select([back], [], [], seconds)[0], (
+                f"the browser says nothing for {seconds} s"
+            )
             more = os.read(back, 1 << 16)
             assert more, "the browser is gone"
             text += more
@@ -184,7 +229,10 @@ def connect(out, back) -> Tab:
     def send(method: str, **parameters):
         nonlocal number
         number += 1
-        command = json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0"
+        command = (
+            json.dumps({"id": number, "method": method, "params": parameters, **session}).encode()
+            + b"\0"
+        )
         while command:
             command = command[os.write(out, command) :]
         while (message := next_message()).get("id") != number:
@@ -193,5 +241,7 @@ def connect(out, back) -> Tab:
         return message["result"]
 
     target = send("Target.createTarget", url="about:blank")["targetId"]
-    session = {"sessionId": send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+    session = {
+        "sessionId": send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    }
     return Tab(send, events)

@@ -14,7 +14,11 @@ from pathlib import Path
 import isomorph as iso
 import isomorph_command
 
-MODULES = [module.name for module in pkgutil.walk_packages(iso.__path__, "isomorph.") if "__main__" not in module.name]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(iso.__path__, "isomorph.")
+    if "__main__" not in module.name
+]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "timm", "torchvision", "sklearn.datasets", *MODULES])
 LONGEST = 300
@@ -46,7 +50,9 @@ def settings(**environment):
 
 def start(arguments, folder, out, err, **environment):
     """Starts `isomorph ARGUMENTS` in a process of its own, and returns it."""
-    child = SERVER.Process(target=answer, args=(arguments, str(folder), settings(**environment), out, err))
+    child = SERVER.Process(
+        target=answer, args=(arguments, str(folder), settings(**environment), out, err)
+    )
     child.start()
     return child
 
@@ -55,7 +61,10 @@ def isomorph(*arguments, folder=None, processes=1):
     """`isomorph ARGUMENTS`, as subprocess.run gives it; several processes have what torchrun tells each of them."""
     arguments = [str(argument) for argument in arguments]
     with tempfile.NamedTemporaryFile("a") as out, tempfile.NamedTemporaryFile("a") as err:
-        children = [start(arguments, folder or Path.cwd(), out.name, err.name, **place) for place in places(processes)]
+        children = [
+            start(arguments, folder or Path.cwd(), out.name, err.name, **place)
+            for place in places(processes)
+        ]
         for child in children:
             child.join(LONGEST)
         if any(child.is_alive() for child in children):
@@ -82,13 +91,22 @@ def alone(*arguments, folder=None, **environment):
     """The same in a process that starts from nothing, with an environment of its own."""
     command = [sys.executable, isomorph_command.__file__, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=settings(**environment), timeout=LONGEST
+        command,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=settings(**environment),
+        timeout=LONGEST,
     )
 
 
 def refusal(run):
     """The one line of a command that fails as a user's error, after notes on the models that it opened."""
-    said = [line for line in run.stderr.splitlines() if line.startswith("isomorph: ") and "were prepared" not in line]
+    said = [
+        line
+        for line in run.stderr.splitlines()
+        if line.startswith("isomorph: ") and "were prepared" not in line
+    ]
     assert run.returncode == 2, run.stderr
     assert "Traceback" not in run.stderr
     assert len(said) == 1, run.stderr

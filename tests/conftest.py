@@ -53,10 +53,16 @@ def pytest_terminal_summary(terminalreporter):
             took[report.nodeid] += report.duration
     if took.total() < 120:
         return
-    over = [f"  {seconds:.0f} s  {name}" for name, seconds in took.most_common() if seconds > BUDGET]
-    terminalreporter.write_line(f"{len(took):,} tests took {took.total():,.0f} s, added up over the processes.")
+    over = [
+        f"  {seconds:.0f} s  {name}" for name, seconds in took.most_common() if seconds > BUDGET
+    ]
+    terminalreporter.write_line(
+        f"{len(took):,} tests took {took.total():,.0f} s, added up over the processes."
+    )
     if over:
-        terminalreporter.write_line(f"More than the {BUDGET} s that one test may take (CONTRIBUTING.md, Tests):")
+        terminalreporter.write_line(
+            f"More than the {BUDGET} s that one test may take (CONTRIBUTING.md, Tests):"
+        )
         terminalreporter.write_line("\n".join(over))
 
 
@@ -87,11 +93,15 @@ def public_weights(request, monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def unfilled_meta_tensors():
     """Fill no tensor on the meta device, which holds no values: timm's truncated normal takes 10 ms a tensor there."""
-    from timm.layers import weight_init  # not above: xdist's first process would import it before the others start
+    from timm.layers import (
+        weight_init,
+    )  # not above: xdist's first process would import it before the others start
     from torch.nn import init
 
     def unless_meta(fill):
-        return lambda tensor, *args, **kwargs: tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
+        return lambda tensor, *args, **kwargs: (
+            tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_init, "_trunc_normal_", unless_meta(weight_init._trunc_normal_))

@@ -44,12 +44,18 @@ def as_folder(root, split="train"):
 def as_tar(root, prefix=""):
     mixed = [SAMPLES[i] for i in np.random.default_rng(0).permutation(len(SAMPLES))]
     members = [(f"{prefix}{CLASSES[label]}/{i}.png", data) for label, i, data in mixed]
-    write_tar(root / "train.tar", [*members, ("README", b"x"), ("./._hidden.png", b"x"), ("loose.txt", b"")])
+    write_tar(
+        root / "train.tar",
+        [*members, ("README", b"x"), ("./._hidden.png", b"x"), ("loose.txt", b"")],
+    )
 
 
 def as_class_tars(root):
     for label, name in enumerate(CLASSES):
-        write_tar(root / f"train/{name}.tar", [(f"{i}.png", data) for other, i, data in SAMPLES if other == label])
+        write_tar(
+            root / f"train/{name}.tar",
+            [(f"{i}.png", data) for other, i, data in SAMPLES if other == label],
+        )
 
 
 def as_tar_of_tars(root):
@@ -72,7 +78,9 @@ def as_plain_shards(root):
     for n in range(3):
         few = [s for s in SAMPLES if s[1] % 3 == n]
         members = [
-            m for label, i, data in few for m in ((f"{label}{i}.cls", b"%d\n" % label), (f"{label}{i}.PNG", data))
+            m
+            for label, i, data in few
+            for m in ((f"{label}{i}.cls", b"%d\n" % label), (f"{label}{i}.PNG", data))
         ]
         write_tar(root / f"train/{n:03d}.tar", members)
     (root / "classnames.txt").write_text("\n".join(CLASSES))
@@ -82,8 +90,13 @@ def dataset(samples=SAMPLES, named=True):
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as Picture
 
-    columns = {"image": [{"bytes": d, "path": None} for *_, d in samples], "label": [label for label, *_ in samples]}
-    features = Features({"image": Picture(), "label": ClassLabel(names=CLASSES) if named else Value("int64")})
+    columns = {
+        "image": [{"bytes": d, "path": None} for *_, d in samples],
+        "label": [label for label, *_ in samples],
+    }
+    features = Features(
+        {"image": Picture(), "label": ClassLabel(names=CLASSES) if named else Value("int64")}
+    )
     return Dataset.from_dict(columns, features=features)
 
 
@@ -108,7 +121,11 @@ CONTAINERS = {
 
 def pixels(source):
     """What the source holds, whatever the order."""
-    return Counter((label, source.image(i).tobytes()) for i, label in enumerate(source.labels.tolist()))
+    return Counter(
+        (label, source.image(i).tobytes()) for i, label in enumerate(source.labels.tolist())
+    )
 
 
-EXPECTED = Counter((label, Image.open(io.BytesIO(data)).convert("RGB").tobytes()) for label, _, data in SAMPLES)
+EXPECTED = Counter(
+    (label, Image.open(io.BytesIO(data)).convert("RGB").tobytes()) for label, _, data in SAMPLES
+)

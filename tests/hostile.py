@@ -24,7 +24,9 @@ def reclass(module):
     """Makes the module one of a subclass with another forward, as adapters and standardised layers are."""
     known = type(module)
     module.__class__ = type(
-        f"Other{known.__name__}", (known,), {"forward": lambda self, *a: known.forward(self, *a) + 0.1}
+        f"Other{known.__name__}",
+        (known,),
+        {"forward": lambda self, *a: known.forward(self, *a) + 0.1},
     )
 
 
@@ -81,19 +83,37 @@ ALTERATIONS = {
     "a class that changes nothing": rename,
     "adapter": adapt,
     "parametrized weight norm": weighted(parametrizations.weight_norm),
-    "orthogonal": weighted(lambda m: parametrizations.orthogonal(m) if isinstance(m, nn.Linear) else False),
+    "orthogonal": weighted(
+        lambda m: parametrizations.orthogonal(m) if isinstance(m, nn.Linear) else False
+    ),
     "spectral norm": weighted(spectral_norm),
     "pruned": weighted(lambda m: prune.l1_unstructured(m, "weight", 0.5)),
     "tensor subclass": replace_weight(lambda w: w.as_subclass(Quantised)),
     "whole numbers": replace_weight(lambda w: w.to(torch.int8)),
 }
 
-BRIEF = ("forward hook", "state-dict hook", "forward of its own", "another class", "adapter", "orthogonal")
+BRIEF = (
+    "forward hook",
+    "state-dict hook",
+    "forward of its own",
+    "another class",
+    "adapter",
+    "orthogonal",
+)
 """A row of each kind, for layers with many parts."""
 
 
 def attachments(model):
     """How many hooks, own forwards and parametrizations a model has, all in all."""
-    hooks = (len(h) for m in model.modules() for name, h in vars(m).items() if name.endswith("_hooks") and h)
+    hooks = (
+        len(h)
+        for m in model.modules()
+        for name, h in vars(m).items()
+        if name.endswith("_hooks") and h
+    )
     own = ("forward" in vars(module) for module in model.modules())
-    return sum(hooks) + sum(own) + sum(hasattr(module, "parametrizations") for module in model.modules())
+    return (
+        sum(hooks)
+        + sum(own)
+        + sum(hasattr(module, "parametrizations") for module in model.modules())
+    )

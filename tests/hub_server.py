@@ -26,7 +26,9 @@ class Hub:
     def files(self, name, revision="main"):
         """Files of the last commit of a branch, or of a commit."""
         branches = self.repositories[name]["branches"]
-        commits = branches.get(revision) or [c for all_ in branches.values() for c in all_ if c["oid"] == revision]
+        commits = branches.get(revision) or [
+            c for all_ in branches.values() for c in all_ if c["oid"] == revision
+        ]
         return commits[-1]["files"] if commits else None
 
     def add(self, name, private=False, **files):
@@ -64,7 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def fail(self, code, kind, message):
-        self.answer(code, {"error": message}, [("X-Error-Code", kind), ("X-Error-Message", message)])
+        self.answer(
+            code, {"error": message}, [("X-Error-Code", kind), ("X-Error-Message", message)]
+        )
 
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -95,15 +99,34 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(data)
         name = f"{asked['organization'] or 'me'}/{asked['name']}"
         if self.token != TOKEN:
-            return self.fail(401 if self.token != READER else 403, "", "You don't have the rights to create a model")
+            return self.fail(
+                401 if self.token != READER else 403,
+                "",
+                "You don't have the rights to create a model",
+            )
         if name in self.hub.repositories:
-            return self.answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
-        self.hub.repositories[name] = {"private": asked.get("visibility") == "private", "branches": {"main": []}}
+            return self.answer(
+                409,
+                {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"},
+            )
+        self.hub.repositories[name] = {
+            "private": asked.get("visibility") == "private",
+            "branches": {"main": []},
+        }
         return self.answer(200, {"url": f"{self.hub.url}/{name}"})
 
     def info(self, data, name):
         if found := self.repository(name):
-            self.answer(200, {"id": name, "private": found["private"], "tags": [], "downloads": 0, "siblings": []})
+            self.answer(
+                200,
+                {
+                    "id": name,
+                    "private": found["private"],
+                    "tags": [],
+                    "downloads": 0,
+                    "siblings": [],
+                },
+            )
 
     def branch(self, data, name, branch):
         branches = self.hub.repositories[name]["branches"]
@@ -114,7 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def tree(self, data, name, revision):
         files = self.hub.files(name, revision) or {}
-        self.answer(200, [{"type": "file", "path": path, "size": len(files[path]), "oid": ""} for path in files])
+        self.answer(
+            200,
+            [{"type": "file", "path": path, "size": len(files[path]), "oid": ""} for path in files],
+        )
 
     def validate(self, data):
         self.answer(200, {"errors": [], "warnings": []})
@@ -123,7 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.token != TOKEN:
             return self.fail(403, "", "Forbidden")
         modes = [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith("safetensors") else "regular", "oid": None}
+            {
+                "path": f["path"],
+                "uploadMode": "lfs" if f["path"].endswith("safetensors") else "regular",
+                "oid": None,
+            }
             for f in json.loads(data)["files"]
         ]
         return self.answer(200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]})
@@ -152,7 +182,14 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 files[value["path"]] = None
         oid = self.hub.commit(name, revision, files, lines[0]["value"]["summary"])
-        self.answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""})
+        self.answer(
+            200,
+            {
+                "commitUrl": f"{self.hub.url}/{name}/commit/{oid}",
+                "commitOid": oid,
+                "hookOutput": "",
+            },
+        )
 
     def resolve(self, data, name, revision, file):
         if (found := self.repository(name)) is None:
@@ -164,7 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
             missing = [("X-Error-Code", "EntryNotFound"), ("X-Repo-Commit", commits[-1]["oid"])]
             return self.answer(404, {"error": "Entry not found"}, missing)
         etag = hashlib.sha256(files[file]).hexdigest()
-        return self.answer(200, None, [("ETag", f'"{etag}"'), ("X-Repo-Commit", commits[-1]["oid"])], files[file])
+        return self.answer(
+            200, None, [("ETag", f'"{etag}"'), ("X-Repo-Commit", commits[-1]["oid"])], files[file]
+        )
 
 
 ROUTES = {

@@ -70,8 +70,12 @@ def disturb(model: nn.Module, spread: float = 0.3) -> nn.Module:
     model.double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += spread * parameter.std(correction=0).clamp(min=0.1) * torch.randn_like(parameter)
-        for norm in (m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None):
+            parameter += (
+                spread * parameter.std(correction=0).clamp(min=0.1) * torch.randn_like(parameter)
+            )
+        for norm in (
+            m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None
+        ):
             norm.running_mean += spread * torch.randn_like(norm.running_mean)
             norm.running_var *= 1 + spread * torch.rand_like(norm.running_var)
     model.eval()
@@ -80,7 +84,9 @@ def disturb(model: nn.Module, spread: float = 0.3) -> nn.Module:
 
 TOKENS, MAP, OTHER_MAP = ((2, 7, 12),), ((2, 6, 7, 5),), ((1, 6, 4, 9),)
 GRID = dict(grid_size=(2, 3), prefix_tokens=1)
-VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=4, num_classes=3, global_pool="avg")
+VIT = dict(
+    img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=4, num_classes=3, global_pool="avg"
+)
 VIT["dynamic_img_size"] = True
 IMAGES, OTHER_IMAGES = ((2, 3, 32, 32),), ((1, 3, 16, 40),)
 SHUT, OPEN = dict(locality=80.0, gate=60.0), dict(gate=-60.0)
@@ -100,7 +106,9 @@ def vit(**options: Any) -> Callable[[], nn.Module]:
 
 
 def mobileone(kernel: int, **options: Any) -> Callable[[], nn.Module]:
-    return alone(lambda: MobileOneBlock(6, 6, kernel, num_conv_branches=2, layers=LayerFn(), **options))
+    return alone(
+        lambda: MobileOneBlock(6, 6, kernel, num_conv_branches=2, layers=LayerFn(), **options)
+    )
 
 
 def pair() -> nn.Module:
@@ -111,7 +119,9 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(12, 3, 8, dropout=0.0, batch_first=True)
 
 
-def gated_conv(make: Callable[[], nn.Module], content: str = "global", call: Call = MAP, **row: Any) -> Row:
+def gated_conv(
+    make: Callable[[], nn.Module], content: str = "global", call: Call = MAP, **row: Any
+) -> Row:
     limit = dict(locality=80.0) if content == "none" else SHUT
     rule, limit = (iso.ConvToGPSA(content=content, **dials) for dials in ({}, limit))
     return Row(rule, make, call, row.pop("other", OTHER_MAP), leak=1e-5, limit=limit, **row)
@@ -123,10 +133,19 @@ def gated(make: Callable[[], nn.Module], call: Call = TOKENS, heads: int = 3, **
     return Row(next(rules), make, call, leak=1e-5, limit=next(rules), heads=heads, **row)
 
 
-def refined(make: Callable[[], nn.Module] | None = None, call: Call = TOKENS, heads: int = 3, **options: Any) -> Row:
+def refined(
+    make: Callable[[], nn.Module] | None = None, call: Call = TOKENS, heads: int = 3, **options: Any
+) -> Row:
     make = make or attention()
     row = {name: options.pop(name) for name in Row._fields if name in options}
-    return Row(iso.AttentionToRefined(**options), make, call, leak=row.pop("leak", 1e-12), heads=heads, **row)
+    return Row(
+        iso.AttentionToRefined(**options),
+        make,
+        call,
+        leak=row.pop("leak", 1e-12),
+        heads=heads,
+        **row,
+    )
 
 
 def pyramid(make: Callable[[], nn.Module], call: Call = MAP, **options: Any) -> Row:
@@ -146,7 +165,9 @@ RULES = {
     "conv, depthwise": gated_conv(conv(6, 6, 5, stride=2, padding=2, groups=6), whole=False),
     "conv, window": gated_conv(CONV, "window"),
     "conv, position only": gated_conv(CONV, "none"),
-    "conv, position only, strided": gated_conv(conv(6, 6, 5, stride=2, padding=2, groups=3), "none", whole=False),
+    "conv, position only, strided": gated_conv(
+        conv(6, 6, 5, stride=2, padding=2, groups=3), "none", whole=False
+    ),
     "attention, gated": gated(attention(qk_norm=True, norm_layer=nn.LayerNorm), place=GRID),
     "attention, gated, timm's gate": gated(attention(gated=True), place=GRID),
     "attention, gated, in a ViT": gated(vit(), IMAGES, **IN_VIT),
@@ -163,20 +184,30 @@ RULES = {
     "attention, relative, prefix": Row(
         iso.AttentionToRelative(prefix_bias=True), vit(reg_tokens=1, qk_norm=True), IMAGES, **IN_VIT
     ),
-    "attention, windows": Row(iso.AttentionToWindow(2), vit(reg_tokens=1), IMAGES, OTHER_IMAGES, "blocks.*.attn"),
+    "attention, windows": Row(
+        iso.AttentionToWindow(2), vit(reg_tokens=1), IMAGES, OTHER_IMAGES, "blocks.*.attn"
+    ),
     "linear": pyramid(LINEAR, TOKENS, other=((1, 4, 12),)),
     "linear, deep": pyramid(LINEAR, TOKENS, layout="R-D2W1S", rectify="batchnorm", whole=False),
-    "linear, naive": pyramid(alone(lambda: nn.Linear(12, 10, bias=False)), TOKENS, layout="naive-W4", whole=False),
+    "linear, naive": pyramid(
+        alone(lambda: nn.Linear(12, 10, bias=False)), TOKENS, layout="naive-W4", whole=False
+    ),
     "conv to pyramid": pyramid(CONV, other=OTHER_MAP),
-    "conv to pyramid, depthwise": pyramid(conv(6, 6, 3, 2, 1, groups=6, bias=False), layout="R-D3W2", whole=False),
+    "conv to pyramid, depthwise": pyramid(
+        conv(6, 6, 3, 2, 1, groups=6, bias=False), layout="R-D3W2", whole=False
+    ),
     "pair": pyramid(pair, other=((1, 6, 4, 9),)),
     "mobileone, 1x1": pyramid(mobileone(1)),
     "mobileone, 3x3": pyramid(mobileone(3, group_size=1), layout="P-W1S"),
     "joint qkv": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.qkv", other=OTHER_IMAGES),
     "values alone": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.v", whole=False),
     "mlp": pyramid(vit(depth=1), IMAGES, where="blocks.*.mlp.fc?", whole=False),
-    "linears, joint qkv": Row(iso.AttentionToLinears(), vit(depth=1), IMAGES, OTHER_IMAGES, "blocks.*.attn.qkv"),
-    "linears, encoder": Row(iso.AttentionToLinears(), alone(encoder), TOKENS, ((1, 4, 12),), "layer.self_attn"),
+    "linears, joint qkv": Row(
+        iso.AttentionToLinears(), vit(depth=1), IMAGES, OTHER_IMAGES, "blocks.*.attn.qkv"
+    ),
+    "linears, encoder": Row(
+        iso.AttentionToLinears(), alone(encoder), TOKENS, ((1, 4, 12),), "layer.self_attn"
+    ),
     "conv with a norm": Row(iso.ConvToConvNorm(eps=1e-3), CONV, MAP, OTHER_MAP, back=iso.fuse),
 }
 
@@ -203,16 +234,25 @@ def of_layer(name: str, rule: str) -> Row:
 
 
 RULES |= {
-    f"linears, {name}": of_layer(name, "gated")._replace(rule=iso.AttentionToLinears(), leak=1e-12, limit=None)
+    f"linears, {name}": of_layer(name, "gated")._replace(
+        rule=iso.AttentionToLinears(), leak=1e-12, limit=None
+    )
     for name in LAYERS
     if name.startswith("multihead") and name != "multihead, in linears"
 }
-RULES |= {f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")}
+RULES |= {
+    f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")
+}
 
 RULES |= {
-    f"{name}, {rule}": row(alone(make), ((2, 3, 32, 32),), 0, where=accepted(name, kind()), whole="torchvision" in name)
+    f"{name}, {rule}": row(
+        alone(make), ((2, 3, 32, 32),), 0, where=accepted(name, kind()), whole="torchvision" in name
+    )
     for name, make in NETWORKS.items()
-    for rule, row, kind in (("gated", gated, iso.AttentionToGPSA), ("refined", refined, iso.AttentionToRefined))
+    for rule, row, kind in (
+        ("gated", gated, iso.AttentionToGPSA),
+        ("refined", refined, iso.AttentionToRefined),
+    )
 }
 
 
@@ -239,7 +279,11 @@ def recast(name: str) -> nn.Module:
 def new_parameters(name: str, model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that its original does not have."""
     known = dict(plain(name).named_parameters())
-    return {key: p for key, p in model.named_parameters() if key not in known or known[key].shape != p.shape}
+    return {
+        key: p
+        for key, p in model.named_parameters()
+        if key not in known or known[key].shape != p.shape
+    }
 
 
 @torch.no_grad()

@@ -28,7 +28,9 @@ def not_finite(*_):
 
 
 def without_network(folder, patch):
-    for name, value in dict(HF_HUB_OFFLINE=False, ENDPOINT=NOWHERE, HF_HUB_CACHE=str(folder)).items():
+    for name, value in dict(
+        HF_HUB_OFFLINE=False, ENDPOINT=NOWHERE, HF_HUB_CACHE=str(folder)
+    ).items():
         patch.setattr(f"huggingface_hub.constants.{name}", value)
     iso.models.create("resnet18", pretrained=True)
 
@@ -115,9 +117,15 @@ MESSAGES = {
     "give an example": (
         "the input size of a model of your own is unknown",
         "`example=batch`, as the model takes it",
-        lambda *_: iso.insert(nn.Sequential(nn.Linear(4, 4)), lambda width: nn.Linear(width, width), after="0"),
+        lambda *_: iso.insert(
+            nn.Sequential(nn.Linear(4, 4)), lambda width: nn.Linear(width, width), after="0"
+        ),
     ),
-    "give --overwrite": ("the file of `--out` exists", "another name, or `--overwrite`", existing_file),
+    "give --overwrite": (
+        "the file of `--out` exists",
+        "another name, or `--overwrite`",
+        existing_file,
+    ),
     "does not say what model it is": (
         "a state dict names its tensors, not the network",
         "`--arch NAME`, as in [your own model](your-own-model.md)",

@@ -68,7 +68,9 @@ def tap_positions(layer, H, W):
     """Keys and queries of an H x W map, padding included, and T-CNN eq. 4. -> lists of (row, column), (nh, Nq, Nk)"""
     k, (sh, sw) = layer.kernel_size, layer.stride
     keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [(r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)]
+    queries = [
+        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
+    ]
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
@@ -101,8 +103,13 @@ def content_of(layer, q, key, queries, keys):
     """Softmax over all keys, or over those of a window. -> (B, Nq, Nk)"""
     if hasattr(layer, "window"):
         (wh, ww) = layer.window
-        near = [[abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys] for qr, qc in queries]
-        return torch.softmax((q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1)
+        near = [
+            [abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys]
+            for qr, qc in queries
+        ]
+        return torch.softmax(
+            (q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1
+        )
     return torch.softmax(q @ key.transpose(1, 2), dim=-1)
 
 
@@ -112,7 +119,9 @@ def taps_of(layer):
     whole = torch.zeros(layer.out_channels, layer.in_channels, taps.shape[2], dtype=taps.dtype)
     for g in range(groups):
         out, within = layer.out_channels // groups, layer.in_channels // groups
-        whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[g * out : (g + 1) * out]
+        whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[
+            g * out : (g + 1) * out
+        ]
     return whole
 
 
@@ -122,7 +131,9 @@ def gpsa2d(layer, x):
     values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2)
     values = values if layer.value is None else values @ layer.value.weight.T
     taps = taps_of(layer)
-    out = sum(a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1)))
+    out = sum(
+        a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1))
+    )
     if layer.bias is not None:
         out = out + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
@@ -253,7 +264,10 @@ def mbconv(block, x, stride, stride_on):
     """CoAtNet eq. 5 from the block's tensors, in eval mode: every norm and every convolution on its own."""
 
     def norm(layer, y):
-        stats = [t[:, None, None] for t in (layer.running_mean, layer.running_var, layer.weight, layer.bias)]
+        stats = [
+            t[:, None, None]
+            for t in (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        ]
         return (y - stats[0]) / torch.sqrt(stats[1] + layer.eps) * stats[2] + stats[3]
 
     def gelu(y):
@@ -270,7 +284,10 @@ def mbconv(block, x, stride, stride_on):
     y = F.conv2d(y, block.project.weight, block.project.bias)
     if stride == 2:
         H, W = x.shape[-2:]
-        cells = [[x[..., i : i + 2, j : j + 2].amax((2, 3)) for j in range(0, W, 2)] for i in range(0, H, 2)]
+        cells = [
+            [x[..., i : i + 2, j : j + 2].amax((2, 3)) for j in range(0, W, 2)]
+            for i in range(0, H, 2)
+        ]
         x = torch.stack([torch.stack(row, dim=-1) for row in cells], dim=-2)
     if x.shape[1] != y.shape[1]:
         x = F.conv2d(x, block.shortcut[1].weight, block.shortcut[1].bias)
@@ -283,7 +300,9 @@ def positional_conv(layer, x):
     padded = F.pad(x, (pw, pw, ph, ph))
     k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
     keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [(r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)]
+    queries = [
+        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
+    ]
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):

@@ -364,7 +364,14 @@ def tv_inception():
 def timm_coatnet():
     sizes = dict(embed_dim=(8, 16, 32, 64), depths=(1, 1, 1, 1), stem_width=(8, 8))
     pools = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_stride_mode="1x1")
-    return of_timm("coatnet_0_224", img_size=64, head_hidden_size=64, conv_attn_act_layer="gelu", **sizes, **pools)
+    return of_timm(
+        "coatnet_0_224",
+        img_size=64,
+        head_hidden_size=64,
+        conv_attn_act_layer="gelu",
+        **sizes,
+        **pools,
+    )
 
 
 def own_coatnet():
@@ -577,7 +584,11 @@ PAIRS = {
         lambda: tv("efficientnet_b0"),
         32,
     ),
-    "EfficientNet, timm and transformers": (lambda: of_timm("tf_efficientnet_b0"), hf_efficientnet, 64),
+    "EfficientNet, timm and transformers": (
+        lambda: of_timm("tf_efficientnet_b0"),
+        hf_efficientnet,
+        64,
+    ),
     "EfficientNetV2, timm and torchvision": (
         lambda: of_timm("efficientnetv2_s"),
         lambda: tv("efficientnet_v2_s"),

@@ -50,7 +50,9 @@ def write_parquet(images, labels, path):
     names = [str(label) for label in range(max(labels) + 1)]
     features = {"img": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
     described = json.dumps({"info": {"features": features}})
-    table = pa.table({"img": rows, "label": labels}).replace_schema_metadata({"huggingface": described})
+    table = pa.table({"img": rows, "label": labels}).replace_schema_metadata(
+        {"huggingface": described}
+    )
     write_table(table, path)
 
 

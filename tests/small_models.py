@@ -9,15 +9,23 @@ import isomorph as iso
 from isomorph.models.coatnet import CoAtNet
 
 SMALL = dict(embed_dim=36, depth=2, img_size=64, num_heads=4)
-COATNET = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64)
+COATNET = dict(
+    depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64
+)
 SPATIAL = dict(span="spatial", init="paper")
 RULES = {
     "gpsa exact": (iso.AttentionToGPSA(gate=0.0), "blocks.*.attn"),
     "gpsa paper": (iso.AttentionToGPSA("paper"), "blocks.*.attn"),
     "refined": (iso.AttentionToRefined(init="paper"), "blocks.*.attn"),
     "refined spatial": (iso.AttentionToRefined(**SPATIAL), "blocks.*.attn"),
-    "refined spatial, recomputed": (iso.AttentionToRefined(**SPATIAL, recompute=True), "blocks.*.attn"),
-    "refined row+column": (iso.AttentionToRefined(span="row+column", init="paper"), "blocks.*.attn"),
+    "refined spatial, recomputed": (
+        iso.AttentionToRefined(**SPATIAL, recompute=True),
+        "blocks.*.attn",
+    ),
+    "refined row+column": (
+        iso.AttentionToRefined(span="row+column", init="paper"),
+        "blocks.*.attn",
+    ),
     "refined local": (iso.AttentionToRefined(ratio=0, init="paper"), "blocks.*.attn"),
     "refined, all maps": (iso.AttentionToRefined(reduce=False, init="paper"), "blocks.*.attn"),
     "pyramids": (iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]),
@@ -25,7 +33,9 @@ RULES = {
 
 
 def vit(**kwargs):
-    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **{"dynamic_img_size": True, **SMALL, **kwargs})
+    return timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, **{"dynamic_img_size": True, **SMALL, **kwargs}
+    )
 
 
 def recast(rule, **kwargs):
@@ -42,7 +52,9 @@ MODELS = {
     "convit": functools.partial(named, "convit_ti", **SMALL, local_up_to_layer=1),
     "refined_vit": functools.partial(named, "refined_vit_b", **SMALL, init="paper"),
     "refined_vit shared": functools.partial(named, "refined_vit_s", **SMALL, init="paper"),
-    "refined_vit spatial": functools.partial(named, "refined_vit_b", **SMALL, span="spatial", init="paper"),
+    "refined_vit spatial": functools.partial(
+        named, "refined_vit_b", **SMALL, span="spatial", init="paper"
+    ),
     "refined_vit released": functools.partial(named, "refined_vit_s_released", **SMALL),
     "coatnet": functools.partial(CoAtNet, **COATNET),
     "coatnet post": functools.partial(CoAtNet, **COATNET, relative="post"),
@@ -51,7 +63,9 @@ MODELS = {
     "vanillanet": functools.partial(named, "vanillanet_5", dims=(8, 8, 8, 8)),
     "cifar_resnet": functools.partial(named, "cifar_resnet20"),
     "t_cifar_resnet": functools.partial(named, "t_cifar_resnet20"),
-    "t_resnet": functools.partial(named, "t_resnet50d", layers=(1, 1, 1, 1), channels=(8, 8, 8, 8), stem_width=8),
+    "t_resnet": functools.partial(
+        named, "t_resnet50d", layers=(1, 1, 1, 1), channels=(8, 8, 8, 8), stem_width=8
+    ),
     **{f"vit, {rule}": functools.partial(recast, rule) for rule in RULES},
 }
 MODELS["vit"] = vit

@@ -92,7 +92,15 @@ def test_filters_in_groups_read_their_own_channels(channels):
     model = nn.Sequential(nn.Conv2d(3, 6, 3, groups=3)).double()
     raw = draw(channels, 9, 11, 255)
     if channels == "grey":
-        refused("groups", iso.absorb, model, MEAN, STD, channels="grey", images=raw.expand(-1, 3, -1, -1))
+        refused(
+            "groups",
+            iso.absorb,
+            model,
+            MEAN,
+            STD,
+            channels="grey",
+            images=raw.expand(-1, 3, -1, -1),
+        )
         return
     new = iso.absorb(model, MEAN, STD, images=raw)
     torch.testing.assert_close(new(raw), model(normalise(raw, channels, 255)), atol=1e-9, rtol=1e-9)
@@ -161,6 +169,8 @@ def test_an_exported_file_says_that_it_takes_raw_images(tmp_path):
     mean = torch.tensor(own["mean"]).reshape(3, 1, 1)
     std = torch.tensor(own["std"]).reshape(3, 1, 1)
     torch.testing.assert_close(artefact(raw), model((raw / 255 - mean) / std), atol=1e-4, rtol=1e-4)
-    prepared = timm.data.create_transform(**{key: config[key] for key in ("input_size", "mean", "std")})
+    prepared = timm.data.create_transform(
+        **{key: config[key] for key in ("input_size", "mean", "std")}
+    )
     image = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8).numpy()
     assert float(prepared(PIL.Image.fromarray(image)).max()) > 100

@@ -34,7 +34,9 @@ MEASURES = {
     "head_similarity": iso.analysis.head_similarity,
     "logit_stats": iso.analysis.logit_stats,
     "map_similarity": iso.analysis.map_similarity,
-    "feature_evolution": lambda model, data: iso.analysis.feature_evolution(model, data, "layers.?"),
+    "feature_evolution": lambda model, data: iso.analysis.feature_evolution(
+        model, data, "layers.?"
+    ),
     "cka": lambda model, data: iso.cka(model, model, data, "layers.?").matrix,
 }
 OF_ONE_BATCH = ("attention_maps", "attention_from")
@@ -66,10 +68,19 @@ def test_images_of_a_batch_by_name():
     assert images_of(batch) is X
     assert count_images(batch) == 6
     part = some_images(batch, 2, 4)
-    assert (part["input_ids"].shape, part["pixel_values"].shape, part["flag"]) == ((2, 7), (2, 3, 32, 32), True)
+    assert (part["input_ids"].shape, part["pixel_values"].shape, part["flag"]) == (
+        (2, 7),
+        (2, 3, 32, 32),
+        True,
+    )
     assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 12
     refused("the batch has no tensors", images_of, {"flag": True})
-    refused("a batch is a str; give a tensor of images, a dict of inputs", iso.nonlocality, nn.Identity(), ["x"])
+    refused(
+        "a batch is a str; give a tensor of images, a dict of inputs",
+        iso.nonlocality,
+        nn.Identity(),
+        ["x"],
+    )
 
 
 def clip():
@@ -108,7 +119,9 @@ def test_the_grid_of_patches_is_the_given_one():
     batch = {"patches": torch.randn(2, 12, 8), "spatial_shapes": shapes}
     assert iso.analysis.attention_from(model, batch)["attn"].shape == (2, 2, 3, 4)
     mixed = batch | {"spatial_shapes": torch.tensor([[3, 4], [4, 3]])}
-    refused("the grid of the tokens of MultiheadAttention is unknown", iso.nonlocality, model, mixed)
+    refused(
+        "the grid of the tokens of MultiheadAttention is unknown", iso.nonlocality, model, mixed
+    )
 
 
 class TokensOfPatches(nn.Module):
@@ -143,7 +156,9 @@ def test_windows_that_a_run_shows_are_those_of_timms_swin(size):
     import timm
 
     sizes = dict(img_size=size, patch_size=4, window_size=4, strict_img_size=False)
-    swin = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(2,), num_heads=(2,), **sizes).eval()
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", embed_dim=12, depths=(2,), num_heads=(2,), **sizes
+    ).eval()
     images = torch.randn(1, 3, *size)
     known = attention_windows(swin, images)
     observed = observed_windows(swin, images, list(known))
@@ -172,14 +187,18 @@ def test_maps_and_distances_of_transformers_swin(size):
 def swin_v2():
     from transformers import Swinv2Config, Swinv2Model
 
-    sizes = dict(image_size=64, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
+    sizes = dict(
+        image_size=64, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4
+    )
     return Swinv2Model(Swinv2Config(**sizes))
 
 
 def sam():
     from transformers import SamVisionConfig, SamVisionModel
 
-    sizes = dict(hidden_size=16, output_channels=8, num_hidden_layers=2, num_attention_heads=2, image_size=64)
+    sizes = dict(
+        hidden_size=16, output_channels=8, num_hidden_layers=2, num_attention_heads=2, image_size=64
+    )
     more = dict(patch_size=4, window_size=5, global_attn_indexes=[1], mlp_dim=16, num_pos_feats=8)
     return SamVisionModel(SamVisionConfig(**sizes, **more))
 
@@ -252,7 +271,10 @@ CLASSIFIERS = {
 
 def page(models, inputs=None):
     config = evaluation_config(models[0])
-    subjects = [iso.report.PageModel(f"m{i}", model, config, inputs=inputs) for i, model in enumerate(models)]
+    subjects = [
+        iso.report.PageModel(f"m{i}", model, config, inputs=inputs)
+        for i, model in enumerate(models)
+    ]
     images = [iso.report.PageImage("x", torch.rand(config["input_size"]))]
     return iso.report.analyze_sections(subjects, images)
 
@@ -275,7 +297,9 @@ def test_a_classifier_of_transformers_has_its_predictions_on_the_page(name):
 def test_a_model_without_class_names_predicts_numbers():
     import transformers
 
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(**IN_PATCHES, num_labels=3)).eval()
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**IN_PATCHES, num_labels=3)
+    ).eval()
     first, *_ = page([model])
     assert "m0 predicts class " in first.finding
     assert config_labels(model) == []
@@ -305,7 +329,11 @@ def as_patches(images):
     patches = nn.functional.unfold(images, 4, stride=4).transpose(1, 2)
     grid = [side // 4 for side in images.shape[-2:]]
     shapes = torch.tensor(grid, device=images.device).expand(len(images), 2)
-    return {"pixel_values": patches, "pixel_attention_mask": torch.ones(patches.shape[:2]), "spatial_shapes": shapes}
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2]),
+        "spatial_shapes": shapes,
+    }
 
 
 def test_siglip2_is_measured_verified_and_drawn_with_its_own_batch():
@@ -319,7 +347,9 @@ def test_siglip2_is_measured_verified_and_drawn_with_its_own_batch():
     config = {"input_size": (3, 12, 20), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
     config |= {"crop_mode": "center", "interpolation": "bicubic"}
     subject = iso.report.PageModel("m", model, config, inputs=as_patches)
-    first, *_ = iso.report.analyze_sections([subject], [iso.report.PageImage("x", torch.rand(3, 12, 20))])
+    first, *_ = iso.report.analyze_sections(
+        [subject], [iso.report.PageImage("x", torch.rand(3, 12, 20))]
+    )
     assert {tuple(layer["byModel"][0]["keys"]) for layer in first.viewer.data["layers"]} == {(3, 5)}
 
 
@@ -351,7 +381,16 @@ def test_the_command_reads_the_inputs_of_a_function(tmp_path, monkeypatch):
     (tmp_path / "own_patches.py").write_text(OWN_NETWORK)
     Image.new("RGB", (40, 40)).save(tmp_path / "x.png")
     monkeypatch.chdir(tmp_path)
-    given = ["analyze", "own_patches:OfPatches", "--image", "x.png", "--size", "24x32", "--out", "page.html"]
+    given = [
+        "analyze",
+        "own_patches:OfPatches",
+        "--image",
+        "x.png",
+        "--size",
+        "24x32",
+        "--out",
+        "page.html",
+    ]
     ran = isomorph(*given, "--inputs", "own_patches:read")
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "page.html").stat().st_size > 10_000
@@ -365,11 +404,15 @@ def test_the_sizes_that_are_said_are_those_that_are_used():
     dino = timm.create_model("vit_small_patch14_dinov2", depth=1, img_size=98)
     assert describe_images(dino).startswith("own size 98 x 98, crop_pct 1,")
     tested_larger = timm.create_model("resnet18")
-    assert describe_images(tested_larger).startswith("own size 224 x 224, in tests 288 x 288, crop_pct 1,")
+    assert describe_images(tested_larger).startswith(
+        "own size 224 x 224, in tests 288 x 288, crop_pct 1,"
+    )
     assert evaluation_config(siglip_of(dict(vision_config=IN_PATCHES)))["input_size"] == (3, 32, 32)
 
 
 def siglip_of(sizes):
     import transformers
 
-    return transformers.SiglipForImageClassification(transformers.SiglipConfig(**sizes, num_labels=3))
+    return transformers.SiglipForImageClassification(
+        transformers.SiglipConfig(**sizes, num_labels=3)
+    )

@@ -29,7 +29,9 @@ def uniform(model):
     return model
 
 
-@pytest.mark.parametrize("inputs", [{"pixel_values": torch.zeros(1, 3, 32, 32)}, torch.zeros(1, 3), None])
+@pytest.mark.parametrize(
+    "inputs", [{"pixel_values": torch.zeros(1, 3, 32, 32)}, torch.zeros(1, 3), None]
+)
 def test_a_call_that_fails_leaves_no_hook(inputs):
     model = vit()
     for measure in (
@@ -40,14 +42,18 @@ def test_a_call_that_fails_leaves_no_hook(inputs):
         iso.analysis.logit_stats,
         lambda model, x: iso.analysis.attention_from(model, x, position=(0.5, 0.5)),
         lambda model, x: iso.cka(model, model, [x]),
-        lambda model, x: iso.verify(model, iso.recast(model, iso.AttentionToGPSA(grid_size=(4, 4))), x),
+        lambda model, x: iso.verify(
+            model, iso.recast(model, iso.AttentionToGPSA(grid_size=(4, 4))), x
+        ),
         lambda model, x: iso.recalibrate(iso.recast(model, iso.LinearToPyramid()), [(x, x)]),
         lambda model, x: iso.fuse(model, x, affine=True),
         lambda model, x: iso.insert(model, iso.layers.MapAttention, after="blocks.0", example=x),
     ):
         with suppress(Exception):  # whatever it is
             measure(model, inputs)
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert not any(
+            module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+        )
 
 
 class TestSummaries:
@@ -55,12 +61,28 @@ class TestSummaries:
         model, x, N = uniform(vit()), torch.randn(3, 3, 32, 32), 17
         for found, expected in (
             (iso.analysis.attention_entropy(model, x), math.log(N)),
-            ({name: stats.max_logit for name, stats in iso.analysis.logit_stats(model, x).items()}, 0.0),
-            ({name: stats.max_attention for name, stats in iso.analysis.logit_stats(model, x).items()}, 1 / N),
+            (
+                {
+                    name: stats.max_logit
+                    for name, stats in iso.analysis.logit_stats(model, x).items()
+                },
+                0.0,
+            ),
+            (
+                {
+                    name: stats.max_attention
+                    for name, stats in iso.analysis.logit_stats(model, x).items()
+                },
+                1 / N,
+            ),
         ):
             assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
-            torch.testing.assert_close(found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(iso.analysis.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3))
+            torch.testing.assert_close(
+                found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4
+            )
+        torch.testing.assert_close(
+            iso.analysis.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3)
+        )
 
     def test_the_share_of_tokens_before_the_patches(self):
         x, five = torch.randn(3, 3, 32, 32), vit(reg_tokens=4)
@@ -75,7 +97,10 @@ class TestSummaries:
         class OwnViT(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.patches, self.token = nn.Conv2d(3, 24, 8, 8), nn.Parameter(torch.zeros(1, 1, 24))
+                self.patches, self.token = (
+                    nn.Conv2d(3, 24, 8, 8),
+                    nn.Parameter(torch.zeros(1, 1, 24)),
+                )
                 self.block = nn.MultiheadAttention(24, 3, batch_first=True)
 
             def forward(self, x):
@@ -107,7 +132,10 @@ class TestSummaries:
         [
             (iso.layers.DecomposedAttention(24, 4), (2, 3, 4, 24)),
             (iso.layers.RelativeAttention(24, 4, grid_size=(3, 4)), (2, 3, 4, 24)),
-            (iso.layers.ViTRelativeAttention(24, 4, grid_size=(3, 4), prefix_tokens=1), (2, 13, 24)),
+            (
+                iso.layers.ViTRelativeAttention(24, 4, grid_size=(3, 4), prefix_tokens=1),
+                (2, 13, 24),
+            ),
             (iso.layers.PSA(24, 4, grid_size=(3, 4), prefix_tokens=1), (2, 13, 24)),
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -128,17 +156,28 @@ class TestSummaries:
         assert entropy(torch.tensor([1.5, -0.5])).isnan()
         for look in (iso.analysis.attention_entropy, iso.analysis.head_similarity, iso.nonlocality):
             whole, streamed = look(model, x), look(model, loader)
-            torch.testing.assert_close(streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5)
-        streamed, whole = iso.analysis.logit_stats(model, loader), iso.analysis.logit_stats(model, x)
-        torch.testing.assert_close(streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy)
-        torch.testing.assert_close(iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x))
+            torch.testing.assert_close(
+                streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5
+            )
+        streamed, whole = (
+            iso.analysis.logit_stats(model, loader),
+            iso.analysis.logit_stats(model, x),
+        )
+        torch.testing.assert_close(
+            streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy
+        )
+        torch.testing.assert_close(
+            iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x)
+        )
         refused("no batch was given", iso.analysis.attention_entropy, model, [])
 
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.attention_logits import summarise_scores
 
         bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
-        stats = summarise_scores(AppliedAttention(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
+        stats = summarise_scores(
+            AppliedAttention(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias)
+        )
         expected = sum(math.log(n) for n in (1, 2, 3, 4)) / 4
         torch.testing.assert_close(stats[2], torch.full((2,), expected))
 
@@ -148,7 +187,10 @@ class Two(nn.Module):
 
     def __init__(self, first, second):
         super().__init__()
-        self.a, self.b = nn.Linear(*first.shape[::-1], bias=False), nn.Linear(*second.shape[::-1], bias=False)
+        self.a, self.b = (
+            nn.Linear(*first.shape[::-1], bias=False),
+            nn.Linear(*second.shape[::-1], bias=False),
+        )
         self.a.weight.data, self.b.weight.data = first, second
 
     def forward(self, x):
@@ -185,7 +227,9 @@ class TestCKA:
             k, m = k - torch.diag(k.diag()), m - torch.diag(m.diag())
             one = torch.ones(n, 1, dtype=k.dtype)
             middle = (one.T @ k @ one) * (one.T @ m @ one) / ((n - 1) * (n - 2))
-            return ((k @ m).trace() + middle - 2 / (n - 2) * (one.T @ k @ m @ one)).item() / (n * (n - 3))
+            return ((k @ m).trace() + middle - 2 / (n - 2) * (one.T @ k @ m @ one)).item() / (
+                n * (n - 3)
+            )
 
         k, m = x @ x.T, y @ y.T
         both = torch.stack([gram.clone().fill_diagonal_(0) for gram in (k, m)])
@@ -215,9 +259,18 @@ class TestCKA:
         """Features of a tiny batch may tell nothing of similarity, and features that are always the same never do."""
         model, x = Two(rotation(6)[:5], rotation(6)[1:]), torch.randn(8, 6, dtype=torch.float64)
         for tiny in (x[:1].expand(4, -1), torch.zeros(5, 6).double()):
-            refused("the CKA of a, b is unknown .* give larger batches", iso.cka, model, model, tiny, "?")
+            refused(
+                "the CKA of a, b is unknown .* give larger batches",
+                iso.cka,
+                model,
+                model,
+                tiny,
+                "?",
+            )
         with pytest.warns(DataWarning, match=r"CKA of b is unknown \(NaN\): in batches of 8"):
-            found = iso.cka(Two(rotation(6), torch.zeros(2, 6).double()), Two(rotation(6), rotation(6)), x, "?").matrix
+            found = iso.cka(
+                Two(rotation(6), torch.zeros(2, 6).double()), Two(rotation(6), rotation(6)), x, "?"
+            ).matrix
         assert found.isnan().tolist() == [[False, False], [True, True]]
         with pytest.warns(DataWarning, match="the same for all samples"):
             assert iso.analysis.linear_cka(x, torch.ones(8, 2)).isnan()

@@ -12,10 +12,16 @@ SMALL = {
     "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
     "eva02_tiny_patch14_224": dict(img_size=28, depth=1, embed_dim=24, num_heads=3),
     "cait_xxs24_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
-    "swin_tiny_patch4_window7_224": dict(img_size=32, window_size=4, embed_dim=24, depths=(2,), num_heads=(3,)),
+    "swin_tiny_patch4_window7_224": dict(
+        img_size=32, window_size=4, embed_dim=24, depths=(2,), num_heads=(3,)
+    ),
     "volo_d1_224": dict(img_size=64),
     "twins_svt_small": dict(
-        img_size=32, embed_dims=(12, 12, 12, 12), num_heads=(3, 3, 3, 3), depths=(2, 1, 1, 1), wss=(4, 2, 1, 1)
+        img_size=32,
+        embed_dims=(12, 12, 12, 12),
+        num_heads=(3, 3, 3, 3),
+        depths=(2, 1, 1, 1),
+        wss=(4, 2, 1, 1),
     ),
     "pvt_v2_b0": {},
     "vit_dwee_patch16_reg1_gap_256": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
@@ -59,10 +65,18 @@ def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(n
     maps, taken = iso.attention_maps(model, x), factors(model, x)
     assert maps
     for layer, found in maps.items():
-        same = [a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]]
-        same += [b.mT for _, b in taken if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]]
+        same = [
+            a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]
+        ]
+        same += [
+            b.mT
+            for _, b in taken
+            if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]
+        ]
         like = [form for a in same for form in as_laid_out(a, found.shape)]
-        assert any(torch.allclose(a, found, atol=1e-6) for a in like), f"{layer} {tuple(found.shape)}"
+        assert any(torch.allclose(a, found, atol=1e-6) for a in like), (
+            f"{layer} {tuple(found.shape)}"
+        )
     set_fused(model, True)
     for layer, found in iso.attention_maps(model, x).items():
         torch.testing.assert_close(found, maps[layer], atol=2e-5, rtol=1e-4)
@@ -78,7 +92,9 @@ def as_laid_out(a, shape):
 
 class TestWhere:
     def model(self):
-        return timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=24, num_heads=3, img_size=32)
+        return timm.create_model(
+            "vit_tiny_patch16_224", depth=3, embed_dim=24, num_heads=3, img_size=32
+        )
 
     def test_only_what_is_asked_for_is_formed(self):
         model, x = self.model(), torch.randn(2, 3, 32, 32)
@@ -86,7 +102,10 @@ class TestWhere:
         one = iso.attention_maps(model, x, where="blocks.1.*")
         assert list(one) == ["blocks.1.attn"]
         torch.testing.assert_close(one["blocks.1.attn"], everything["blocks.1.attn"])
-        assert list(iso.nonlocality(model, x, "blocks.[02].attn")) == ["blocks.0.attn", "blocks.2.attn"]
+        assert list(iso.nonlocality(model, x, "blocks.[02].attn")) == [
+            "blocks.0.attn",
+            "blocks.2.attn",
+        ]
         assert list(iso.analysis.attention_from(model, x, where="blocks.2.*")) == ["blocks.2.attn"]
         said = r"where='blocks\.7\.\*' matches no attention layer; nearest names: .*attn$"
         refused(said, iso.attention_maps, model, x, "blocks.7.*")
@@ -107,5 +126,7 @@ def test_attention_without_a_map_is_refused_with_its_reason():
     ):
         refused(said, iso.attention_maps, timm.create_model(name), x)
     xcit = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
-    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {(1, 3, 1, 17)}  # of the class
+    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {
+        (1, 3, 1, 17)
+    }  # of the class
     refused(r"XCA.*channels", iso.attention_maps, xcit, x, "blocks.*")

@@ -40,7 +40,9 @@ def test_words_are_plain_and_lines_clean(path):
     for number, line in enumerate(text.splitlines(), 1):
         found = UNWANTED.search(line)
         assert not found, f"{path.name}:{number} has {found[0]!r}"
-        assert len(line) <= (120 if path.suffix == ".py" else 100), f"{path.name}:{number} has {len(line)} characters"
+        assert len(line) <= (120 if path.suffix == ".py" else 100), (
+            f"{path.name}:{number} has {len(line)} characters"
+        )
         assert line == line.rstrip()
         assert "\t" not in line
 
@@ -55,7 +57,9 @@ def test_functions_are_short_and_have_a_comment(path):
         before = text[: match.start()].splitlines()[-1]
         assert match["body"].count("\n") < MAX_FUNCTION, f"{path.name}: {match['name']} is long"
         inner = match[0].startswith("  const")  # a function within another one needs no comment
-        assert inner or re.match(r" *(/\*\*.*\*/| ?\*/)$", before), f"{path.name}: {match['name']} has no comment"
+        assert inner or re.match(r" *(/\*\*.*\*/| ?\*/)$", before), (
+            f"{path.name}: {match['name']} has no comment"
+        )
 
 
 def test_every_script_is_part_of_the_page_and_a_selector_has_one_block():
@@ -68,9 +72,21 @@ def test_every_script_is_part_of_the_page_and_a_selector_has_one_block():
 
 # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as seen without red, green or blue cones.
 COLOUR_BLIND = {
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
     "usual": np.eye(3).tolist(),
 }
 SCHEMES = [dict(re.findall(r"--(\w+): (#\w+);", part)) for part in CSS.split("@media", 2)[:2]]
@@ -82,7 +98,10 @@ def linear_rgb(colour):
 
 
 def lab(rgb):
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+    xyz = (
+        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+        @ rgb
+    )
     t = xyz / (0.9505, 1, 1.089)
     f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -90,13 +109,18 @@ def lab(rgb):
 
 def contrast(a, b):
     """Contrast of two colours by WCAG 2."""
-    low, high = sorted(float(np.dot((0.2126, 0.7152, 0.0722), linear_rgb(colour))) for colour in (a, b))
+    low, high = sorted(
+        float(np.dot((0.2126, 0.7152, 0.0722), linear_rgb(colour))) for colour in (a, b)
+    )
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_colours_stay_apart_for_the_colour_blind_and_are_readable(scheme):
-    colours = {k: v if len(v) == 7 else "#" + "".join(2 * c for c in v[1:]) for k, v in SCHEMES[scheme].items()}
+    colours = {
+        k: v if len(v) == 7 else "#" + "".join(2 * c for c in v[1:])
+        for k, v in SCHEMES[scheme].items()
+    }
     series = [colours[f"s{i}"] for i in range(6)]
     for sight in COLOUR_BLIND.values():
         seen = [lab(np.clip(sight @ linear_rgb(colour), 0, 1)) for colour in series]

@@ -64,7 +64,11 @@ def check_nothing_is_lost(model, operate, shape):
                 assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
     assert kept
     assert refused
-    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")  # an altered pair is not a target
+    words = (
+        "0",
+        "the model cannot be copied",
+        "LinearToPyramid recasts",
+    )  # an altered pair is not a target
     assert all(said.startswith(words) and "\n" not in said for said in refused), refused
 
 
@@ -72,7 +76,10 @@ def check_nothing_is_lost(model, operate, shape):
 @pytest.mark.parametrize(("name", "rule", "back"), CASES)
 def test_hostile_layers_keep_what_they_have_or_are_refused(name, rule, back):
     """There, and back."""
-    model, shape = nn.Sequential(LAYERS[name]()).eval(), TOKENS if name in ("attention", "linear") else MAP
+    model, shape = (
+        nn.Sequential(LAYERS[name]()).eval(),
+        TOKENS if name in ("attention", "linear") else MAP,
+    )
     check_nothing_is_lost(model, lambda altered: iso.recast(altered, rule, "0"), shape)
     if back:
         check_nothing_is_lost(iso.recast(model, rule, "0"), back, shape)

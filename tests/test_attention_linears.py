@@ -16,7 +16,11 @@ class LowRank(nn.Module):
 
     def __init__(self, base):
         super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        self.base, self.down, self.up = (
+            base,
+            nn.Linear(base.in_features, 2),
+            nn.Linear(2, base.out_features),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -31,7 +35,9 @@ class Cross(nn.Module):
         return self.attention(*args, **kwargs)
 
 
-@pytest.mark.parametrize("options", [{}, dict(batch_first=True), dict(kdim=8, vdim=10, bias=False), dict(dropout=0.2)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(batch_first=True), dict(kdim=8, vdim=10, bias=False), dict(dropout=0.2)]
+)
 def test_every_call_is_equal_and_packed_again(options):
     torch.manual_seed(0)
     model = Cross(**options).double().eval()
@@ -41,9 +47,20 @@ def test_every_call_is_equal_and_packed_again(options):
     sizes = (12, options.get("kdim", 12), options.get("vdim", 12))
     q, k, v = (torch.randn(5, 5, size, dtype=torch.float64) for size in sizes)
     hidden = (torch.arange(5) > 2).expand(5, 5)
-    masks = [{}, dict(key_padding_mask=hidden), dict(attn_mask=torch.randn(5, 5, dtype=torch.float64))]
-    masks += [dict(attn_mask=torch.triu(torch.full((5, 5), -torch.inf, dtype=torch.float64), 1), is_causal=True)]
-    for mask, need in itertools.product(masks, (dict(need_weights=False), {}, dict(average_attn_weights=False))):
+    masks = [
+        {},
+        dict(key_padding_mask=hidden),
+        dict(attn_mask=torch.randn(5, 5, dtype=torch.float64)),
+    ]
+    masks += [
+        dict(
+            attn_mask=torch.triu(torch.full((5, 5), -torch.inf, dtype=torch.float64), 1),
+            is_causal=True,
+        )
+    ]
+    for mask, need in itertools.product(
+        masks, (dict(need_weights=False), {}, dict(average_attn_weights=False))
+    ):
         expected = model(q, k, v, **mask, **need)
         for other in (new, back):
             found = other(q, k, v, **mask, **need)
@@ -54,7 +71,9 @@ def test_every_call_is_equal_and_packed_again(options):
 
 
 def test_adapters_act_inside_torch_s_encoder_and_keep_it_from_being_packed():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), 2).eval()
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), 2
+    ).eval()
     new = iso.recast(encoder, iso.AttentionToLinears(), "layers.*.self_attn")
     x = torch.randn(2, 5, 12)
     with torch.no_grad():
@@ -73,5 +92,8 @@ def test_other_rules_apply_to_the_parts():
     assert iso.verify(vit, iso.fuse(wide, norms=False), x).passed
     encoder = nn.TransformerEncoderLayer(12, 4, 24, batch_first=True).eval()
     refinable = iso.recast(encoder, iso.AttentionToLinears(), "self_attn")
-    for rule, where in ((iso.AttentionToRefined(), "self_attn"), (iso.LinearToPyramid(), "self_attn.v_proj")):
+    for rule, where in (
+        (iso.AttentionToRefined(), "self_attn"),
+        (iso.LinearToPyramid(), "self_attn.v_proj"),
+    ):
         assert iso.verify(encoder, iso.recast(refinable, rule, where), torch.randn(2, 5, 12)).passed

@@ -13,21 +13,31 @@ from isomorph.analysis import attention_windows
 def block(kind):
     """A block whose map of 10 x 12 is cut into windows of 4 x 4, and whether it is padded for that."""
     torch.manual_seed(0)
-    from timm.models.maxxvit import MaxxVitTransformerCfg, PartitionAttention2d, PartitionAttentionCl
+    from timm.models.maxxvit import (
+        MaxxVitTransformerCfg,
+        PartitionAttention2d,
+        PartitionAttentionCl,
+    )
     from timm.models.swin_transformer import SwinTransformerBlock
     from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 
     made = {
         "swin": lambda: SwinTransformerBlock(8, (10, 12), num_heads=2, window_size=4, shift_size=0),
-        "swin shifted": lambda: SwinTransformerBlock(8, (10, 12), num_heads=2, window_size=4, shift_size=2),
-        "swin v2 shifted": lambda: SwinTransformerV2Block(8, (10, 12), num_heads=2, window_size=4, shift_size=2),
+        "swin shifted": lambda: SwinTransformerBlock(
+            8, (10, 12), num_heads=2, window_size=4, shift_size=2
+        ),
+        "swin v2 shifted": lambda: SwinTransformerV2Block(
+            8, (10, 12), num_heads=2, window_size=4, shift_size=2
+        ),
         "maxvit windows": lambda: maxvit("block"),
         "maxvit grid": lambda: maxvit("grid"),
         "maxvit convolved grid": lambda: maxvit("grid", PartitionAttention2d),
     }
 
     def maxvit(partition, kind=PartitionAttentionCl):
-        return kind(8, partition, MaxxVitTransformerCfg(window_size=(5, 4), grid_size=(5, 4), dim_head=4))
+        return kind(
+            8, partition, MaxxVitTransformerCfg(window_size=(5, 4), grid_size=(5, 4), dim_head=4)
+        )
 
     found = made[kind]().eval()
     for parameter in found.parameters():
@@ -35,7 +45,14 @@ def block(kind):
     return found.double()
 
 
-KINDS = ("swin", "swin shifted", "swin v2 shifted", "maxvit windows", "maxvit grid", "maxvit convolved grid")
+KINDS = (
+    "swin",
+    "swin shifted",
+    "swin v2 shifted",
+    "maxvit windows",
+    "maxvit grid",
+    "maxvit convolved grid",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +70,9 @@ def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
     y = partition(z).permute(last).flatten(1, 2)
     for query in (0, 37, 64, 119):
         (slope,) = torch.autograd.grad(y[1, query].square().sum(), z, retain_graph=True)
-        reference = slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25  # masks are -100: e^-100 is let through
+        reference = (
+            slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25
+        )  # masks are -100: e^-100 is let through
         keys, seen = windows.keys_of(query), torch.zeros(120, dtype=torch.bool)
         seen[keys[keys >= 0]] = (maps[1, :, query] > 1e-30).any(0)[keys >= 0]
         assert seen.equal(reference)

@@ -13,7 +13,9 @@ import isomorph as iso
 from isomorph.surgery import compare_outputs
 from isomorph.surgery.choices import record_choices, repeat_choices
 
-BOXES = torch.tensor([[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0], [20.0, 0.0, 29.0, 9.0], [20.0, 0.0, 29.0, 8.0]])
+BOXES = torch.tensor(
+    [[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0], [20.0, 0.0, 29.0, 9.0], [20.0, 0.0, 29.0, 8.0]]
+)
 """Two pairs of boxes that overlap, so that rounding decides which one of two is kept."""
 
 
@@ -89,7 +91,10 @@ def test_rounding_may_decide_between_equal_numbers(what):
 def test_what_choices_are_made_from_is_compared(what):
     """Scores that are wrong by a thousandth, whatever comes out of the choice."""
     for x in inputs(CHOOSERS[what])[:4]:
-        a, b = Chooser(CHOOSERS[what], (0, 1, 2)), Chooser(CHOOSERS[what], (0, 1, 2), scale=1.001, wrong=0.001)
+        a, b = (
+            Chooser(CHOOSERS[what], (0, 1, 2)),
+            Chooser(CHOOSERS[what], (0, 1, 2), scale=1.001, wrong=0.001),
+        )
         report = compare_outputs(a, b, x)
         outputs = [str(copy.deepcopy(each)(x)) for each in (a, b)]
         assert outputs[0] == outputs[1] or not report.passed, report
@@ -128,7 +133,9 @@ def test_a_call_repeats_the_choices_of_another():
 def test_a_right_merge_of_a_detector_is_equal():
     """torchvision's SSDLite with drawn statistics: its 300 boxes are sorted by nearly equal scores."""
     torch.manual_seed(0)
-    model = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4).eval()
+    model = detection.ssdlite320_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=4
+    ).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

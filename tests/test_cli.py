@@ -42,19 +42,48 @@ def test_recast_verify_revert(tmp_path, weights):
     assert found["report"]["passed"]
     assert found["after"] < found["before"]
     assert iso.edits(iso.load(tmp_path / "back.safetensors")) == ()
-    inserted = isomorph("insert", weights, "--after", "layer3.1", "layer3.2", "--out", tmp_path / "new.safetensors")
+    inserted = isomorph(
+        "insert", weights, "--after", "layer3.1", "layer3.2", "--out", tmp_path / "new.safetensors"
+    )
     assert inserted.stdout.startswith("equal within 0:"), inserted.stderr
     assert "after inserting 2 blocks" in inserted.stdout
     assert iso.edits(iso.load(tmp_path / "new.safetensors"))[-1].names == ("layer3.1", "layer3.2")
-    isomorph("recast", weights, "--where", "layer3.2.conv?", "--out", tmp_path / "paper.safetensors", "--init", "paper")
+    isomorph(
+        "recast",
+        weights,
+        "--where",
+        "layer3.2.conv?",
+        "--out",
+        tmp_path / "paper.safetensors",
+        "--init",
+        "paper",
+    )
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
 
 def test_train_wide_fuse_and_train_on(tmp_path):
     """The life of a pyramid: trained, stopped mid-run, fused, fine-tuned thin."""
-    small = ["model.kwargs={img_size: 16, patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}", "data.source=digits"]
-    small += ["data.size=[16,16]", "data.fraction=0.1", "epochs=1", "optim.warmup_epochs=0", "model.num_classes=10"]
-    run = isomorph("train", "cifar_tdrl_scratch", *small, "out=run", "ema=0.9", "--monitor_every", "2", folder=tmp_path)
+    small = [
+        "model.kwargs={img_size: 16, patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}",
+        "data.source=digits",
+    ]
+    small += [
+        "data.size=[16,16]",
+        "data.fraction=0.1",
+        "epochs=1",
+        "optim.warmup_epochs=0",
+        "model.num_classes=10",
+    ]
+    run = isomorph(
+        "train",
+        "cifar_tdrl_scratch",
+        *small,
+        "out=run",
+        "ema=0.9",
+        "--monitor_every",
+        "2",
+        folder=tmp_path,
+    )
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run/monitor.jsonl").is_file()
     whole = isomorph("fuse", "run/model.safetensors", "--out", "whole.safetensors", folder=tmp_path)
@@ -66,10 +95,17 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     found = json.loads(fused.stdout)
     assert found["after"] < found["before"]
     assert found["report"]["passed"]
-    assert "nothing to fuse" in refused("fuse", "thin.safetensors", "--out", "x.safetensors", folder=tmp_path)
+    assert "nothing to fuse" in refused(
+        "fuse", "thin.safetensors", "--out", "x.safetensors", folder=tmp_path
+    )
     plain = [field.replace("{img", "{layout: plain, img") for field in small]
     again = isomorph(
-        "train", "cifar_tdrl_scratch", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path
+        "train",
+        "cifar_tdrl_scratch",
+        *plain,
+        "model.weights=thin.safetensors",
+        "out=again",
+        folder=tmp_path,
     )
     assert again.returncode == 0, again.stderr
 
@@ -130,6 +166,8 @@ def test_output_that_nobody_reads_ends_quietly():
     os.close(reading)
     command = [sys.executable, isomorph_command.__file__, "models"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
+    ended = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=env
+    )
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")

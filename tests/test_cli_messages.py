@@ -30,14 +30,26 @@ from refusals import refused
     ("command", "message", "expected"),
     [
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
-        ("train", "give --weights FILE, or --no-pretrained", "give --model.weights FILE, or --model.pretrained false"),
-        ("train", "the file; model.safetensors is damaged", "the file; model.safetensors is damaged"),
+        (
+            "train",
+            "give --weights FILE, or --no-pretrained",
+            "give --model.weights FILE, or --model.pretrained false",
+        ),
+        (
+            "train",
+            "the file; model.safetensors is damaged",
+            "the file; model.safetensors is damaged",
+        ),
         (
             "train",
             "give --size 224, or --model-kwargs img_size=32",
             "give --data.size 224, or --model.kwargs.img_size 32",
         ),
-        ("analyze", "give --size 224, or --model-kwargs img_size=32", "give --size 224, or --model-kwargs img_size=32"),
+        (
+            "analyze",
+            "give --size 224, or --model-kwargs img_size=32",
+            "give --size 224, or --model-kwargs img_size=32",
+        ),
     ],
 )
 def test_messages_name_options_as_they_are_typed(command, message, expected):
@@ -58,7 +70,11 @@ def test_messages_name_options_as_they_are_typed(command, message, expected):
 )
 def test_an_error_of_the_parser_says_what_to_do(given, expected):
     with pytest.raises(CycloptsError) as raised:
-        app.parse_args(f"analyze resnet18 {given.replace('IMAGE', __file__)}", print_error=False, exit_on_error=False)
+        app.parse_args(
+            f"analyze resnet18 {given.replace('IMAGE', __file__)}",
+            print_error=False,
+            exit_on_error=False,
+        )
     assert explain_parse_error(raised.value) == expected
 
 
@@ -71,18 +87,25 @@ def test_names_and_folders_are_no_numbers():
 
 def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):
     assert not download.is_reachable(NOWHERE)
-    said = refused("cannot download the weights of resnet18", without_network, tmp_path, monkeypatch)
+    said = refused(
+        "cannot download the weights of resnet18", without_network, tmp_path, monkeypatch
+    )
     assert "checkpoint_path=FILE" in said
     assert "pretrained=False" in said
     assert constants.HF_HUB_OFFLINE is False
 
 
 def test_weights_in_the_cache_are_read_without_asking_a_server(monkeypatch, tmp_path):
-    model, folder = timm.create_model("test_resnet"), tmp_path / "models--timm--test_resnet.r160_in1k"
+    model, folder = (
+        timm.create_model("test_resnet"),
+        tmp_path / "models--timm--test_resnet.r160_in1k",
+    )
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
-    save_file(model.state_dict(), folder / "snapshots" / "abc" / "model.safetensors", {"format": "pt"})
+    save_file(
+        model.state_dict(), folder / "snapshots" / "abc" / "model.safetensors", {"format": "pt"}
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(download, "is_reachable", lambda url: pytest.fail(f"asked {url}"))

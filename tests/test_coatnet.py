@@ -16,7 +16,9 @@ from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, parse_layout,
 
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
 STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9
-TINY = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 32), head_dim=8, num_classes=5, img_size=64)
+TINY = dict(
+    depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 32), head_dim=8, num_classes=5, img_size=64
+)
 
 
 def tiny(seed=0, **kwargs):
@@ -41,7 +43,9 @@ def on_meta(name, **kwargs):
 
 
 class TestPublishedSizes:
-    @pytest.mark.parametrize(("stride_on", "expected"), [("expand", GMACS), ("depthwise", STRIDED_DEPTHWISE)])
+    @pytest.mark.parametrize(
+        ("stride_on", "expected"), [("expand", GMACS), ("depthwise", STRIDED_DEPTHWISE)]
+    )
     def test_macs(self, stride_on, expected):
         for size, giga in expected.items():
             found = count_macs(on_meta(f"coatnet_{size}", stride_on=stride_on), (3, 224, 224)) / 1e9
@@ -49,7 +53,9 @@ class TestPublishedSizes:
 
     def test_mixed_stages_and_heads(self):
         stage = on_meta("coatnet_7").stages[3]
-        assert [type(block).__name__ for block in stage] == ["MBConv"] * 8 + ["TransformerBlock"] * 42
+        assert [type(block).__name__ for block in stage] == ["MBConv"] * 8 + [
+            "TransformerBlock"
+        ] * 42
         assert stage[8].norm1.normalized_shape == (1024,)
         assert (stage[8].attn.proj.out_features, stage[8].attn.head_dim) == (2048, 128)
 
@@ -76,7 +82,12 @@ class TestPublishedSizes:
     "form",
     [
         *(dict(layout=layout) for layout in ("C-C-C-C", "C-C-C-T", "C-T-T-T", "T-T-T-T")),
-        *(dict(norm="layer"), dict(stride_on="depthwise"), dict(relative="post"), dict(relative="none")),
+        *(
+            dict(norm="layer"),
+            dict(stride_on="depthwise"),
+            dict(relative="post"),
+            dict(relative="none"),
+        ),
         dict(head_dim=16),
         dict(stem_stride=1, layout="SC-C-T-T"),
         dict(layout="C-C-CT-T", depths=(2, 1, 1, 2, 2, 1), widths=(8, 8, 16, 16, 24, 32)),
@@ -92,7 +103,9 @@ def test_forms_learn(form):
 
 class TestLayout:
     def test_paper_and_written_out(self):
-        paper, written = (parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T"))
+        paper, written = (
+            parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T")
+        )
         assert paper == written
         resolutions = {"C-C-T-T": 5, "S-C-C-T-T": 5, "SC-C-T-T": 4, "C-C-CT-T": 5, "PT": 1}
         assert {name: len(split_layout(name)) for name in resolutions} == resolutions
@@ -125,7 +138,9 @@ def test_pruned():
 def test_tables_follow_the_size_of_the_image():
     """Read at every call, resized in place, or from a checkpoint of another size: the same."""
     model, other, x = settled(tiny()), tiny(seed=1, img_size=(96, 128)), torch.randn(2, 3, 96, 128)
-    given = {"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}
+    given = {
+        "state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    }
     other.load_state_dict(checkpoint_filter_fn(given, other))
     with torch.no_grad():
         expected = model(x)
@@ -135,7 +150,9 @@ def test_tables_follow_the_size_of_the_image():
     assert model.stages[3][0].attn.grid_size == (6, 8)
 
 
-@pytest.mark.parametrize("where", ["stages.*.expand", "stages.*.depthwise", "stages.1.0.se.fc?", "stem.conv?"])
+@pytest.mark.parametrize(
+    "where", ["stages.*.expand", "stages.*.depthwise", "stages.1.0.se.fc?", "stem.conv?"]
+)
 def test_fused_after_pyramids(where):
     """What was recast inside a block is fused with it."""
     model = settled(tiny())
@@ -144,7 +161,8 @@ def test_fused_after_pyramids(where):
     x = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-3)
     assert not any(
-        isinstance(m, torch.nn.BatchNorm2d | MBConv) or "Pyramid" in type(m).__name__ for m in fused.modules()
+        isinstance(m, torch.nn.BatchNorm2d | MBConv) or "Pyramid" in type(m).__name__
+        for m in fused.modules()
     )
 
 
@@ -163,15 +181,26 @@ def from_timm(state):
     """Tensors of timm's coatnet_N under our names; its queries, keys and values stand head by head."""
     found = {}
     for name, tensor in state.items():
-        name = name.replace("stem.norm1", "stem.norm").replace("conv1_1x1", "expand").replace("conv2_kxk", "depthwise")
-        name = name.replace("conv3_1x1", "project").replace("pre_norm", "norm").replace("norm1.norm", "norm1")
+        name = (
+            name.replace("stem.norm1", "stem.norm")
+            .replace("conv1_1x1", "expand")
+            .replace("conv2_kxk", "depthwise")
+        )
+        name = (
+            name.replace("conv3_1x1", "project")
+            .replace("pre_norm", "norm")
+            .replace("norm1.norm", "norm1")
+        )
         name = name.replace("shortcut.expand", "shortcut.1").replace(".blocks.", ".")
         if name.startswith("stages."):
             _, stage, rest = name.split(".", 2)
             name = f"stages.{int(stage) + 1}.{rest}"
         if "relative_position_bias_table" in name:
             side = int(len(tensor) ** 0.5)
-            name, tensor = name.replace("rel_pos.relative_position_bias_table", "relative_bias"), tensor.T
+            name, tensor = (
+                name.replace("rel_pos.relative_position_bias_table", "relative_bias"),
+                tensor.T,
+            )
             tensor = tensor.unflatten(1, (side, side))
         if ".attn." in name or ".mlp." in name:
             tensor = tensor.flatten(1) if tensor.ndim == 4 else tensor
@@ -188,7 +217,9 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, img_size=64)
     torch.manual_seed(0)
     sizes |= dict(head_hidden_size=64, num_classes=7)
-    theirs = timm.create_model("coatnet_0_224", conv_stride_mode="dw" if dw else "1x1", **alike, **sizes)
+    theirs = timm.create_model(
+        "coatnet_0_224", conv_stride_mode="dw" if dw else "1x1", **alike, **sizes
+    )
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     stride_on = "depthwise" if dw else "expand"
@@ -198,7 +229,9 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
     for training in (False, True):
         theirs, ours = (model.double().train(training) for model in (theirs, ours))
-        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10
+        )
         torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
 
 
@@ -215,7 +248,9 @@ def test_the_head_is_recorded_and_comes_back(hidden, how, tmp_path):
     if how == "reset":
         model.reset_classifier(3)
     elif how == "trained":
-        part = ModelPart(name="coatnet_0", kwargs=HEADS if hidden else HEADS | dict(head_hidden=False))
+        part = ModelPart(
+            name="coatnet_0", kwargs=HEADS if hidden else HEADS | dict(head_hidden=False)
+        )
         model = build_model(part, 4).eval()
     elif how == "fused":
         model = iso.fuse(model)

@@ -24,7 +24,9 @@ def test_is_built_as_the_table_says(name):
     assert (LayerNormMBConv in kinds) == ("layernorm" in name)
     assert (MBConv in kinds) == ("layernorm" not in name and "vit_rel" not in name)
     if MBConv in kinds:
-        strided = [m for m in model.modules() if isinstance(m, MBConv) and m.depthwise.stride == (2, 2)]
+        strided = [
+            m for m in model.modules() if isinstance(m, MBConv) and m.depthwise.stride == (2, 2)
+        ]
         assert bool(strided) == ("strided" in name or name.startswith("coatnet_3_jft"))
 
 
@@ -59,12 +61,28 @@ TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
 def test_table_10(name):
     recipe, (column, drop_path, magnitude, top1) = iso.load_recipe(name), TABLE_10[name]
     optim, augment = recipe.optim, recipe.augment
-    found = (optim.lr, optim.min_lr, optim.weight_decay, optim.warmup_epochs, optim.schedule, recipe.data.batch_size)
-    found += (recipe.epochs, recipe.loss, augment.smoothing, augment.mixup, recipe.ema, recipe.data.test_crop)
+    found = (
+        optim.lr,
+        optim.min_lr,
+        optim.weight_decay,
+        optim.warmup_epochs,
+        optim.schedule,
+        recipe.data.batch_size,
+    )
+    found += (
+        recipe.epochs,
+        recipe.loss,
+        augment.smoothing,
+        augment.mixup,
+        recipe.ema,
+        recipe.data.test_crop,
+    )
     assert found == column
     assert optim.clip_grad == 1.0
     assert recipe.drop_path == drop_path
-    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2-p1.0-mmax30")
+    assert augment.auto_augment == (
+        None if magnitude is None else f"rand-m{magnitude}-n2-p1.0-mmax30"
+    )
     assert recipe.expected.partition(" ")[0] == top1
     size = int(name.rpartition("_")[2]) if name.rpartition("_")[2] in ("224", "384", "512") else 224
     assert recipe.data.size == [size, size]
@@ -73,7 +91,10 @@ def test_table_10(name):
 
 def test_figure_1_is_bare():
     for name in coatnet.FIGURE_1_LAYOUTS:
-        for recipe in (iso.load_recipe(f"coatnet_layout_{name}"), iso.load_recipe(f"coatnet_layout_{name}_jft")):
+        for recipe in (
+            iso.load_recipe(f"coatnet_layout_{name}"),
+            iso.load_recipe(f"coatnet_layout_{name}_jft"),
+        ):
             assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
             assert recipe.drop_path == recipe.optim.weight_decay == 0.0
             assert recipe.data.test_crop == "whole"  # as in training, where the crop is the image
@@ -83,11 +104,16 @@ def test_figure_1_is_bare():
 def test_layouts_are_matched():
     """In parameters, and less so in multiply-accumulates, to C-C-T-T."""
     with torch.device("meta"):
-        models = {name: timm.create_model("coatnet_0", **kwargs) for name, kwargs in coatnet.FIGURE_1_LAYOUTS.items()}
+        models = {
+            name: timm.create_model("coatnet_0", **kwargs)
+            for name, kwargs in coatnet.FIGURE_1_LAYOUTS.items()
+        }
     wanted = count_parameters(models["c_c_t_t"]), count_macs(models["c_c_t_t"], (3, 224, 224))
     for name, model in models.items():
         assert count_parameters(model) == pytest.approx(wanted[0], rel=0.05)
-        assert count_macs(model, (3, 224, 224)) == pytest.approx(wanted[1], rel=0.2 if name == "vit_rel" else 0.03)
+        assert count_macs(model, (3, 224, 224)) == pytest.approx(
+            wanted[1], rel=0.2 if name == "vit_rel" else 0.03
+        )
 
 
 def test_sigmoids_sum_over_classes():

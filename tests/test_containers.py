@@ -9,7 +9,18 @@ import tarfile
 import pytest
 from PIL import Image
 
-from containers import CLASSES, CONTAINERS, EXPECTED, SAMPLES, as_folder, as_shards, as_tar, picture, pixels, write_tar
+from containers import (
+    CLASSES,
+    CONTAINERS,
+    EXPECTED,
+    SAMPLES,
+    as_folder,
+    as_shards,
+    as_tar,
+    picture,
+    pixels,
+    write_tar,
+)
 from isomorph.errors import DataWarning
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.sources import Source, class_fraction
@@ -53,7 +64,9 @@ class TestEveryContainer:
         assert half.image(5).tobytes() == source.image(int(half.ids[5])).tobytes()
 
 
-@pytest.mark.parametrize("spelling", [("Train", "VAL"), ("training_set", "test_set"), ("seg_train", "valid")])
+@pytest.mark.parametrize(
+    "spelling", [("Train", "VAL"), ("training_set", "test_set"), ("seg_train", "valid")]
+)
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "tar of tars"])
 def test_splits_are_found_however_they_are_spelt(tmp_path, container, spelling):
     name, write = CONTAINERS[container]
@@ -72,10 +85,19 @@ def test_splits_are_found_however_they_are_spelt(tmp_path, container, spelling):
 def test_no_shard_is_for_training_and_for_testing(tmp_path):
     for name in ("train-0000.tar", "val-0000.tar"):
         write_tar(tmp_path / "train" / name, [("0.cls", b"0"), ("0.png", b"")])
-    refused("val-0000.tar is named for training and for testing", open_source, "webdataset", "train", tmp_path)
+    refused(
+        "val-0000.tar is named for training and for testing",
+        open_source,
+        "webdataset",
+        "train",
+        tmp_path,
+    )
     as_shards(tmp_path / "named")
     (tmp_path / "named/train-0000.tar").rename(tmp_path / "named/more.tar")
-    with pytest.warns(DataWarning, match=r"^1 file in .*named left out \(1 without train, val or test in the name\)"):
+    with pytest.warns(
+        DataWarning,
+        match=r"^1 file in .*named left out \(1 without train, val or test in the name\)",
+    ):
         open_source(tmp_path / "named", "train")
 
 
@@ -88,7 +110,9 @@ def test_what_is_left_out_is_said(tmp_path):
     assert pixels(open_source(tmp_path, "train")) == EXPECTED
     for name in ("ant/1.heic", "ant/2.HEIC", "bee/README", "cat/notes.txt", "loose.png"):
         (top / name).write_bytes(b"x")
-    with pytest.warns(DataWarning, match=r"^4 files in .*train left out \(2 .heic, 1 no ending, 1 next to .*\)"):
+    with pytest.warns(
+        DataWarning, match=r"^4 files in .*train left out \(2 .heic, 1 no ending, 1 next to .*\)"
+    ):
         open_source(tmp_path, "train")
     for name in ("ant/1.heic", "ant/2.HEIC", "bee/README", "loose.png"):
         (top / name).unlink()
@@ -115,9 +139,17 @@ def nested(depth, data):
 
 
 HOSTILE_TARS = {
-    "sparse": (dict(type=tarfile.GNUTYPE_SPARSE), b"", "1.png is stored without its zeros; pack it without --sparse"),
+    "sparse": (
+        dict(type=tarfile.GNUTYPE_SPARSE),
+        b"",
+        "1.png is stored without its zeros; pack it without --sparse",
+    ),
     "nested": (dict(name="cat/1.tar"), nested(9, b"x"), "is in more than 4 tars inside each other"),
-    "a symbolic link": (dict(type=tarfile.SYMTYPE, linkname="/etc/passwd"), b"", "1.png is a link to /etc/passwd"),
+    "a symbolic link": (
+        dict(type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        b"",
+        "1.png is a link to /etc/passwd",
+    ),
 }
 
 
@@ -135,7 +167,13 @@ def test_the_shared_imagenet_samples(data_root):
     assert len(source) == 500
     assert len(set(source.labels.tolist())) == 500
     assert min(source.image(77).size) > 100
-    refused("no shard for the train split", open_source, "webdataset", "train", data_root / "imagenet_samples")
+    refused(
+        "no shard for the train split",
+        open_source,
+        "webdataset",
+        "train",
+        data_root / "imagenet_samples",
+    )
 
 
 def test_a_shard_replaced_while_open_is_refused(tmp_path):
@@ -154,7 +192,13 @@ class TestWrongTars:
         assert len(open_source("webdataset", "train", tmp_path)) == len(SAMPLES)
         for kept in (0, 100, 700, 5000, -11000):
             shard.write_bytes(whole[:kept])
-            refused(r"cannot read .*train-0000\.tar: .*; copy", open_source, "webdataset", "train", tmp_path)
+            refused(
+                r"cannot read .*train-0000\.tar: .*; copy",
+                open_source,
+                "webdataset",
+                "train",
+                tmp_path,
+            )
 
     def test_a_cut_at_a_members_edge_is_seen(self, tmp_path):
         write_tar(tmp_path / "train.tar", [("a/1.png", b"x" * 512), ("b/1.png", b"y" * 512)])
@@ -166,10 +210,14 @@ class TestWrongTars:
         refused("cut or damaged", open_source, "tar", "train", tmp_path)
 
     def test_an_unreadable_member_is_named(self, tmp_path):
-        write_tar(tmp_path / "train.tar", [("cat/1.png", b"not an image"), ("cat/2.png", picture(0, 0))])
+        write_tar(
+            tmp_path / "train.tar", [("cat/1.png", b"not an image"), ("cat/2.png", picture(0, 0))]
+        )
         source = open_source("tar", "train", tmp_path)
         for broken in (source, source.subset([1, 0]).subset([1])):
-            refused(r"cannot read .*train\.tar:cat/1\.png: .*; remove or replace it", broken.image, 0)
+            refused(
+                r"cannot read .*train\.tar:cat/1\.png: .*; remove or replace it", broken.image, 0
+            )
 
     def test_classes_are_numbered_as_in_train(self, tmp_path):
         as_tar(tmp_path)
@@ -178,4 +226,6 @@ class TestWrongTars:
         assert test.classes == tuple(CLASSES)
         assert test.labels.tolist() == [2]
         write_tar(tmp_path / "val/dog.tar", [("1.png", picture(2, 1))])
-        refused(r"val has classes that .*train\.tar lacks: dog", open_source, "tar", "test", tmp_path)
+        refused(
+            r"val has classes that .*train\.tar lacks: dog", open_source, "tar", "test", tmp_path
+        )

@@ -25,7 +25,9 @@ def rectangular_peer(peer, size):
     """timm's ConViT made to work on a rectangle: its geometry replaced by the right one, its embedding resized."""
     grid = (size[0] // 16, size[1] // 16)
     peer.patch_embed.set_input_size(size)
-    peer.pos_embed.data = resample_abs_pos_embed(peer.pos_embed.data, list(grid), [14, 14], num_prefix_tokens=0)
+    peer.pos_embed.data = resample_abs_pos_embed(
+        peer.pos_embed.data, list(grid), [14, 14], num_prefix_tokens=0
+    )
     rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
     dy, dx = (t.flatten()[None, :] - t.flatten()[:, None] for t in (rows, columns))
     for block in peer.blocks[:10]:
@@ -38,7 +40,9 @@ def test_public_checkpoints_give_timms_logits_at_any_size(tmp_path):
     name = "convit_ti"
     peer = noisy(timm.create_model(PEERS[name], num_classes=20), 0.03).eval()
     torch.save({"model": peer.state_dict()}, tmp_path / "public.pth")
-    born, resized = (timm.create_model(name, num_classes=20, img_size=size).eval() for size in ((288, 192), 224))
+    born, resized = (
+        timm.create_model(name, num_classes=20, img_size=size).eval() for size in ((288, 192), 224)
+    )
     for model in (born, resized):
         load_weights(model, tmp_path / "public.pth")
     x, wide = torch.randn(1, 3, 224, 224), torch.randn(2, 3, 288, 192)
@@ -65,7 +69,12 @@ def test_other_checkpoints(other, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "giga", "digit"),
-    [("convit_ti", 1, 0.5), ("convit_s", 5.4, 0.05), ("convit_b", 17, 0.5), ("convit_s_plus", 10, 0.6)],
+    [
+        ("convit_ti", 1, 0.5),
+        ("convit_s", 5.4, 0.05),
+        ("convit_b", 17, 0.5),
+        ("convit_s_plus", 10, 0.6),
+    ],
 )
 def test_multiply_accumulates_are_those_of_table_1(name, giga, digit):
     """The table leaves out the two products of attention, N^2 C each: they are taken off here."""
@@ -77,7 +86,9 @@ def test_multiply_accumulates_are_those_of_table_1(name, giga, digit):
 
 def test_without_gpsa_it_is_a_plain_vit():
     model = small(local_up_to_layer=0, qkv_bias=True)
-    vit = VisionTransformer(embed_dim=36, num_heads=9, depth=4, num_classes=5, no_embed_class=True).eval()
+    vit = VisionTransformer(
+        embed_dim=36, num_heads=9, depth=4, num_classes=5, no_embed_class=True
+    ).eval()
     vit.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 224, 224)
     torch.testing.assert_close(model(x), vit(x))
@@ -103,7 +114,9 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
     torch.testing.assert_close(taken[-1][0].flatten(2), h[:, 1:].transpose(1, 2))
     tokens = model.get_intermediate_layers(x, n=[0, 3])
     assert [tuple(t.shape) for t in tokens] == [(2, 24, 36)] * 2
-    refused("attn_mask is not supported", model.get_intermediate_layers, x, attn_mask=torch.ones(24, 24))
+    refused(
+        "attn_mask is not supported", model.get_intermediate_layers, x, attn_mask=torch.ones(24, 24)
+    )
 
 
 def test_no_norm_has_to_copy_its_tokens():
@@ -111,7 +124,9 @@ def test_no_norm_has_to_copy_its_tokens():
     model, seen = small(), []
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
-            module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].is_contiguous()))
+            module.register_forward_pre_hook(
+                lambda _, arguments: seen.append(arguments[0].is_contiguous())
+            )
     model(torch.randn(2, 3, 64, 48))
     assert seen == [True] * 9
 
@@ -126,7 +141,13 @@ def test_set_input_size_changes_the_patch_too():
 
 
 def test_any_rectangle_without_positions():
-    model = small(use_pos_embed=False, class_token=False, global_pool="avg", local_up_to_layer=4, dtype=torch.bfloat16)
+    model = small(
+        use_pos_embed=False,
+        class_token=False,
+        global_pool="avg",
+        local_up_to_layer=4,
+        dtype=torch.bfloat16,
+    )
     assert not {"pos_embed", "cls_token"} & model.state_dict().keys()
     for size in ((16, 16), (48, 32)):
         y = model(torch.randn(2, 3, *size, dtype=torch.bfloat16))

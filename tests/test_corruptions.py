@@ -13,9 +13,25 @@ from isomorph.lab.data.loaders import batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 
 ALL = (*corrupt.IMAGENET_C_CORRUPTIONS, *corrupt.EXTRA_CORRUPTIONS)
-DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+DETERMINISTIC = (
+    "defocus_blur",
+    "zoom_blur",
+    "brightness",
+    "contrast",
+    "pixelate",
+    "jpeg_compression",
+)
 DETERMINISTIC += ("gaussian_blur", "saturate")
-SAME_STREAM = ("gaussian_noise", "shot_noise", "speckle_noise", "glass_blur", "motion_blur", "snow", "frost", "fog")
+SAME_STREAM = (
+    "gaussian_noise",
+    "shot_noise",
+    "speckle_noise",
+    "glass_blur",
+    "motion_blur",
+    "snow",
+    "frost",
+    "fog",
+)
 SAME_STREAM += ("elastic_transform", "spatter")
 """Random ones whose draws follow the reference's, draw for draw; impulse_noise draws from a stream of its own."""
 MEASURES = ("mean", "std", "mad", "rmse", "frac_changed")
@@ -64,13 +80,20 @@ def test_random_ones_draw_what_the_reference_draws(reference):
         assert (difference > 1).mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("names", [SAME_STREAM[:5], (*SAME_STREAM[5:], "impulse_noise")], ids=["noise", "weather"])
+@pytest.mark.parametrize(
+    "names", [SAME_STREAM[:5], (*SAME_STREAM[5:], "impulse_noise")], ids=["noise", "weather"]
+)
 def test_statistics_are_the_references(reference, names):
     """Over the reference's own seeds its numbers; impulse_noise, from another stream, within 4 standard errors."""
     _, original, stats = reference
     for name, severity in product(names, corrupt.SEVERITIES):
         known = stats[name][str(severity)]
-        draws = np.array([measured(corrupt.corrupt(original, name, severity, s), original) for s in range(known["n"])])
+        draws = np.array(
+            [
+                measured(corrupt.corrupt(original, name, severity, s), original)
+                for s in range(known["n"])
+            ]
+        )
         mean, spread = np.array([known[key] for key in MEASURES]).T
         if name == "impulse_noise":
             error = np.sqrt((spread**2 + draws.std(0) ** 2) / known["n"]) + 1e-3
@@ -91,13 +114,18 @@ def test_a_corruption_is_a_function_of_picture_and_seed(name):
     assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=5))
     assert np.array_equal(original, copy)
     assert (first.shape, first.dtype) == (original.shape, np.uint8)
-    assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=6)) == (name in DETERMINISTIC)
+    assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=6)) == (
+        name in DETERMINISTIC
+    )
 
 
 def test_a_picture_without_a_drop_stays_a_picture():
     """imagecorruptions divides by the brightest drop; where none has formed the whole picture is lost."""
     original = drawing()
-    assert all(corrupt.corrupt(original, "spatter", 1, seed).mean() > 0.5 * original.mean() for seed in range(60))
+    assert all(
+        corrupt.corrupt(original, "spatter", 1, seed).mean() > 0.5 * original.mean()
+        for seed in range(60)
+    )
 
 
 def source_of(number=6, side=40):
@@ -105,7 +133,9 @@ def source_of(number=6, side=40):
     return Source(pictures, [i % 3 for i in range(number)], ["a", "b", "c"])
 
 
-CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
+CONFIG = dict(
+    input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0
+)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -122,15 +152,21 @@ def test_order_workers_and_subsets_change_nothing(workers):
     other = corrupt.CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
     cases = product(("fog", "snow"), (1, 2), (0, 1), (0, 1))
-    assert len({corrupt.corruption_seed(*case) for case in cases}) == 16  # by corruption, severity, image and seed
+    assert (
+        len({corrupt.corruption_seed(*case) for case in cases}) == 16
+    )  # by corruption, severity, image and seed
 
 
 def test_pictures_are_framed_then_corrupted():
     source = source_of(1, 70)
-    frame = corrupt.image_transform({**CONFIG, **corrupt.IMAGENET_C_CROP, "input_size": (3, 56, 56)})
+    frame = corrupt.image_transform(
+        {**CONFIG, **corrupt.IMAGENET_C_CROP, "input_size": (3, 56, 56)}
+    )
     framed = frame(source.image(0))
     assert framed.size == (56, 56)
     expected = source.image(0).resize((64, 64), Image.Resampling.BILINEAR).crop((4, 4, 60, 60))
     assert np.array_equal(np.asarray(framed), np.asarray(expected))
     seen = corrupt.CorruptedImages(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
-    assert np.array_equal(seen, corrupt.corrupt(np.asarray(framed), "fog", 3, corrupt.corruption_seed("fog", 3, 0)))
+    assert np.array_equal(
+        seen, corrupt.corrupt(np.asarray(framed), "fog", 3, corrupt.corruption_seed("fog", 3, 0))
+    )

@@ -8,12 +8,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import isomorph as iso
 import references
-from isomorph.analysis.cost import count_branches, count_macs, count_pass, peak_bytes, pyramid_cost, saved_bytes
+from isomorph.analysis.cost import (
+    count_branches,
+    count_macs,
+    count_pass,
+    peak_bytes,
+    pyramid_cost,
+    saved_bytes,
+)
 from isomorph.analysis.speed import measure_speeds
 
 
 def small_vit(**kwargs):
-    return timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3, img_size=32, **kwargs)
+    return timm.create_model(
+        "vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3, img_size=32, **kwargs
+    )
 
 
 class TestMacs:
@@ -29,8 +38,14 @@ class TestMacs:
             with torch.device("meta"):
                 pyramids = timm.create_model("tdrl_vit_ti", depth=depth)
             macs = count_pass(pyramids, (3, 224, 224))
-            norms = 197 * sum(m.num_features for m in pyramids.modules() if isinstance(m, nn.BatchNorm1d))
-            row = {"macs": macs.per_image, "step_macs": macs.per_pass, **pyramid_cost(pyramids, (3, 224, 224))}
+            norms = 197 * sum(
+                m.num_features for m in pyramids.modules() if isinstance(m, nn.BatchNorm1d)
+            )
+            row = {
+                "macs": macs.per_image,
+                "step_macs": macs.per_pass,
+                **pyramid_cost(pyramids, (3, 224, 224)),
+            }
             return {**row, "batch_norms": norms}
 
         one, two = cost(1), cost(2)
@@ -45,7 +60,11 @@ class TestMacs:
         assert (row["step_macs"], row["training_macs"]) == (10_981_785_600, 2_168_721_408)
 
     def test_a_pyramid_by_hand(self):
-        M, C, D = 5, 8, 12  # tokens, features in and out; P-W2S: branches of one and of two units, and a skip
+        M, C, D = (
+            5,
+            8,
+            12,
+        )  # tokens, features in and out; P-W2S: branches of one and of two units, and a skip
         layer = iso.layers.PyramidLinear(C, D)
         first, second = C * C + C * D, C * C + C * D + D * D
         assert count_branches(layer, (M, C)) == M * (first + second + C * D)
@@ -60,7 +79,9 @@ class TestMacs:
         with FlopCounterMode(display=False) as counter:
             references.pyramid(layer, torch.zeros(2, 4, 5, 5))
         assert count_branches(layer, (4, 5, 5)) == counter.get_total_flops() // 4
-        joint = iso.layers.JointPyramid([iso.layers.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
+        joint = iso.layers.JointPyramid(
+            [iso.layers.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)]
+        )
         assert count_branches(joint, (4, 8)) == 4 * 3 * 2 * 64
         mixed = iso.layers.JointPyramid([nn.Linear(8, 8), iso.layers.PyramidLinear(8, 8, "R-D1W1")])
         assert count_branches(mixed, (4, 8)) == 4 * (1 + 2) * 64
@@ -70,7 +91,9 @@ class TestMacs:
 def test_a_linear_layer_keeps_its_input_and_a_relu_its_output():
     assert saved_bytes(nn.Linear(10, 7), (5, 10), 3) == 4 * 5 * 10
     model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2))
-    assert saved_bytes(model, (5, 10), 3) == 4 * 5 * (10 + 7)  # ReLU's output is the second layer's input: once
+    assert saved_bytes(model, (5, 10), 3) == 4 * 5 * (
+        10 + 7
+    )  # ReLU's output is the second layer's input: once
 
 
 def test_the_peak_is_what_a_pass_really_takes():
@@ -92,7 +115,9 @@ def test_speeds_take_turns_and_have_quartiles():
             order.append(self.out_features)
             return super().forward(x)
 
-    found = measure_speeds({"a": Notes(4, 1), "b": Notes(4, 2)}, (4,), batch_size=3, seconds=0.0, least=4)
+    found = measure_speeds(
+        {"a": Notes(4, 1), "b": Notes(4, 2)}, (4,), batch_size=3, seconds=0.0, least=4
+    )
     assert order == [1, 2] + [1, 2] * 4  # one pass to warm up, as no time is given
     for speed in found.values():
         assert speed.runs == 4
@@ -120,7 +145,9 @@ def test_a_step_of_a_model_whose_outputs_have_names():
 @pytest.mark.parametrize("step", ["train", "pretrain"])
 def test_steps_of_training_are_timed_and_change_nothing(step):
     """TDRL Table 8 times pre-training; weights, statistics and mode of the models stay."""
-    vit = timm.create_model("tdrl_vit_ti", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3).eval()
+    vit = timm.create_model(
+        "tdrl_vit_ti", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3
+    ).eval()
     before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
     rows = list(iso.cost_table({"vit": vit}, [(32, 32)], [2], seconds=0, peak=True, timed=step))
     assert rows[0]["images_per_second"] > 0

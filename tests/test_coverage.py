@@ -23,7 +23,9 @@ def test_the_kept_table_is_what_the_rules_accept(rows):
     for name, row in rows.items():
         kept = TABLE["sample"][name]
         for rule, found in row["rules"].items():
-            assert found[:2] == kept["rules"][rule][:2], f"{name}, {rule}: run benchmarks/timm_coverage.py again"
+            assert found[:2] == kept["rules"][rule][:2], (
+                f"{name}, {rule}: run benchmarks/timm_coverage.py again"
+            )
 
 
 def test_the_command():

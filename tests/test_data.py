@@ -19,7 +19,9 @@ from isomorph.lab.data.sources import Source, class_fraction, read_image
 from refusals import refused
 from small_images import write_crops
 
-CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
+CONFIG = dict(
+    input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0
+)
 
 
 def deals(source, batch, seed=0):
@@ -33,7 +35,9 @@ def folder(tmp_path):
         for name, level in (("black", 0), ("white", 255)):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(3):
-                Image.new("RGB", (20 + i, 30), (level,) * 3).save(tmp_path / split / name / f"{i}.png")
+                Image.new("RGB", (20 + i, 30), (level,) * 3).save(
+                    tmp_path / split / name / f"{i}.png"
+                )
     return tmp_path
 
 
@@ -76,14 +80,21 @@ def test_a_fraction_of_each_class():
     source = open_source("digits", "train")
     a, b, other, first = (class_fraction(source, 0.1, seed) for seed in (0, 0, 1, None))
     assert a.ids.tolist() == b.ids.tolist() != other.ids.tolist()
-    assert np.bincount(a.labels).tolist() == [int(0.1 * count) for count in np.bincount(source.labels)]
+    assert np.bincount(a.labels).tolist() == [
+        int(0.1 * count) for count in np.bincount(source.labels)
+    ]
     for label in range(10):
         members = np.flatnonzero(source.labels == label)
-        assert first.ids[first.labels == label].tolist() == members[: int(0.1 * len(members))].tolist()
+        assert (
+            first.ids[first.labels == label].tolist() == members[: int(0.1 * len(members))].tolist()
+        )
     refused(r"fraction 0 is not in", class_fraction, source, 0)
     for images, expected in ((732, 36), (1300, 65), (19, 1)):  # rounded down as in ConViT's code
         for seed in (None, 0):
-            assert len(class_fraction(Source([None] * images, [0] * images, ["only"]), 0.05, seed)) == expected
+            assert (
+                len(class_fraction(Source([None] * images, [0] * images, ["only"]), 0.05, seed))
+                == expected
+            )
 
 
 def test_classes_are_numbered_as_in_train(folder):
@@ -92,7 +103,9 @@ def test_classes_are_numbered_as_in_train(folder):
     (folder / "val/.cache").mkdir()
     test = open_source("imagefolder", "test", folder)
     assert test.classes == ("black", "grey", "white")
-    assert len(open_source("imagefolder", "test", folder / "val")) == 6  # a folder of its own is for testing
+    assert (
+        len(open_source("imagefolder", "test", folder / "val")) == 6
+    )  # a folder of its own is for testing
     assert sorted(set(test.labels)) == [0, 2]
     (folder / "val/pink").mkdir()
     refused(r"has classes that .*train lacks: pink", open_source, "imagefolder", "test", folder)
@@ -103,11 +116,17 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     """Processes, parts, workers and interruptions: the batch of a step is a function of seed and step."""
     source = open_source("digits", "train").subset(range(50))
     order = BatchOrder(len(source), 16, seed=3)
-    transform = train_transform(CONFIG, 2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
-    whole = [images for images, _, _ in train_loader(transformed(source, transform), TrainSampler(order, 2))]
+    transform = train_transform(
+        CONFIG, 2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5
+    )
+    whole = [
+        images
+        for images, _, _ in train_loader(transformed(source, transform), TrainSampler(order, 2))
+    ]
     shares = [BatchParts(range(part, part + 1), parts) for part in range(parts)]
     loaders = [
-        train_loader(transformed(source, transform), TrainSampler(order, 2, 2, share), workers) for share in shares
+        train_loader(transformed(source, transform), TrainSampler(order, 2, 2, share), workers)
+        for share in shares
     ]
     for step, dealt in enumerate(zip(*loaders, strict=True), start=2):
         together = torch.stack([images for images, _, _ in dealt], 1).flatten(0, 1)
@@ -116,7 +135,9 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
 
 
 def test_an_epoch_sees_every_image_once_and_epochs_and_seeds_differ():
-    orders = [BatchOrder(48, 16, seed).epoch(epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    orders = [
+        BatchOrder(48, 16, seed).epoch(epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))
+    ]
     assert all(images.sort().values.tolist() == list(range(48)) for images, _ in orders)
     assert len({tuple(images.tolist()) for images, _ in orders}) == 3
     assert len(orders[0][1].unique()) == 48
@@ -128,7 +149,9 @@ def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
     broken = source.images[1]
     broken.write_bytes(b"not an image")
     transform = train_transform({**CONFIG, "input_size": (3, 8, 8)})
-    loader = train_loader(transformed(source, transform), deals(source, len(source)), workers, unreadable=1)
+    loader = train_loader(
+        transformed(source, transform), deals(source, len(source)), workers, unreadable=1
+    )
     images, labels, problems = next(iter(loader))
     assert len(images) == len(labels) == len(source)
     assert len(problems) == 1
@@ -144,7 +167,9 @@ def test_evaluation_follows_the_models_own_config(tmp_path):
     source = open_source("imagefolder", "test", tmp_path)
     images, _ = next(iter(eval_loader(source, config, 2)))
     pixels = torch.from_numpy(np.array(source.image(1))).permute(2, 0, 1) / 255
-    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    mean, std = (
+        torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
     torch.testing.assert_close(images[1], (pixels - mean) / std)
 
 
@@ -165,7 +190,10 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
 
 
 def test_pixels_of_32_bits_are_not_clipped(tmp_path):
-    wide = {"float": np.linspace(0, 1, 64, dtype=np.float32), "int": np.arange(64, dtype=np.int32) * 1000}
+    wide = {
+        "float": np.linspace(0, 1, 64, dtype=np.float32),
+        "int": np.arange(64, dtype=np.int32) * 1000,
+    }
     for name, values in wide.items():
         path = tmp_path / f"{name}.tif"
         Image.fromarray(values.reshape(8, 8)).save(path)
@@ -195,7 +223,11 @@ def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
     features = {"info": {"features": {"fine_label": {"names": names}}}}
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "png")
-    columns = {"img": [{"bytes": buffer.getvalue(), "path": ""}] * 2, "fine_label": [7, 42], "coarse_label": [1, 2]}
+    columns = {
+        "img": [{"bytes": buffer.getvalue(), "path": ""}] * 2,
+        "fine_label": [7, 42],
+        "coarse_label": [1, 2],
+    }
     table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})
     (tmp_path / "cifar100").mkdir()
     write_table(table, tmp_path / "cifar100/train-0.parquet")
@@ -209,9 +241,16 @@ def test_policies_survive_their_strongest_posterize(policy):
     """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
     source = open_source("digits", "train").subset(range(4))
     config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(transformed(source, train_transform(config, auto_augment=policy)), deals(source, 4))
+    loader = train_loader(
+        transformed(source, train_transform(config, auto_augment=policy)), deals(source, 4)
+    )
     parts = loader.dataset.source.transform.transforms
-    found = [op for p in parts for group in [getattr(p, "ops", []), *getattr(p, "policy", [])] for op in group]
+    found = [
+        op
+        for p in parts
+        for group in [getattr(p, "ops", []), *getattr(p, "policy", [])]
+        for op in group
+    ]
     posterizing = [op for op in found if op.name.startswith("Posterize")]
     assert posterizing
     for op in posterizing:
@@ -223,7 +262,9 @@ def test_policies_survive_their_strongest_posterize(policy):
 class TestReceptiveFieldCalibration:
     """Refiner section 4.4: the image smaller than the input, and padded."""
 
-    config = dict(input_size=(3, 24, 24), mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), interpolation="bilinear")
+    config = dict(
+        input_size=(3, 24, 24), mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), interpolation="bilinear"
+    )
 
     def batch(self, size, **calibration):
         source = Source([Image.new("RGB", size, (200, 100, 50))], [0], ["a"])
@@ -242,5 +283,9 @@ class TestReceptiveFieldCalibration:
     def test_one_and_below_is_a_plain_crop(self):
         source = Source([Image.linear_gradient("L").resize((40, 50)).convert("RGB")], [0], ["a"])
         for rfc in (1.0, 0.8):
-            cropped = next(iter(eval_loader(source, dict(self.config, crop_pct=rfc, crop_mode="center"))))[0]
-            torch.testing.assert_close(next(iter(eval_loader(source, self.config, rfc=rfc)))[0], cropped)
+            cropped = next(
+                iter(eval_loader(source, dict(self.config, crop_pct=rfc, crop_mode="center")))
+            )[0]
+            torch.testing.assert_close(
+                next(iter(eval_loader(source, self.config, rfc=rfc)))[0], cropped
+            )

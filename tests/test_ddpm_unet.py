@@ -21,10 +21,15 @@ class Residual(nn.Module):
 
     def __init__(self, width_in, width, time, groups, attends):
         super().__init__()
-        self.block1 = nn.Sequential(nn.GroupNorm(groups, width_in), nn.SiLU(), nn.Conv2d(width_in, width, 3, padding=1))
+        self.block1 = nn.Sequential(
+            nn.GroupNorm(groups, width_in), nn.SiLU(), nn.Conv2d(width_in, width, 3, padding=1)
+        )
         self.temb_proj = nn.Sequential(nn.SiLU(), nn.Linear(time, width))
         self.block2 = nn.Sequential(
-            nn.GroupNorm(groups, width), nn.SiLU(), nn.Dropout(0.0), nn.Conv2d(width, width, 3, padding=1)
+            nn.GroupNorm(groups, width),
+            nn.SiLU(),
+            nn.Dropout(0.0),
+            nn.Conv2d(width, width, 3, padding=1),
         )
         self.shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         self.attn = Attention(width, groups) if attends else nn.Identity()
@@ -45,7 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         h = self.group_norm(x)
-        q, k, v = (layer(h).flatten(2) for layer in (self.proj_q, self.proj_k, self.proj_v))  # (B, C, N)
+        q, k, v = (
+            layer(h).flatten(2) for layer in (self.proj_q, self.proj_k, self.proj_v)
+        )  # (B, C, N)
         weights = torch.softmax(torch.einsum("bcq,bck->bqk", q, k) * x.shape[1] ** -0.5, -1)
         return x + self.proj(torch.einsum("bqk,bck->bcq", weights, v).view_as(x))
 
@@ -69,7 +76,9 @@ class ReleasedUNet(nn.Module):
         base, time, last = channels[0], 4 * channels[0], len(channels) - 1
         table = nn.Embedding.from_pretrained(sinusoids(time_steps, base).float())
         self.time_embedding = nn.Module()
-        self.time_embedding.timembedding = nn.Sequential(table, nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time))
+        self.time_embedding.timembedding = nn.Sequential(
+            table, nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time)
+        )
         self.head = nn.Conv2d(3, base, 3, padding=1)
         self.downblocks, self.upblocks, widths, now = nn.ModuleList(), nn.ModuleList(), [base], base
         for level, width in enumerate(channels):
@@ -80,14 +89,20 @@ class ReleasedUNet(nn.Module):
             if level != last:
                 self.downblocks.append(Resample(now, up=False))
                 widths.append(now)
-        self.middleblocks = nn.ModuleList([Residual(now, now, time, groups, attends) for attends in (True, False)])
+        self.middleblocks = nn.ModuleList(
+            [Residual(now, now, time, groups, attends) for attends in (True, False)]
+        )
         for level, width in reversed(list(enumerate(channels))):
             for _ in range(blocks + 1):
-                self.upblocks.append(Residual(now + widths.pop(), width, time, groups, level in attention))
+                self.upblocks.append(
+                    Residual(now + widths.pop(), width, time, groups, level in attention)
+                )
                 now = width
             if level:
                 self.upblocks.append(Resample(now, up=True))
-        self.tail = nn.Sequential(nn.GroupNorm(groups, now), nn.SiLU(), nn.Conv2d(now, 3, 3, padding=1))
+        self.tail = nn.Sequential(
+            nn.GroupNorm(groups, now), nn.SiLU(), nn.Conv2d(now, 3, 3, padding=1)
+        )
 
     def forward(self, x, t):
         time = self.time_embedding.timembedding(t)
@@ -126,14 +141,19 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
     for parameter in released.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
-    torch.save({f"module.{name}": tensor for name, tensor in released.state_dict().items()}, tmp_path / "released.pt")
+    torch.save(
+        {f"module.{name}": tensor for name, tensor in released.state_dict().items()},
+        tmp_path / "released.pt",
+    )
     model = timm.create_model("ddpm_unet", **SMALL).double().eval()
     assert iso.load_weights(model, tmp_path / "released.pt") == []
     x, t = torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 7, 19])
     torch.testing.assert_close(model(x, t), released(x, t), atol=1e-12, rtol=1e-12)
     for m in (model, released):
         m(x, t).square().sum().backward()
-    torch.testing.assert_close(model.unet.conv_in.weight.grad, released.head.weight.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        model.unet.conv_in.weight.grad, released.head.weight.grad, rtol=1e-10, atol=1e-10
+    )
 
 
 def test_the_initialisation_is_that_of_the_released_code():
@@ -143,7 +163,11 @@ def test_the_initialisation_is_that_of_the_released_code():
     assert 0.98 * bound < conv.abs().max() <= bound
     for last in (model.unet.conv_out, middle.attentions[0].to_out[0], middle.resnets[0].conv2):
         assert 0 < last.weight.abs().max() < 1e-5
-    assert all(not layer.bias.any() for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
+    assert all(
+        not layer.bias.any()
+        for layer in model.modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+    )
     assert not model.unet.time_proj.weight.requires_grad
     angle = 3 * 10_000 ** (-2 / 6)  # the second of three frequencies
     torch.testing.assert_close(sinusoids(5, 6)[3, 2:4].tolist(), [math.sin(angle), math.cos(angle)])
@@ -155,7 +179,9 @@ def test_pyramids_keep_the_function_and_fuse_back_at_every_time_step():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     wide = iso.recast(unet, iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
-    steps = [{"x": torch.randn(2, 3, 8, 12), "t": torch.tensor(t)} for t in ([0, 1], [5, 5], [19, 3])]
+    steps = [
+        {"x": torch.randn(2, 3, 8, 12), "t": torch.tensor(t)} for t in ([0, 1], [5, 5], [19, 3])
+    ]
     assert iso.verify(unet, wide, steps).fp64 < 1e-7
     for parameter in wide.parameters():
         if parameter.requires_grad:

@@ -15,14 +15,18 @@ from torch_citizens import TorchCitizens
 
 def layer(window=None, grid_size=None, **kwargs):
     torch.manual_seed(1)
-    made = DecomposedAttention(12, 3, window=window, grid_size=grid_size, qkv_bias=True, **kwargs).double()
+    made = DecomposedAttention(
+        12, 3, window=window, grid_size=grid_size, qkv_bias=True, **kwargs
+    ).double()
     for table in (made.rel_pos_h, made.rel_pos_w):
         torch.nn.init.normal_(table)
     return made
 
 
 @pytest.mark.parametrize(
-    ("window", "size"), [(None, (3, 4)), ((2, 3), (4, 6)), ((2, 3), (3, 4)), ((4, 4), (3, 2))], ids=str
+    ("window", "size"),
+    [(None, (3, 4)), ((2, 3), (4, 6)), ((2, 3), (3, 4)), ((4, 4), (3, 2))],
+    ids=str,
 )
 def test_it_equals_its_slow_form_with_gradients(window, size):
     made = layer(window, window or size)
@@ -83,8 +87,12 @@ class TestEverywhere(TorchCitizens):
     @torch.no_grad()
     def test_compiles_and_exports(self):
         expected = self.layer(self.x)
-        torch.testing.assert_close(torch.compile(self.layer, backend="eager", fullgraph=True)(self.x), expected)
-        torch.testing.assert_close(torch.export.export(self.layer, (self.x,)).module()(self.x), expected)
+        torch.testing.assert_close(
+            torch.compile(self.layer, backend="eager", fullgraph=True)(self.x), expected
+        )
+        torch.testing.assert_close(
+            torch.export.export(self.layer, (self.x,)).module()(self.x), expected
+        )
 
 
 @pytest.mark.parametrize(

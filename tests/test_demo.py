@@ -53,7 +53,9 @@ def test_its_models_and_the_suggested_commands_work(found, monkeypatch, capsys):
     }
     for command in commands:
         words = shlex.split(command)
-        arguments = words[next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :]
+        arguments = words[
+            next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :
+        ]
         with pytest.raises(SystemExit) as done:
             main([*arguments, *short.get(arguments[0], [])])
         assert not done.value.code

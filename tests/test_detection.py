@@ -34,14 +34,22 @@ SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
 def coco(images=1, **changes):
     """Annotations of images with a square and a crowd each."""
     content = {
-        "images": [{"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)],
+        "images": [
+            {"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)
+        ],
         "annotations": [],
         "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
     }
     for i in range(images):
         crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
         content["annotations"] += [
-            {"id": 2 * i, "image_id": i, "category_id": 3, "bbox": [10, 10, 20, 20], "segmentation": [SQUARE]},
+            {
+                "id": 2 * i,
+                "image_id": i,
+                "category_id": 3,
+                "bbox": [10, 10, 20, 20],
+                "segmentation": [SQUARE],
+            },
             {"id": 2 * i + 1, "image_id": i, "category_id": 7, "bbox": [0, 0, 9, 48], **crowd},
         ]
     return {**content, **changes}
@@ -49,7 +57,9 @@ def coco(images=1, **changes):
 
 def write(root, content=None, split="train", images=1):
     content = coco(images) if content is None else content
-    (root / f"{split}.json").write_text(json.dumps(content) if isinstance(content, dict) else content)
+    (root / f"{split}.json").write_text(
+        json.dumps(content) if isinstance(content, dict) else content
+    )
     (root / "images").mkdir(exist_ok=True)
     for image in content["images"] if isinstance(content, dict) else ():
         picture = np.zeros((48, 64, 3), np.uint8)
@@ -82,7 +92,9 @@ class TestData:
         text = {"size": [48, 64], "counts": compact["counts"].decode()}
         counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
         for outline in ([SQUARE], text, counts, {**text, "size": [48.0, 64.0]}):
-            source = detection_data.open_annotated(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
+            source = detection_data.open_annotated(
+                write(tmp_path, changed(segmentation=outline)), "train", masks=True
+            )
             assert torch.equal(source.objects(0)["masks"][0], torch.from_numpy(mask))
         assert detection_data.draw_masks([], 4, 5).shape == (0, 4, 5)
 
@@ -91,7 +103,9 @@ class TestData:
         for height, width in ((1, 1), (7, 5), (48, 64), (600, 500)):
             for share in (0.0, 0.01, 0.5, 1.0):
                 mask = (rng.random((height, width)) < share).astype(np.uint8)
-                runs = detection_data.run_lengths(codec.encode(np.asfortranarray(mask))["counts"].decode())
+                runs = detection_data.run_lengths(
+                    codec.encode(np.asfortranarray(mask))["counts"].decode()
+                )
                 drawn = (np.arange(len(runs)) % 2).repeat(runs).reshape(width, height).T
                 np.testing.assert_array_equal(drawn, mask)
 
@@ -104,10 +118,19 @@ class TestData:
         (first, crowd) = ground_truth(source).dataset["annotations"]
         assert (first["iscrowd"], crowd["iscrowd"]) == (0, 1)
         assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
-        assert first["area"] == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0])) < 250 < 20 * 20
-        given = detection_data.open_annotated(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
+        assert (
+            first["area"]
+            == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0]))
+            < 250
+            < 20 * 20
+        )
+        given = detection_data.open_annotated(
+            write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True
+        )
         assert ground_truth(given).dataset["annotations"][0]["area"] == 7.5
-        no_outline = detection_data.open_annotated(write(tmp_path, changed(segmentation=None)), "train", masks=False)
+        no_outline = detection_data.open_annotated(
+            write(tmp_path, changed(segmentation=None)), "train", masks=False
+        )
         assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
 
     @pytest.mark.parametrize(
@@ -120,14 +143,19 @@ class TestData:
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
             *(
-                (changed(segmentation={"size": [48, 64], "counts": counts}), "annotation 0 has an RLE mask whose cou")
+                (
+                    changed(segmentation={"size": [48, 64], "counts": counts}),
+                    "annotation 0 has an RLE mask whose cou",
+                )
                 for counts in ([16], [-1, 3073], "@@@@zzz")
             ),
             ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
         ],
     )
     def test_what_is_wrong_is_said(self, tmp_path, content, message):
-        (tmp_path / "train.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        (tmp_path / "train.json").write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
         refused(message, detection_data.read_annotations, tmp_path / "train.json", masks=True)
 
     @pytest.mark.parametrize(
@@ -150,8 +178,12 @@ class TestData:
         content = coco(3)
         content["annotations"] = content["annotations"][:2]  # of the first image
         write(write(tmp_path, images=3), content, "val")
-        few = validate({**recipe(tmp_path), "data": {**TINY["data"], "root": str(tmp_path), "test_images": 1}})
-        refused("val.json has no objects, or crowds only, in 1 images", few.task.task.open_data, few)
+        few = validate(
+            {**recipe(tmp_path), "data": {**TINY["data"], "root": str(tmp_path), "test_images": 1}}
+        )
+        refused(
+            "val.json has no objects, or crowds only, in 1 images", few.task.task.open_data, few
+        )
 
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
@@ -180,12 +212,21 @@ class TestTransforms:
             torch.manual_seed(seed)
             masks = detection_data.draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
             objects = {"boxes": torch.zeros(2, 4), "labels": torch.tensor([1, 2]), "masks": masks}
-            x, left = detection_data.TrainTransform(CONFIG, (0.5, 4.0), 0.5)((Image.fromarray(picture), objects))
+            x, left = detection_data.TrainTransform(CONFIG, (0.5, 4.0), 0.5)(
+                (Image.fromarray(picture), objects)
+            )
             seen.add(len(left["labels"]))
             assert x.shape == (3, 48, 64)
-            for box, label, mask in zip(left["boxes"].int(), left["labels"], left["masks"], strict=True):
+            for box, label, mask in zip(
+                left["boxes"].int(), left["labels"], left["masks"], strict=True
+            ):
                 rows, columns = torch.where(mask)
-                assert box.tolist() == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                assert box.tolist() == [
+                    columns.min(),
+                    rows.min(),
+                    columns.max() + 1,
+                    rows.max() + 1,
+                ]
                 if label == 1 and len(rows) > 50:  # the square is white
                     assert x[0][mask.bool()].mean() > 0.6
         assert {0, 2} & seen
@@ -200,9 +241,13 @@ def random_results(source, seed=0):
         objects = source.objects(index)
         n = len(objects["labels"])
         boxes = objects["boxes"] + 6 * torch.randn(n, 4, generator=generator)
-        boxes = torch.cat([torch.minimum(boxes[:, :2], boxes[:, 2:] - 1), boxes[:, 2:]], 1).clamp(min=0)
+        boxes = torch.cat([torch.minimum(boxes[:, :2], boxes[:, 2:] - 1), boxes[:, 2:]], 1).clamp(
+            min=0
+        )
         wrong = torch.rand(n, generator=generator) < 0.2
-        labels = torch.where(wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"])
+        labels = torch.where(
+            wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"]
+        )
         found = {"boxes": boxes, "labels": labels, "scores": torch.rand(n, generator=generator)}
         if source.masks:
             found["masks"] = objects["masks"].roll(4, -1).bool()
@@ -250,7 +295,9 @@ def test_ap_equals_pycocotools_on_the_same_predictions(tmp_path, seed, masks):
             run.evaluate()
             run.accumulate()
             run.summarize()
-        for key, expected in zip(("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"), run.stats, strict=False):
+        for key, expected in zip(
+            ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"), run.stats, strict=False
+        ):
             if expected >= 0:
                 assert metrics[f"{prefix}_{key}"] == pytest.approx(100 * expected, abs=1e-9)
             else:
@@ -312,7 +359,9 @@ class TestRun:
 
     def test_predictions(self, squares, tmp_path):
         root, result = squares
-        done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
+        done = isomorph(
+            "predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png"
+        )
         assert not done.returncode, done.stderr
         with Image.open(tmp_path / "y.png") as picture:
             assert picture.size == (64, 48)
@@ -328,7 +377,11 @@ def detectors(*widths):
 class TestDistillation:
     def test_the_teacher_gets_images_in_its_own_normalisation(self):
         student, teacher = detectors(16, 16)
-        teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
+        teacher.pretrained_cfg = {
+            **teacher.pretrained_cfg,
+            "mean": (0.5, 0.4, 0.3),
+            "std": (0.5, 0.5, 0.25),
+        }
         task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart())
         pixels = torch.rand(2, 3, 64, 64)
         images, theirs = (
@@ -355,7 +408,9 @@ class TestDistillation:
 
     def test_a_frozen_teacher_guides_after_its_ramp(self):
         student, teacher = detectors(16, 24)
-        task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart(ramp=2)).train()
+        task = GuidedDetectionLoss(
+            student, teacher, torch.device("cpu"), DetectionPart(ramp=2)
+        ).train()
         assert not teacher.training
         targets = [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.ones(1).long()}]
         x = torch.randn(1, 3, 64, 64)

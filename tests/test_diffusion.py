@@ -16,7 +16,12 @@ from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
 from isomorph.lab.recipes.diffusion import PYRAMIDS
 from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
-from isomorph.lab.tasks.diffusion.image_distance import Extractor, compare_folder, image_distances, open_real_images
+from isomorph.lab.tasks.diffusion.image_distance import (
+    Extractor,
+    compare_folder,
+    image_distances,
+    open_real_images,
+)
 from isomorph.lab.tasks.diffusion.sampling import denoise, next_images, spaced_times
 from isomorph.lab.tasks.diffusion.task import DenoisingLoss, denoising_errors
 from isomorph.lab.training.task import task_of
@@ -24,7 +29,13 @@ from tiny_runs import same_snapshots, stopped_run
 
 TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)
 RUN = [
-    *("epochs=2", "data.fraction=0.06", "data.test_images=20", "data.batch_size=32", "optim.warmup_epochs=0"),
+    *(
+        "epochs=2",
+        "data.fraction=0.06",
+        "data.test_images=20",
+        "data.batch_size=32",
+        "optim.warmup_epochs=0",
+    ),
     *(f"model.kwargs.{name}={json.dumps(value)}" for name, value in TINY.items()),
 ]
 
@@ -45,7 +56,11 @@ class PixelNoise(nn.Module):
 
 
 def wide_recipe(folder):
-    recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}", "ema=0.5"]
+    recast = [
+        "model.recast.rule=LinearToPyramid",
+        f"model.recast.where={json.dumps(PYRAMIDS['where'])}",
+        "ema=0.5",
+    ]
     return iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"])
 
 
@@ -67,7 +82,9 @@ class TestLoss:
         torch.testing.assert_close(loss, expected)
         torch.manual_seed(3)
         half = DenoisingLoss(net, net.schedule, 2, torch.device("cpu"))(images)["loss"]
-        torch.testing.assert_close(half, 2 * expected)  # the mean of two such parts is the sum over twelve images
+        torch.testing.assert_close(
+            half, 2 * expected
+        )  # the mean of two such parts is the sum over twelve images
 
     def test_errors_on_test_images_depend_on_the_image_alone(self):
         net = PixelNoise(NoiseSchedule(10), 0.25)
@@ -84,13 +101,17 @@ class TestLoss:
 
 
 class TestSampling:
-    @pytest.mark.parametrize(("sampler", "steps"), [("ancestral", 30), ("ancestral", 7), ("ddim", 30), ("ddim", 4)])
+    @pytest.mark.parametrize(
+        ("sampler", "steps"), [("ancestral", 30), ("ancestral", 7), ("ddim", 30), ("ddim", 4)]
+    )
     def test_a_network_that_knows_the_noise_gives_the_image(self, sampler, steps):
         net = PixelNoise(NoiseSchedule(30, 1e-3, 0.4))
         images = denoise(net, range(3), (1, 4, 4), sampler, net.schedule, steps, seed=0)
         torch.testing.assert_close(images, torch.full((3, 1, 4, 4), 0.5), atol=1e-4, rtol=0)
 
-    @pytest.mark.parametrize(("sampler", "steps"), [("ancestral", 12), ("ancestral", 5), ("ddim", 12)])
+    @pytest.mark.parametrize(
+        ("sampler", "steps"), [("ancestral", 12), ("ancestral", 5), ("ddim", 12)]
+    )
     def test_steps_are_those_of_diffusers(self, sampler, steps):
         """DDIM where their steps meet our times: theirs have equal lengths."""
         from diffusers import DDIMScheduler, DDPMScheduler
@@ -102,13 +123,17 @@ class TestSampling:
             theirs.set_timesteps(steps)
             assert times == theirs.timesteps.tolist()
         else:
-            theirs = DDPMScheduler(12, 0.01, 0.3, "linear", variance_type="fixed_large", clip_sample=False)
+            theirs = DDPMScheduler(
+                12, 0.01, 0.3, "linear", variance_type="fixed_large", clip_sample=False
+            )
             theirs.set_timesteps(timesteps=times)
         ours, other = ([torch.Generator().manual_seed(seed) for seed in range(2)] for _ in range(2))
         signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
         for number, t in enumerate(times):
             noise, t_each = torch.randn(2, 1, 4, 4), torch.tensor([t, t])
-            torch.testing.assert_close(schedule.add_noise(x, noise, t_each), theirs.add_noise(x, noise, t_each))
+            torch.testing.assert_close(
+                schedule.add_noise(x, noise, t_each), theirs.add_noise(x, noise, t_each)
+            )
             expected = theirs.step(noise, t, x, generator=other).prev_sample
             found = next_images(x, noise, (signal[number], signal[number + 1]), sampler, ours)
             torch.testing.assert_close(found, expected)
@@ -117,12 +142,16 @@ class TestSampling:
 
     def test_images_depend_on_seed_and_number_alone(self, run):
         calls = []
-        all_at_once = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8), progress=lambda *done: calls.append(done))
+        all_at_once = sample(
+            run.model, 5, "ddim", 3, seed=1, size=(8, 8), progress=lambda *done: calls.append(done)
+        )
         assert calls == [(1, 3), (2, 3), (3, 3)]
         assert all_at_once.shape == (5, 3, 8, 8)
         in_batches = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8), batch_size=2)
         assert (all_at_once.int() - in_batches.int()).abs().max() <= 1
-        assert not torch.equal(sample(run.model, 1, "ddim", 3, seed=2, size=(8, 8))[0], all_at_once[0])
+        assert not torch.equal(
+            sample(run.model, 1, "ddim", 3, seed=2, size=(8, 8))[0], all_at_once[0]
+        )
 
 
 class TestRun:
@@ -157,9 +186,9 @@ def write_images(folder, count, seed, size=(8, 8)):
     folder.mkdir()
     for i in range(count):
         blocks = rng.integers(0, 256, (2, 2, 3)).repeat(size[0] // 2, 0).repeat(size[1] // 2, 1)
-        Image.fromarray(np.clip(blocks + rng.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)).save(
-            folder / f"{i:03d}.png"
-        )
+        Image.fromarray(
+            np.clip(blocks + rng.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)
+        ).save(folder / f"{i:03d}.png")
     return folder
 
 
@@ -203,8 +232,22 @@ class TestDistance:
         register_feature_extractor("colours", Registered)
         one, two = write_images(tmp_path / "one", 30, 0), write_images(tmp_path / "two", 40, 1)
         theirs = calculate_metrics(
-            **dict(input1=str(one), input2=str(two), feature_extractor="colours", fid=True, kid=True, prc=True),
-            **dict(kid_subset_size=30, cuda=False, verbose=False, cache=False, save_cpu_ram=True, batch_size=16),
+            **dict(
+                input1=str(one),
+                input2=str(two),
+                feature_extractor="colours",
+                fid=True,
+                kid=True,
+                prc=True,
+            ),
+            **dict(
+                kid_subset_size=30,
+                cuda=False,
+                verbose=False,
+                cache=False,
+                save_cpu_ram=True,
+                batch_size=16,
+            ),
         )
         extractor = Extractor("inception", Colours())
         ours = compare_folder(one, open_real_images(str(two), "train"), extractor, batch_size=7)
@@ -224,8 +267,14 @@ class TestDistance:
 REFUSED = {
     "more steps than times": (lambda run: sample(run.model, 1, steps=11), "2 to 10"),
     "odd size": (lambda run: sample(run.model, 1, size=(9, 8)), "multiples of 2"),
-    "a classifier": (lambda run: sample(timm.create_model("cifar_resnet20"), 1), "does not predict the noise"),
-    "few features": (lambda run: image_distances(torch.zeros(4, 3), torch.ones(20, 3)), "4 images are too few"),
+    "a classifier": (
+        lambda run: sample(timm.create_model("cifar_resnet20"), 1),
+        "does not predict the noise",
+    ),
+    "few features": (
+        lambda run: image_distances(torch.zeros(4, 3), torch.ones(20, 3)),
+        "4 images are too few",
+    ),
 }
 
 
@@ -241,7 +290,9 @@ def test_a_grid_a_folder_and_their_distance(run, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["images"] == 5
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.size == (3 * 10 + 2, 2 * 10 + 2)
-    sample_command(str(run.folder), out=tmp_path / "images", images=6, sampler="ddim", steps=2, batch_size=4)
+    sample_command(
+        str(run.folder), out=tmp_path / "images", images=6, sampler="ddim", steps=2, batch_size=4
+    )
     assert sorted(path.name for path in (tmp_path / "images").iterdir())[5] == "000005.png"
     weights = tmp_path / "net.safetensors"
     iso.save(timm.create_model("cifar_resnet20"), weights)

@@ -19,7 +19,9 @@ BUILT = ROOT / "docs" / "changelog.md"  # a copy of CHANGELOG.md, made with the 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page != BUILT)
 
-FOLDERS = "|".join(["tests", "benchmarks", *sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))])
+FOLDERS = "|".join(
+    ["tests", "benchmarks", *sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))]
+)
 NAMED_FILE = re.compile(rf"`(?:src/isomorph/)?((?:{FOLDERS})/[a-z0-9_/]+\.py)(?::([\w.]+))?`")
 """A file below the repository or src/isomorph, and a symbol in it: `layers/gated/gpsa.py:GPSA.forward`."""
 
@@ -52,7 +54,9 @@ def test_files_and_symbols_exist(page):
         assert files, f"{page.name} names {name}"
         words = set(re.findall(r"\w+", files[0].read_text()))
         assert {*filter(None, symbol.split("."))} <= words, f"{page.name} names {symbol} in {name}"
-    for name in re.findall(r"\b(?:iso|isomorph)\.(?!(?:py|rules|tasks|md)\b)([A-Za-z_][\w.]*\w)", text):
+    for name in re.findall(
+        r"\b(?:iso|isomorph)\.(?!(?:py|rules|tasks|md)\b)([A-Za-z_][\w.]*\w)", text
+    ):
         resolve_name(f"isomorph.{name}")
 
 
@@ -130,14 +134,22 @@ def test_no_page_of_the_api_is_empty(path):
 def test_a_page_of_the_site_without_content_is_found(tmp_path):
     page = "<html><body><nav>{words}</nav><article><h1>API</h1><p>Names.</p>{body}</article></body></html>"
     words = "word " * 50
-    (tmp_path / "full.html").write_text(page.format(words="", body=f"<h2>recast</h2><p>{words}</p>"))
+    (tmp_path / "full.html").write_text(
+        page.format(words="", body=f"<h2>recast</h2><p>{words}</p>")
+    )
     (tmp_path / "empty.html").write_text(page.format(words=words, body=""))
     assert check_site.problems(tmp_path) == ["empty.html has 2 words only: it is empty"]
 
 
 def test_no_address_or_path_of_a_machine():
     """No package index and no absolute path of the machine it was written on."""
-    words = ("pypi.org/" + "simple", "file:" + "///", "/ro" + "ot/", "extra-index" + "-url", "find-" + "links")
+    words = (
+        "pypi.org/" + "simple",
+        "file:" + "///",
+        "/ro" + "ot/",
+        "extra-index" + "-url",
+        "find-" + "links",
+    )
     suffixes = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".j2", ".html", ""}
     for folder, inner, files in os.walk(ROOT):
         inner[:] = set(inner) - {".venv", ".git", "runs", "site"}

@@ -12,13 +12,19 @@ from cyclopts import ValidationError
 from command_line import isomorph
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"(<!-- not run: ([^>]+) -->\n)?^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(<!-- not run: ([^>]+) -->\n)?^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 """A block, after the reason if it is not to be run."""
 
 
 def blocks_of(page):
     """The blocks to run: language and text."""
-    return [(language, text) for _, reason, language, text in FENCE.findall(page.read_text()) if not reason]
+    return [
+        (language, text)
+        for _, reason, language, text in FENCE.findall(page.read_text())
+        if not reason
+    ]
 
 
 EVERY_PAGE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -32,7 +38,9 @@ NEED_WEIGHTS = ("README.md", "docs/start/sixty-seconds.md", "docs/start/twenty-m
 
 def run_shell(text, folder):
     """Run the isomorph commands of a block; any other command needs a reason not to be run."""
-    for line in re.findall(r"^[^#\n].*", text.replace("\\\n", " "), re.MULTILINE):  # a backslash continues a line
+    for line in re.findall(
+        r"^[^#\n].*", text.replace("\\\n", " "), re.MULTILINE
+    ):  # a backslash continues a line
         words = [os.path.expanduser(word) for word in shlex.split(line, comments=True)]
         program, *arguments = words
         assert program == "isomorph", f"{program}: mark the block with <!-- not run: REASON -->"
@@ -60,7 +68,9 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
     names = {"__name__": "__main__"}  # README's blocks follow on one another; a guide's stand alone
     for language, text in blocks_of(page):
         if language == "python":
-            exec(compile(text, str(page), "exec"), names if page.name == "README.md" else dict(names))
+            exec(
+                compile(text, str(page), "exec"), names if page.name == "README.md" else dict(names)
+            )
         else:
             run_shell(text, tmp_path)
 
@@ -93,7 +103,9 @@ def reader_has_the_files():
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in EVERY_PAGE if command_lines(page)], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [page for page in EVERY_PAGE if command_lines(page)],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_every_command_line_parses(page):
     from isomorph.cli.run import app

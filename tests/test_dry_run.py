@@ -31,7 +31,15 @@ def plan_of(name, *changes, steps=0):
 
 # What a step does not depend on but for its length and rates: texts, schedules, where weights are read from.
 TEXTS = ("name", "source", "expected", "dataset", "out")
-SCHEDULES = ("epochs", "iterations", "evaluate_every", "keep_every", "monitor_every", "log_every", "optim")
+SCHEDULES = (
+    "epochs",
+    "iterations",
+    "evaluate_every",
+    "keep_every",
+    "monitor_every",
+    "log_every",
+    "optim",
+)
 FILES = ("weights", "pretrained", "start")
 
 
@@ -44,7 +52,9 @@ def step_of(name):
         fields["model"].pop(key)
     augment = fields.pop("augment")
     fields["mixes"] = bool(augment["mixup"] or augment["cutmix"])
-    fields["classes"] = len(recipe_task(iso.load_recipe(name)).synthetic_data(iso.load_recipe(name)).classes)
+    fields["classes"] = len(
+        recipe_task(iso.load_recipe(name)).synthetic_data(iso.load_recipe(name)).classes
+    )
     fields["size"] = fields.pop("data")["size"]
     return json.dumps(fields, sort_keys=True)
 
@@ -69,12 +79,22 @@ def test_every_recipe_steps_on_the_meta_device(name):
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_convit", "ddpm_digits"])
 def test_texts_and_schedules_do_not_change_a_step(name):
     """So that one case stands for recipes that differ in nothing else."""
-    other = ["epochs=77", "evaluate_every=7", "optim.lr=1e-5", "optim.weight_decay=0.3", "optim.min_lr=0"]
+    other = [
+        "epochs=77",
+        "evaluate_every=7",
+        "optim.lr=1e-5",
+        "optim.weight_decay=0.3",
+        "optim.min_lr=0",
+    ]
     other += ["optim.warmup_epochs=0.1", "source=x", "expected=y"]
     if name != "ddpm_digits":
         other.append("augment.color_jitter=0.3")
     first, second = plan_of(name), plan_of(name, *other)
-    assert (first.parameters, first.memory, first.h100) == (second.parameters, second.memory, second.h100)
+    assert (first.parameters, first.memory, first.h100) == (
+        second.parameters,
+        second.memory,
+        second.h100,
+    )
 
 
 def test_remembered_operations_change_no_plan(monkeypatch):
@@ -86,7 +106,11 @@ def test_remembered_operations_change_no_plan(monkeypatch):
         computed = plan_of(name)
         monkeypatch.undo()
         for plan in (first, again):
-            assert (plan.parameters, plan.memory, plan.h100) == (computed.parameters, computed.memory, computed.h100)
+            assert (plan.parameters, plan.memory, plan.h100) == (
+                computed.parameters,
+                computed.memory,
+                computed.h100,
+            )
 
 
 def _forget(self, operation, types, args=(), kwargs=None):
@@ -149,7 +173,11 @@ STEPPED = {
     "ddpm_digits": ["data.batch_size=8"],
     "bert_narrow_refined": ["data.batch_size=4"],
     "glue_rte_narrow": ["data.batch_size=4"],
-    "upernet_camvid": ["task.crop=[64,64]", "model.kwargs.backbone_kwargs={depth: 4}", "data.batch_size=2"],
+    "upernet_camvid": [
+        "task.crop=[64,64]",
+        "model.kwargs.backbone_kwargs={depth: 4}",
+        "data.batch_size=2",
+    ],
     "mask_rcnn_bccd": ["data.size=[64,64]", "data.batch_size=2"],
 }
 """The smallest of every family, narrower still."""
@@ -211,7 +239,10 @@ NEEDS = {
     "coatnet_5_jft": ["JFT-300M"],
     "coatnet_2_in21k": ["ImageNet-21k"],
     "tdrl_vit_ti_g2sd": ["mask.teacher mae_pretrain_vit_base_full.pth"],
-    "tdrl_vit_ti_100ep_distilled": ["--model.weights", "distill.weights mae_finetuned_vit_base.pth"],
+    "tdrl_vit_ti_100ep_distilled": [
+        "--model.weights",
+        "distill.weights mae_finetuned_vit_base.pth",
+    ],
     "cifar_tdrl_finetuned": ["CIFAR-10", "`isomorph train cifar_tdrl_g2sd` writes"],
     "upernet_tdrl_ti_distilled": ["ADE20K", "--task.teacher"],
     "glue_rte": ["GLUE", "`isomorph train bert_small` writes", "task.tokenizer google-bert"],
@@ -285,7 +316,9 @@ def test_command_line(tmp_path):
     assert "decayed: 20 tensors" in done.stdout
     assert "hours on 8 H100" in done.stdout
     assert not list(tmp_path.iterdir())
-    done = isomorph("train", "digits_cnn", "--dry-run", "--json", "data.batch_size=8", folder=tmp_path)
+    done = isomorph(
+        "train", "digits_cnn", "--dry-run", "--json", "data.batch_size=8", folder=tmp_path
+    )
     plan = json.loads(done.stdout)
     assert plan["steps"] == 6 * (1347 // 8)
     assert plan["published"] == []

@@ -28,7 +28,9 @@ def check(model, x, shape):
         assert name not in before or torch.equal(buffer, before[name]), name
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("vit") and name != "tdrl_vit"])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not name.startswith("vit") and name != "tdrl_vit"]
+)
 def test_every_family(name):
     model, size = build(name), 16 if "cifar" in name else 32
     x = torch.empty(0, 3, 2 * size, size).double()
@@ -76,9 +78,13 @@ def test_statistics_count_an_empty_batch_as_torchs_do():
         pyramid(torch.randn(1, 6))
 
 
-@pytest.mark.parametrize("form", [dict(), dict(pos_embed="none"), dict(no_embed_class=True), dict(reg_tokens=2)])
+@pytest.mark.parametrize(
+    "form", [dict(), dict(pos_embed="none"), dict(no_embed_class=True), dict(reg_tokens=2)]
+)
 def test_positions_are_timms(form):
-    ours = timm.create_model("refined_vit_b", num_classes=3, ratio=0, kernel=0, **{**SMALL, **form}).eval()
+    ours = timm.create_model(
+        "refined_vit_b", num_classes=3, ratio=0, kernel=0, **{**SMALL, **form}
+    ).eval()
     theirs = vit(**form).eval()
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 96, 48)

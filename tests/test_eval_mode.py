@@ -22,27 +22,57 @@ class Edited(nn.Module):
         self.edit = edit
 
     def forward(self, scores):
-        return self.edit(scores.softmax(-1), iso.layers.MapCall(shapes=((3, 4),), prefix=scores.shape[-1] - 12))
+        return self.edit(
+            scores.softmax(-1), iso.layers.MapCall(shapes=((3, 4),), prefix=scores.shape[-1] - 12)
+        )
 
 
 LAYERS = {  # a layer, an input, and one of another size
     "GPSA": (lambda: iso.layers.GPSA(16, 4, (3, 4)), (2, 12, 16), None),
     "ViTGPSA": (lambda: iso.layers.ViTGPSA(18, 6, (3, 4), prefix_tokens=1), (2, 13, 18), None),
     "PSA": (lambda: iso.layers.PSA(16, 4, (3, 4)), (2, 12, 16), None),
-    "PositionalAttention": (lambda: iso.layers.PositionalAttention(16, 4, (3, 4)), (2, 12, 16), None),
+    "PositionalAttention": (
+        lambda: iso.layers.PositionalAttention(16, 4, (3, 4)),
+        (2, 12, 16),
+        None,
+    ),
     "GPSA2d": (lambda: iso.layers.GPSA2d(10, 6, 3, padding=1), (2, 10, 5, 6), (1, 10, 7, 4)),
-    "WindowGPSA2d": (lambda: iso.layers.WindowGPSA2d(10, 6, 3, padding=1, window=3), (2, 10, 5, 6), (1, 10, 7, 4)),
-    "PositionalConv2d": (lambda: iso.layers.PositionalConv2d(20, 6, 3, padding=1), (2, 20, 5, 6), (1, 20, 7, 4)),
-    "RelativeAttention": (lambda: iso.layers.RelativeAttention(16, 4, (3, 4)), (2, 3, 4, 16), (1, 5, 4, 16)),
-    "PostRelativeAttention": (lambda: iso.layers.PostRelativeAttention(16, 4, (3, 4)), (2, 3, 4, 16), (1, 5, 4, 16)),
+    "WindowGPSA2d": (
+        lambda: iso.layers.WindowGPSA2d(10, 6, 3, padding=1, window=3),
+        (2, 10, 5, 6),
+        (1, 10, 7, 4),
+    ),
+    "PositionalConv2d": (
+        lambda: iso.layers.PositionalConv2d(20, 6, 3, padding=1),
+        (2, 20, 5, 6),
+        (1, 20, 7, 4),
+    ),
+    "RelativeAttention": (
+        lambda: iso.layers.RelativeAttention(16, 4, (3, 4)),
+        (2, 3, 4, 16),
+        (1, 5, 4, 16),
+    ),
+    "PostRelativeAttention": (
+        lambda: iso.layers.PostRelativeAttention(16, 4, (3, 4)),
+        (2, 3, 4, 16),
+        (1, 5, 4, 16),
+    ),
     "ViTRelativeAttention": (
         lambda: iso.layers.ViTRelativeAttention(16, 4, (3, 4), prefix_tokens=1, prefix_bias=True),
         (2, 13, 16),
         None,
     ),
-    "DecomposedAttention": (lambda: iso.layers.DecomposedAttention(16, 4, grid_size=(3, 4)), (2, 3, 4, 16), None),
+    "DecomposedAttention": (
+        lambda: iso.layers.DecomposedAttention(16, 4, grid_size=(3, 4)),
+        (2, 3, 4, 16),
+        None,
+    ),
     "RefinedAttention": (lambda: iso.layers.RefinedAttention(16, 4), (2, 12, 16), (1, 7, 16)),
-    "RefinedMap": (lambda: Edited(iso.layers.RefinedMap(iso.layers.Refiner(4))), (2, 4, 12, 12), (1, 4, 13, 13)),
+    "RefinedMap": (
+        lambda: Edited(iso.layers.RefinedMap(iso.layers.Refiner(4))),
+        (2, 4, 12, 12),
+        (1, 4, 13, 13),
+    ),
     "GatedMap": (lambda: Edited(iso.layers.GatedMap(4)), (2, 4, 12, 12), (1, 4, 13, 13)),
 }
 KEEPING = [name for name in LAYERS if name != "DecomposedAttention"]
@@ -52,7 +82,11 @@ def build(name):
     torch.manual_seed(0)
     make, size, other = LAYERS[name]
     layer = noisy(make().double().eval(), 0.3)
-    return layer, torch.randn(size, dtype=torch.float64), torch.randn(other or size, dtype=torch.float64)
+    return (
+        layer,
+        torch.randn(size, dtype=torch.float64),
+        torch.randn(other or size, dtype=torch.float64),
+    )
 
 
 def fresh(layer, x):
@@ -64,7 +98,12 @@ def fresh(layer, x):
 
 
 def kept(layer):
-    return [each for module in layer.modules() if isinstance(module, KeepsInEval) for each in module._kept]
+    return [
+        each
+        for module in layer.modules()
+        if isinstance(module, KeepsInEval)
+        for each in module._kept
+    ]
 
 
 def each_parameter(change):
@@ -79,10 +118,17 @@ def each_parameter(change):
 
 CHANGES = {
     "in place": torch.no_grad()(each_parameter(lambda module, name, p: p.mul_(1.1))),
-    "replaced": each_parameter(lambda module, name, p: setattr(module, name, nn.Parameter(p.detach() * 1.1))),
-    "assigned": lambda layer: layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True),
+    "replaced": each_parameter(
+        lambda module, name, p: setattr(module, name, nn.Parameter(p.detach() * 1.1))
+    ),
+    "assigned": lambda layer: layer.load_state_dict(
+        {k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True
+    ),
     "rounded": lambda layer: layer.float().double(),
-    "data written, then eval()": lambda layer: (each_parameter(lambda m, n, p: p.data.mul_(1.1))(layer), layer.eval()),
+    "data written, then eval()": lambda layer: (
+        each_parameter(lambda m, n, p: p.data.mul_(1.1))(layer),
+        layer.eval(),
+    ),
 }
 
 
@@ -135,7 +181,11 @@ class TestKept:
 
     def test_modes_devices_and_copies_lack_it(self, name):
         layer, x, _ = build(name)
-        for drop in (lambda: layer.train().eval(), layer.eval, lambda: layer.load_state_dict(layer.state_dict())):
+        for drop in (
+            lambda: layer.train().eval(),
+            layer.eval,
+            lambda: layer.load_state_dict(layer.state_dict()),
+        ):
             with torch.no_grad():
                 expected = layer(x)
             drop()
@@ -189,10 +239,14 @@ class TestKept:
 
         def serve(turn):
             with torch.no_grad():
-                return all(torch.allclose(layer((x, other)[turn]), expected[turn]) for _ in range(20))
+                return all(
+                    torch.allclose(layer((x, other)[turn]), expected[turn]) for _ in range(20)
+                )
 
         def differentiate(_):
             return all(torch.allclose(layer(x), expected[0]) for _ in range(10))
 
         with ThreadPoolExecutor(3) as pool:
-            assert all(pool.map(lambda job: job[0](job[1]), [(serve, 0), (serve, 1), (differentiate, 0)]))
+            assert all(
+                pool.map(lambda job: job[0](job[1]), [(serve, 0), (serve, 1), (differentiate, 0)])
+            )

@@ -11,7 +11,15 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, sum_counts
 
-KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
+KWARGS = dict(
+    embed_dim=32,
+    num_heads=4,
+    depth=2,
+    local_up_to_layer=1,
+    patch_size=8,
+    img_size=32,
+    num_classes=10,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,18 @@ def test_evaluation_equals_that_of_one_process(model, tmp_path):
 
 def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
     """Begun by one process, finished by two."""
-    wanted = ["robustness", model, "--data", "digits", "--max-images", "45", "--batch-size", "20", "--severity", "1"]
+    wanted = [
+        "robustness",
+        model,
+        "--data",
+        "digits",
+        "--max-images",
+        "45",
+        "--batch-size",
+        "20",
+        "--severity",
+        "1",
+    ]
     both = [*wanted, "--severity", "4", "--corruption", "fog", "--corruption", "contrast"]
     one = answer(*both)
     answer(*wanted, "--corruption", "fog", "--out", tmp_path / "two.jsonl")
@@ -52,7 +71,10 @@ def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
     assert two["resumed"] == 1
     assert len((tmp_path / "two.jsonl").read_text().splitlines()) == 2 + 4
     assert two["clean"] == one["clean"]
-    cells, others = ([cell for cell in found["cells"] if cell["corruption"] == "contrast"] for found in (one, two))
+    cells, others = (
+        [cell for cell in found["cells"] if cell["corruption"] == "contrast"]
+        for found in (one, two)
+    )
     assert cells == others  # those of fog were measured in other batches
 
 
@@ -62,29 +84,47 @@ def test_other_tasks_equal_those_of_one_process(task, tmp_path):
     split, images, boxes = tmp_path / "data" / "val", [], []
     for number in range(5):
         for kind, size in {"images": (48, 40, 3), "masks": (48, 40)}.items():
-            values = torch.randint(0, 256 if kind == "images" else 3, size, dtype=torch.uint8).numpy()
+            values = torch.randint(
+                0, 256 if kind == "images" else 3, size, dtype=torch.uint8
+            ).numpy()
             (split / kind).mkdir(parents=True, exist_ok=True)
             Image.fromarray(values).save(split / kind / f"{number}.png")
-        images.append({"id": number, "file_name": f"images/{number}.png", "width": 40, "height": 48})
+        images.append(
+            {"id": number, "file_name": f"images/{number}.png", "width": 40, "height": 48}
+        )
         box = [0, 0, 40 - number, 48 - number]  # nearly all of the image, so that chance finds some
         boxes.append({"id": number, "image_id": number, "category_id": 1 + number % 2, "bbox": box})
     categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
-    (split / "val.json").write_text(json.dumps({"images": images, "annotations": boxes, "categories": categories}))
+    (split / "val.json").write_text(
+        json.dumps({"images": images, "annotations": boxes, "categories": categories})
+    )
     (tmp_path / "data/classes.txt").write_text("a\nb\nc\n")
-    vit = dict(backbone="tdrl_vit_ti", backbone_kwargs=dict(embed_dim=24, num_heads=2, depth=1), channels=8)
+    vit = dict(
+        backbone="tdrl_vit_ti", backbone_kwargs=dict(embed_dim=24, num_heads=2, depth=1), channels=8
+    )
     name, arguments, options, source = {
         "segmentation": ("upernet", dict(num_classes=3), dict(crop=[32, 32], resize=None), "masks"),
-        "detection": ("mask_rcnn", dict(num_classes=2, masks=False, features=16), dict(masks=False), "coco"),
+        "detection": (
+            "mask_rcnn",
+            dict(num_classes=2, masks=False, features=16),
+            dict(masks=False),
+            "coco",
+        ),
     }[task]
     torch.manual_seed(0)
     net = timm.create_model(name, img_size=32, **vit, **arguments)
-    own = dict(source=source, task={"name": task, **options}, input_size=(3, 32, 32), label_names=[])
+    own = dict(
+        source=source, task={"name": task, **options}, input_size=(3, 32, 32), label_names=[]
+    )
     net.pretrained_cfg = {**net.pretrained_cfg, **own}
     iso.save(net, tmp_path / "net.safetensors")
     data = tmp_path / "data" if task == "segmentation" else split
     wanted = ["evaluate", tmp_path / "net.safetensors", "--data", data]
     one = answer(*wanted)
-    assert max(value for row in one["rows"] for key, value in row.items() if key in ("miou", "box_ap")) > 0
+    assert (
+        max(value for row in one["rows"] for key, value in row.items() if key in ("miou", "box_ap"))
+        > 0
+    )
     assert answer(*wanted, processes=2) == one
 
 

@@ -11,7 +11,12 @@ from torch import nn
 import isomorph as iso
 from isomorph.analysis.cost import count_macs
 from isomorph.analysis.speed import throughput
-from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, evaluate, sum_counts
+from isomorph.lab.evaluation.accuracy import (
+    MultiLabelCounts,
+    PredictionCounts,
+    evaluate,
+    sum_counts,
+)
 from refusals import refused
 
 
@@ -32,19 +37,35 @@ def slow_metrics(logits, labels):
     for row, label in zip(logits.double(), labels.tolist(), strict=True):
         p = (row - row.max()).exp() / (row - row.max()).exp().sum()
         ranked = sorted(range(len(row)), key=lambda c: -row[c])
-        right, near, nll = right + (ranked[0] == label), near + (label in ranked[:5]), nll - p[label].log().item()
+        right, near, nll = (
+            right + (ranked[0] == label),
+            near + (label in ranked[:5]),
+            nll - p[label].log().item(),
+        )
         place = math.ceil(p.max().item() * 15)
         bins.setdefault(place, []).append((p.max().item(), ranked[0] == label))
     n = len(labels)
-    gaps = [abs(sum(hit for _, hit in found) - sum(confidence for confidence, _ in found)) for found in bins.values()]
+    gaps = [
+        abs(sum(hit for _, hit in found) - sum(confidence for confidence, _ in found))
+        for found in bins.values()
+    ]
     top5 = {"top5": 100 * near / n} if len(row) > 5 else {}
-    return {"top1": 100 * right / n, **top5, "nll": nll / n, "ece": 100 * sum(gaps) / n, "images": n}
+    return {
+        "top1": 100 * right / n,
+        **top5,
+        "nll": nll / n,
+        "ece": 100 * sum(gaps) / n,
+        "images": n,
+    }
 
 
 @pytest.mark.parametrize(("classes", "scale"), [(3, 1.0), (12, 4.0), (40, 30.0)])
 def test_streamed_metrics_against_a_slow_reference(classes, scale):
     """In uneven batches, some labels missing, added up over processes: and torchmetrics agrees on the calibration."""
-    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+    from torchmetrics.functional.classification import (
+        multiclass_accuracy,
+        multiclass_calibration_error,
+    )
 
     logits, labels = scale * torch.randn(300, classes), torch.randint(classes, (300,))
     labels[::7] = -1
@@ -56,7 +77,9 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
     real = labels >= 0
     found, expected = sum_counts(tallies).metrics(), slow_metrics(logits[real], labels[real])
     assert found == pytest.approx(expected, rel=1e-5)
-    theirs = multiclass_calibration_error(logits[real].softmax(-1), labels[real], classes, n_bins=15)
+    theirs = multiclass_calibration_error(
+        logits[real].softmax(-1), labels[real], classes, n_bins=15
+    )
     if logits.softmax(-1).max() < 1:  # they give a confidence of exactly 1 a bin of its own
         assert found["ece"] == pytest.approx(100 * theirs.item(), rel=1e-5)
     whole = sum_counts(tallies)
@@ -102,14 +125,22 @@ def test_batches_that_are_not_images_and_one_label_each_are_said():
         r"float32 labels of shape \(2, 3\)": [(images, torch.eye(3)[labels])],
         r"float32 labels of shape \(2,\)": [(images, torch.zeros(2))],
     }.items():
-        refused(f"one class number for each image, not {given}; give", evaluate, Says(torch.zeros(1, 3)), said)
+        refused(
+            f"one class number for each image, not {given}; give",
+            evaluate,
+            Says(torch.zeros(1, 3)),
+            said,
+        )
 
 
 def test_macs_count_convolutions_and_attention_in_any_form():
     assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
     N, C, nh, hd = 64, 16, 9, 2
     projections, attention = N * C * (2 * nh * hd + C), nh * N * ((N + 1) * hd + N * C)
-    assert count_macs(iso.layers.GPSA2d(C, 8, 3, 1, 1), (C, 8, 8)) == projections + attention + 8 * C * nh * N
+    assert (
+        count_macs(iso.layers.GPSA2d(C, 8, 3, 1, 1), (C, 8, 8))
+        == projections + attention + 8 * C * nh * N
+    )
     N, C, hd = 24 * 24, 64, 8  # by position along rows and columns
     projections, content = N * C * (2 * nh * hd + C), nh * N * (N + 1) * (hd + C)
     position = 2 * nh * 24 * N * C

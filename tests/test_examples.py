@@ -43,7 +43,10 @@ WITH = {
     "peft_lora": ("MultiheadAttention True", "peft"),
     "segmentation_models": ("equal: True", "segmentation_models_pytorch"),
     "torchvision_detector": ("attention is used: True", "torchvision"),
-    "transformers_trainer": (r"gates moved: True \(by up to 0\.\d+ of the attention\)", "accelerate"),
+    "transformers_trainer": (
+        r"gates moved: True \(by up to 0\.\d+ of the attention\)",
+        "accelerate",
+    ),
 }
 """The last line that an example with another library prints, and the package that it needs."""
 
@@ -77,15 +80,24 @@ def test_is_short_and_says_how_to_run_it(script):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook_installs_what_it_needs_and_runs_from_top_to_bottom(path, tmp_path, monkeypatch, capsys):
+def test_notebook_installs_what_it_needs_and_runs_from_top_to_bottom(
+    path, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook, names = json.loads(path.read_text()), {"__name__": "__main__"}
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert not any(cell.get("outputs") for cell in notebook["cells"]), "store notebooks without outputs"
-    install, *cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"]), (
+        "store notebooks without outputs"
+    )
+    install, *cells = [
+        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+    ]
     assert install.startswith(("%pip install -q isomorph", '%pip install -q "isomorph['))
-    assert ("digits" in str(cells), "matplotlib" in str(cells)) == ("demo" in install, "matplotlib" in install)
+    assert ("digits" in str(cells), "matplotlib" in str(cells)) == (
+        "demo" in install,
+        "matplotlib" in install,
+    )
     for number, code in enumerate(cells, start=2):
         exec(compile(code, f"{path.name}, code cell {number}", "exec"), names)
     assert "True" in capsys.readouterr().out.splitlines()[-1]

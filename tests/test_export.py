@@ -24,7 +24,9 @@ from isomorph.deployment.shapes import plan_shapes
 from isomorph.lab.evaluation.robustness.cells import weights_hash
 from refusals import refused
 
-CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")
+CONFIG = dict(
+    input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear"
+)
 CONFIG |= dict(crop_pct=0.9, crop_mode="center", label_names=("cat", "dog"))
 open_artefact = iso.deployment.open_artefact
 
@@ -44,7 +46,11 @@ class Net(nn.Module):
 
     def forward(self, images):
         x = self.conv(images).permute(0, 2, 3, 1)  # (B, H, W, 8)
-        y = self.attention(x) if isinstance(self.attention, iso.layers.RelativeAttention) else self.by_grid(x)
+        y = (
+            self.attention(x)
+            if isinstance(self.attention, iso.layers.RelativeAttention)
+            else self.by_grid(x)
+        )
         return self.head(self.pyramid(x + y).mean((1, 2)))
 
     def by_grid(self, x):
@@ -68,7 +74,10 @@ def exported(request, tmp_path_factory):
         "onnx": lambda: iso.layers.GPSA(8, num_heads=4),
         "pt2": lambda: iso.layers.RelativeAttention(8, num_heads=2, grid_size=(8, 8)),
     }
-    path, model = tmp_path_factory.mktemp("exported") / f"m.{request.param}", perturbed(Net(attention[request.param]()))
+    path, model = (
+        tmp_path_factory.mktemp("exported") / f"m.{request.param}",
+        perturbed(Net(attention[request.param]())),
+    )
     return path, iso.export(model, path, dynamic="batch,size"), model
 
 
@@ -96,7 +105,9 @@ def test_a_file_equals_the_model_at_any_size(exported):
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path)
         assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"]
-        assert np.array_equal(session.run(["logits"], {"images": images.numpy()})[0], open_artefact(path)(images))
+        assert np.array_equal(
+            session.run(["logits"], {"images": images.numpy()})[0], open_artefact(path)(images)
+        )
     else:
         plain = torch.export.load(path).module()
         assert torch.equal(plain(images), open_artefact(path)(images))
@@ -107,10 +118,14 @@ def test_the_metadata_says_how_to_use_the_file(exported):
     assert artefact.metadata["isomorph_version"] == iso.__version__
     assert artefact.metadata["label_names"] == ["cat", "dog"]
     config = timm.data.resolve_data_config(model=artefact)
-    assert {key: config[key] for key in ("input_size", "mean", "crop_pct")}.items() <= CONFIG.items()
+    assert {
+        key: config[key] for key in ("input_size", "mean", "crop_pct")
+    }.items() <= CONFIG.items()
     assert artefact.num_classes == 2
     assert artefact.metadata["dynamic"] == ["batch", "size"]
-    assert str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()  # of the machine that wrote it
+    assert (
+        str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()
+    )  # of the machine that wrote it
 
 
 def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
@@ -122,7 +137,11 @@ def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
     assert [tensor.name for tensor in proto.graph.initializer][:1] == ["weight"]
     artefact = open_artefact(tmp_path / "m.onnx")
     torch.testing.assert_close(artefact(images), model(images).detach(), atol=1e-6, rtol=1e-5)
-    refused("images has the size 3x16x24, and the file takes 3x16x16", artefact, torch.randn(3, 3, 16, 24))
+    refused(
+        "images has the size 3x16x24, and the file takes 3x16x16",
+        artefact,
+        torch.randn(3, 3, 16, 24),
+    )
     assert weights_hash(artefact) == weights_hash(copy.deepcopy(artefact))
     iso.export(Scaled(torch.exp), tmp_path / "other.onnx", size=(16, 16))
     assert weights_hash(artefact) != weights_hash(open_artefact(tmp_path / "other.onnx"))
@@ -221,7 +240,9 @@ def test_scores_next_to_boxes_are_compared_by_their_own_scale(tmp_path):
 def test_files_have_one_tolerance(tmp_path):
     """A row of the classifier that is scaled by 1.001 is noticed by the command, in Python and by export itself."""
     torch.manual_seed(0)
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=3, num_classes=10)
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=3, num_classes=10
+    )
     with torch.no_grad():
         vit.head.weight.normal_()
         vit.head.weight[0] *= 100  # a logit by which those of other classes are small
@@ -229,7 +250,9 @@ def test_files_have_one_tolerance(tmp_path):
     report = iso.export(vit, tmp_path / "a.pt2")
     artefact, images = open_artefact(tmp_path / "a.pt2"), torch.randn(2, 3, 32, 32)
     assert report.deviation.atol == iso.verify(vit, artefact, images).atol
-    equal = json.loads(isomorph("verify", tmp_path / "a.safetensors", tmp_path / "a.pt2", "--json").stdout)
+    equal = json.loads(
+        isomorph("verify", tmp_path / "a.safetensors", tmp_path / "a.pt2", "--json").stdout
+    )
     assert (equal["atol"], equal["passed"]) == (report.deviation.atol, True)
     with torch.no_grad():
         vit.head.weight[3] *= 1.001
@@ -245,10 +268,16 @@ SWAPPED = {
         lambda net, x, path: iso.quantize(net, path, [x]),
         r"order quantize\(model, calibration_loader, path\)",
     ),
-    "quantize, loader": (lambda net, x, path: iso.quantize(net, net, path), "calibration loader is a Sequential"),
+    "quantize, loader": (
+        lambda net, x, path: iso.quantize(net, net, path),
+        "calibration loader is a Sequential",
+    ),
     "quantize, model": (lambda net, x, path: iso.quantize([x], net, path), "is not a model"),
     "push": (lambda net, x, path: iso.push("me/net", net), r"in the order push\(model, name\)"),
-    "save_for_hub": (lambda net, x, path: iso.save_for_hub(path, net), r"in the order save_for_hub\(model, folder\)"),
+    "save_for_hub": (
+        lambda net, x, path: iso.save_for_hub(path, net),
+        r"in the order save_for_hub\(model, folder\)",
+    ),
 }
 
 
@@ -262,7 +291,9 @@ def test_swapped_arguments_are_one_line(call, tmp_path):
 
 def test_what_is_not_merged_is_named(tmp_path):
     """A norm before a convolution that pads with zeros stays."""
-    net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten()).eval()
+    net = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten()
+    ).eval()
     with torch.no_grad():
         net[0].bias.fill_(1.0)
     report = iso.export(net, tmp_path / "x.pt2", size=(8, 8))
@@ -314,7 +345,13 @@ def test_constants_stay_small_and_weights_are_constants():
     assert max(np.prod(tensor.dims) for tensor in weights.values()) <= 12 * 12 * 9
     products = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
     constant = [sum(name in weights for name in node.input[:2]) for node in products]
-    assert sorted(constant) == [0, 0, 1, 1, 1]  # map, its product with the values; layers, chains merged
+    assert sorted(constant) == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]  # map, its product with the values; layers, chains merged
 
 
 def test_export_leaves_the_model_alone():
@@ -350,7 +387,9 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
 
 def test_a_model_that_does_not_say_which_images_it_takes_is_noted(tmp_path):
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
-    assert "3 x 4 x 4, prepared as for ImageNet" in str(iso.export(net, tmp_path / "net.pt2", size=4))
+    assert "3 x 4 x 4, prepared as for ImageNet" in str(
+        iso.export(net, tmp_path / "net.pt2", size=4)
+    )
     net.pretrained_cfg = dict(input_size=(3, 4, 4), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3)
     assert not iso.export(net, tmp_path / "own.pt2").notes
     assert iso.deployment.open_artefact(tmp_path / "own.pt2").metadata["mean"] == (0.1, 0.2, 0.3)
@@ -368,5 +407,7 @@ def test_a_file_of_a_model_without_a_number_of_classes_is_evaluated(tmp_path, su
     artefact = iso.deployment.open_artefact(tmp_path / f"net.{suffix}")
     expected = iso.evaluate(net, tmp_path / "data", size=16)
     assert iso.evaluate(artefact, tmp_path / "data") == pytest.approx(expected)
-    refused(r"size 16\.5 must be a height and a width", iso.evaluate, net, tmp_path / "data", size=16.5)
+    refused(
+        r"size 16\.5 must be a height and a width", iso.evaluate, net, tmp_path / "data", size=16.5
+    )
     refused("is not a model", iso.verify, net, torch.zeros(1, 3, 16, 16), net)

@@ -71,7 +71,13 @@ def not_finite():
 
 
 CASES = {  # two models, module and operation of the second, module of the first, and a reason
-    "a weight": (lambda: other_weight(OwnViT(), "layers.1.up"), "layers.1.up", "linear", "blocks.1.mlp.fc1", "weight"),
+    "a weight": (
+        lambda: other_weight(OwnViT(), "layers.1.up"),
+        "layers.1.up",
+        "linear",
+        "blocks.1.mlp.fc1",
+        "weight",
+    ),
     "a weight, transformers": (
         lambda: other_weight(hf_vit(), "vit.layers.1.mlp.fc1"),
         "vit.layers.1.mlp.fc1",
@@ -79,10 +85,28 @@ CASES = {  # two models, module and operation of the second, module of the first
         "blocks.1.mlp.fc1",
         "weight",
     ),
-    "eps": (lambda: ported(OwnViT(eps=1e-3)), "layers.0.a", "layer_norm", "blocks.0.norm1", "eps: 1e-06"),
-    "eps of a norm between": (other_eps, "layer2.1.bn2", "batch_norm", "layer2.1.bn2", "eps: 1e-05"),
+    "eps": (
+        lambda: ported(OwnViT(eps=1e-3)),
+        "layers.0.a",
+        "layer_norm",
+        "blocks.0.norm1",
+        "eps: 1e-06",
+    ),
+    "eps of a norm between": (
+        other_eps,
+        "layer2.1.bn2",
+        "batch_norm",
+        "layer2.1.bn2",
+        "eps: 1e-05",
+    ),
     "an activation": (lambda: ported(OwnViT(act=F.silu)), "", "silu", "blocks.0.mlp.act", ""),
-    "heads": (lambda: ported(timm_vit(num_heads=4)), "blocks.0.attn", "unbind", "blocks.0.attn", ""),
+    "heads": (
+        lambda: ported(timm_vit(num_heads=4)),
+        "blocks.0.attn",
+        "unbind",
+        "blocks.0.attn",
+        "",
+    ),
     "merged norms": (merged_norms, "layer2.1.conv2", "conv2d", "layer2.1.conv2", ""),
     "infinity": (not_finite, "", "div", "", ""),
 }
@@ -132,7 +156,10 @@ def onnx_file(path, model, noted):
             scopes = f"['', 'net.{name}', 'linear']"
             node.metadata_props.add(key=SCOPES, value=scopes)
         nodes.append(node)
-    weights = [numpy_helper.from_array(x.detach().numpy(), name[4:]) for name, x in model.state_dict().items()]
+    weights = [
+        numpy_helper.from_array(x.detach().numpy(), name[4:])
+        for name, x in model.state_dict().items()
+    ]
     given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])]
     made = [helper.make_tensor_value_info(value, TensorProto.FLOAT, ["batch", 8])]
     proto = helper.make_model(

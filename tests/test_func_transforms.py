@@ -2,14 +2,22 @@
 
 import pytest
 import torch
-from torch.func import functional_call, grad, replace_all_batch_norm_modules_, stack_module_state, vmap
+from torch.func import (
+    functional_call,
+    grad,
+    replace_all_batch_norm_modules_,
+    stack_module_state,
+    vmap,
+)
 
 import references
 from isomorph.layers import PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from small_models import MODELS, build
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, for timm's ViT too
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # torch's own, for timm's ViT too
 
 
 def equal(found, expected):
@@ -66,7 +74,10 @@ class TestEveryModel:
 LAYERS = {
     "linear": (lambda: PyramidLinear(12, 10), (3, 2, 7, 12)),
     "linear, batchnorm": (lambda: PyramidLinear(5, 4, rectify="batchnorm"), (3, 2, 7, 5)),
-    "convolution": (lambda: PyramidConv2d(4, 4, 3, padding=1, groups=2, rectify="batchnorm"), (3, 2, 4, 4, 3)),
+    "convolution": (
+        lambda: PyramidConv2d(4, 4, 3, padding=1, groups=2, rectify="batchnorm"),
+        (3, 2, 4, 4, 3),
+    ),
 }
 
 
@@ -105,7 +116,9 @@ def test_second_derivatives(rectify, training):
     found = []
     for run in (layer, lambda t: references.pyramid(layer, t)):
         inputs = [x, *(p for n, p in layer.named_parameters() if p.requires_grad)]
-        grads = torch.autograd.grad(run(x).pow(3).sum(), inputs, create_graph=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            run(x).pow(3).sum(), inputs, create_graph=True, materialize_grads=True
+        )
         penalty = sum(grad.square().sum() for grad in grads)
         found.append(torch.autograd.grad(penalty, inputs, materialize_grads=True))
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)

@@ -60,7 +60,9 @@ class Reshaped(nn.Conv2d):
     """A convolution that computes its weight from the rows of its parameter."""
 
     def forward(self, x):
-        return F.conv2d(x, self.weight.flatten(1).reshape(len(self.weight), -1, 3, 3), self.bias, padding=1)
+        return F.conv2d(
+            x, self.weight.flatten(1).reshape(len(self.weight), -1, 3, 3), self.bias, padding=1
+        )
 
 
 TO_LAST = conv(4, 4, kind=nn.Linear)
@@ -69,7 +71,9 @@ MERGED = {
     "mean of tokens": before(lambda y: y.flatten(2).mT.mean(1), LINEAR),
     "average pooling": before(lambda y: F.avg_pool2d(y, 3, 2)),
     "average pooling, rounded up": before(lambda y: F.avg_pool2d(y, 2, ceil_mode=True)),
-    "average pooling, padding not counted": before(lambda y: F.avg_pool2d(y, 3, 2, 1, count_include_pad=False)),
+    "average pooling, padding not counted": before(
+        lambda y: F.avg_pool2d(y, 3, 2, 1, count_include_pad=False)
+    ),
     "adaptive pooling": before(lambda y: F.adaptive_avg_pool2d(y, 2), conv(4, 6, 2)),
     "adaptive pooling, flattened": before(
         lambda y: F.adaptive_avg_pool2d(y, 2).flatten(1), conv(16, 6, kind=nn.Linear)
@@ -86,7 +90,9 @@ MERGED = {
     "a part of the channels": before(lambda y: y[:, 1:3], conv(2, 6, 1)),
     "repeated": before(lambda y: y.repeat(1, 2, 1, 1), conv(8, 6, 1)),
     "two readers": (
-        lambda m, x: (lambda a, b: m.head(a) + m.other(b.mean((2, 3), keepdim=True)))(*m.norm(x).split([1, 3], 1)),
+        lambda m, x: (lambda a, b: m.head(a) + m.other(b.mean((2, 3), keepdim=True)))(
+            *m.norm(x).split([1, 3], 1)
+        ),
         dict(norm=NORM, head=conv(1, 6, 1), other=conv(3, 6, 1)),
     ),
     "after the mean": after(lambda y: y.mean((2, 3)), last=NORM1D),
@@ -97,10 +103,16 @@ MERGED = {
     "after pixel shuffle": after(lambda y: F.pixel_shuffle(y, 2), conv(4, 16, 1)),
     "after shuffled channels": after(lambda y: F.channel_shuffle(y, 2)),
     "after a part": after(lambda y: y[:, 2:6], conv(4, 8, 1)),
-    "after pairs of channels": after(lambda y: y.reshape(len(y), 6, -1, 1), conv(4, 12, 1), norm(6)),
-    "after groups on another axis": after(lambda y: y.unflatten(1, (2, 4)).flatten(0, 1), conv(4, 8, 1)),
+    "after pairs of channels": after(
+        lambda y: y.reshape(len(y), 6, -1, 1), conv(4, 12, 1), norm(6)
+    ),
+    "after groups on another axis": after(
+        lambda y: y.unflatten(1, (2, 4)).flatten(0, 1), conv(4, 8, 1)
+    ),
     "linear, then a map": after(lambda y: y.permute(0, 3, 1, 2), TO_LAST, channels_last=True),
-    "linear, then a view": after(lambda y: y.flatten(1, 2).mT.unflatten(2, (-1, 1)), TO_LAST, channels_last=True),
+    "linear, then a view": after(
+        lambda y: y.flatten(1, 2).mT.unflatten(2, (-1, 1)), TO_LAST, channels_last=True
+    ),
     "linear, then tokens": after(lambda y: y.flatten(0, 2), TO_LAST, NORM1D, channels_last=True),
     "reshaped weight": after(lambda y: y, lambda: Reshaped(4, 4, 3)),
     "attention": attend(lambda scores: scores.softmax(-1)),
@@ -150,7 +162,9 @@ LEFT = {
         lambda y: F.adaptive_avg_pool2d(y.mT.transpose(1, 3), (3, 2)).transpose(1, 3), conv(2, 6, 1)
     ),
     "largest channel": before(lambda y: y.amax(1, keepdim=True), conv(1, 6, 1)),
-    "pooled tokens": before(lambda y: F.max_pool1d(y.flatten(2).mT, 2, 1), conv(3, 6, kind=nn.Linear)),
+    "pooled tokens": before(
+        lambda y: F.max_pool1d(y.flatten(2).mT, 2, 1), conv(3, 6, kind=nn.Linear)
+    ),
     "another reader": (
         lambda m, x: (lambda y: m.head(y) + y.relu().mean())(m.norm(x).mean((2, 3))),
         dict(norm=NORM, head=LINEAR),
@@ -163,12 +177,16 @@ LEFT = {
     "after sorting": after(lambda y: y.sort(1)[0]),
     "after the sum of channels": after(lambda y: y.cumsum(1)),
     "after softmax": after(lambda y: y.softmax(1)),
-    "after mixed channels": after(lambda y: F.avg_pool1d(y.flatten(2).mT, 3, 1, 1).mT.unflatten(2, y.shape[2:])),
+    "after mixed channels": after(
+        lambda y: F.avg_pool1d(y.flatten(2).mT, 3, 1, 1).mT.unflatten(2, y.shape[2:])
+    ),
     "after dropout in any mode": after(lambda y: F.dropout(y, 0.5, training=True)),
     "after a roll by the size": after(lambda y: y.roll(y.shape[-1], 1)),
     "after an order by the values": after(lambda y: y.gather(1, y.argsort(1))),
     "after an index by the values": after(lambda y: y[:, y.mean((0, 2, 3)).argsort()]),
-    "after halves of channels": after(lambda y: y.reshape(len(y), 8, -1, 1), conv(4, 4, 1), norm(8)),
+    "after halves of channels": after(
+        lambda y: y.reshape(len(y), 8, -1, 1), conv(4, 4, 1), norm(8)
+    ),
     "overlapping parts": (overlapping, dict(first=conv(4, 6, 1), norm=NORM)),
     "parts of the rows": (half_of_the_rows, dict(first=conv(4, 4, 1), norm=NORM)),
     "sigmoid attention": attend(torch.sigmoid),

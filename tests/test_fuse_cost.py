@@ -30,7 +30,9 @@ def _passes(name: str) -> float:
     return all_calls.get_total_flops() / one.get_total_flops()
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+@pytest.mark.parametrize(
+    "name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+)
 def test_fuse_takes_few_forward_passes(name: str) -> None:
     assert _passes(name) <= MOST_PASSES
 

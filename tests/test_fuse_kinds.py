@@ -91,7 +91,11 @@ def in_stages():
     """Chains of linear layers and a norm that reads the output of a stage."""
     first = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))
     second = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 6, 1), nn.ReLU(), nn.Conv2d(6, 3, 1))
-    return Net(lambda m, x: m.head(m.features(x)), features=nn.Sequential(first, second), head=nn.Conv2d(3, 2, 1))
+    return Net(
+        lambda m, x: m.head(m.features(x)),
+        features=nn.Sequential(first, second),
+        head=nn.Conv2d(3, 2, 1),
+    )
 
 
 def in_a_body():
@@ -112,7 +116,9 @@ def given_out(how):
         features = m.norm(m.conv(x).relu())
         return m.head(features), how(features)
 
-    return lambda: Net(compute, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6), head=nn.Conv2d(6, 3, 1))
+    return lambda: Net(
+        compute, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6), head=nn.Conv2d(6, 3, 1)
+    )
 
 
 def call_encode(m, x):
@@ -273,7 +279,9 @@ NUMBERS = {
     "typed storage": lambda y: y.storage()[0],
     "address": lambda y: y.data_ptr() * 0,
     "nms": lambda y: len(
-        torch.ops.torchvision.nms(torch.cat([y[0, 0, :, :2], y[0, 0, :, :2].abs() + 9], 1), y[0, 0, :, 0], 0.5)
+        torch.ops.torchvision.nms(
+            torch.cat([y[0, 0, :, :2], y[0, 0, :, :2].abs() + 9], 1), y[0, 0, :, 0], 0.5
+        )
     ),
 }
 """Ways in which the numbers of a tensor decide a shape, or reach Python or another library."""
@@ -307,7 +315,9 @@ def test_numbers_that_reach_python_are_seen_whatever_the_operation(name):
             number + z.sum()  # it is back
         return m.norm(m.conv(x)) if m.on else m.conv(x)
 
-    model = made(Net(chosen, probe=nn.Conv2d(4, 6, 3), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)))
+    model = made(
+        Net(chosen, probe=nn.Conv2d(4, 6, 3), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6))
+    )
     model.on = True
     assert see(model, lambda: model(X)).branches_on_data == ({""} if name in NUMBERS else set())
     new, report = fuse_with_report(model, X)
@@ -348,7 +358,14 @@ def test_what_a_scripted_function_reads_is_seen():
         y = m.conv(x)
         return m.norm(y) + m.gate * scripted(y)
 
-    model = made(Net(compute, conv=conv(4, 6, 3)(), norm=nn.BatchNorm2d(6), gate=nn.Parameter(torch.zeros(()))))
+    model = made(
+        Net(
+            compute,
+            conv=conv(4, 6, 3)(),
+            norm=nn.BatchNorm2d(6),
+            gate=nn.Parameter(torch.zeros(())),
+        )
+    )
     model.gate.zero_()
     new, report = fuse_with_report(model, X)
     assert report.left.keys() == {"norm"}
@@ -366,7 +383,13 @@ class Remembers(nn.Module):
         self.register_buffer("memory", torch.zeros(()))
         self.register_buffer("counter", torch.zeros((), dtype=torch.long))
         self.weight = nn.Parameter(torch.zeros(()))
-        self.calls, self.list, self.dict, self.queue, self.object = 0, [], {}, deque(), SimpleNamespace(calls=0)
+        self.calls, self.list, self.dict, self.queue, self.object = (
+            0,
+            [],
+            {},
+            deque(),
+            SimpleNamespace(calls=0),
+        )
 
     def forward(self, x):
         return self.norm(self.conv(x)) * (1 + self.how(self))
@@ -479,7 +502,9 @@ def test_train_mode_counts_only_where_it_changes_something():
 @torch.no_grad()
 def test_a_module_under_two_names_is_not_tied():
     layer, norm = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
-    model = Net(lambda m, x: m.block(x), conv=layer, norm=norm, block=nn.Sequential(layer, norm, nn.ReLU()))
+    model = Net(
+        lambda m, x: m.block(x), conv=layer, norm=norm, block=nn.Sequential(layer, norm, nn.ReLU())
+    )
     model = made(model)
     new, report = fuse_with_report(model, X)
     assert report.merged == {"norm": "conv"}
@@ -517,7 +542,9 @@ def test_work_of_more_than_five_seconds_says_so_on_a_terminal(monkeypatch):
 @torch.no_grad()
 def test_slices_of_a_sequence_keep_their_values():
     """A norm that its readers could hold gives the value at the end of a slice."""
-    model = made(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1)))
+    model = made(
+        nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1))
+    )
     kept, report = fuse_with_report(model, X)
     assert "2 called alone" in report.left["2"]
     for end in (2, 3, 4):

@@ -65,7 +65,11 @@ def pad_odd(model, x):
     return model.norm(F.pad(y, (0, y.shape[-1] % 2, 0, y.shape[-2] % 2)))
 
 
-THREE, ONE, PLAIN = conv(4, 6, 3, padding=1, bias=False), conv(4, 6, 1), conv(4, 4, 3, padding=1, bias=False)
+THREE, ONE, PLAIN = (
+    conv(4, 6, 3, padding=1, bias=False),
+    conv(4, 6, 1),
+    conv(4, 4, 3, padding=1, bias=False),
+)
 SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
 DOWN, UP = conv(4, 1, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
 MOVED = dict(fc=LINEAR, norm=norm(kind=nn.BatchNorm1d))
@@ -73,7 +77,10 @@ THREE_BRANCHES = dict(three=PLAIN, one=conv(4, 4, 1), a=SAME, b=SAME, c=SAME)
 LOW_RANK = dict(a=THREE, n=norm(), down=conv(4, 2, 3, padding=1), up=conv(2, 6, 1))
 MERGED = {
     "conv, grouped, dilated": (in_turn(conv(4, 6, 3, 2, 2, 2, 2), norm(affine=False)), MAP),
-    "conv, transposed, grouped": (in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()), MAP),
+    "conv, transposed, grouped": (
+        in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()),
+        MAP,
+    ),
     "linear": (in_turn(LINEAR, norm(kind=nn.BatchNorm1d)), (5, 4)),
     "linear, moved": (net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), **MOVED), TOKENS),
     "frozen norm": (in_turn(THREE, frozen), MAP),
@@ -81,18 +88,34 @@ MERGED = {
     "norm with activation": (in_turn(THREE, lambda: timm.layers.BatchNormAct2d(6)), MAP),
     "branches": (net(lambda m, x: m.a(m.three(x)) + m.b(m.one(x)) + m.c(x), **THREE_BRANCHES), MAP),
     "branches, then a norm": (
-        net(lambda m, x: m.n(m.three(x) + m.one(x) + x), three=PLAIN, one=conv(4, 4, 1, groups=4), n=SAME),
+        net(
+            lambda m, x: m.n(m.three(x) + m.one(x) + x),
+            three=PLAIN,
+            one=conv(4, 4, 1, groups=4),
+            n=SAME,
+        ),
         MAP,
     ),
-    "adapter": (net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP), TOKENS),
-    "adapter divided": (net(lambda m, x: m.up(m.down(x)) / 4 + m.a(x), a=LINEAR, down=DOWN, up=UP), TOKENS),
+    "adapter": (
+        net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP),
+        TOKENS,
+    ),
+    "adapter divided": (
+        net(lambda m, x: m.up(m.down(x)) / 4 + m.a(x), a=LINEAR, down=DOWN, up=UP),
+        TOKENS,
+    ),
     "adapter of a convolution": (net(lambda m, x: m.up(m.down(x)) + m.n(m.a(x)), **LOW_RANK), MAP),
     "a weighted branch with a norm": (
         net(lambda m, x: 0.3 * m.n(m.one(x)) + m.three(x), three=THREE, one=ONE, n=norm()),
         MAP,
     ),
     "before two readers": (
-        net(lambda m, x: (lambda y: m.a(y) * m.b(y))(m.n(x)), n=SAME, a=conv(4, 6, 3, groups=2), b=conv(4, 6, 3)),
+        net(
+            lambda m, x: (lambda y: m.a(y) * m.b(y))(m.n(x)),
+            n=SAME,
+            a=conv(4, 6, 3, groups=2),
+            b=conv(4, 6, 3),
+        ),
         MAP,
     ),
     "chain": (in_turn(conv(4, 8, 3), norm(8), conv(8, 4, 1), norm(4), nn.ReLU), MAP),
@@ -122,9 +145,17 @@ def test_all_that_is_one_layer_is_merged(name):
     assert not report.left
     assert deviation(new(x), model(x)) < 1e-12
     assert report.difference < 1e-12
-    assert not any(isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules())
-    assert all(getattr(module, "weight", None) is None for module in new.modules() if "Norm" in type(module).__name__)
-    assert sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
+    assert not any(
+        isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules()
+    )
+    assert all(
+        getattr(module, "weight", None) is None
+        for module in new.modules()
+        if "Norm" in type(module).__name__
+    )
+    assert (
+        sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
+    )
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     layers = [module for module in new.modules() if getattr(module, "weight", None) is not None]
     assert len(layers) == 1 + (name == "before two readers")
@@ -139,7 +170,9 @@ def tied(first, second, what="weight"):
 
 
 def bias_read_elsewhere():
-    model = net(lambda m, x: m.norm(m.conv(x)).relu() + m.again[:, None, None], conv=ONE, norm=norm())()
+    model = net(
+        lambda m, x: m.norm(m.conv(x)).relu() + m.again[:, None, None], conv=ONE, norm=norm()
+    )()
     model.again = model.conv.bias
     return model
 
@@ -175,17 +208,41 @@ def shared_norm(m, x):
 
 PAIR = dict(conv=THREE, norm=norm())
 LEFT = {
-    "norm used twice": (net(shared_norm, a=PLAIN, b=PLAIN, norm=SAME), "norm", "called more than once"),
-    "in a dict": (net(lambda m, x: {"a": [y := m.conv(x)], "b": m.norm(y)}, **PAIR), "norm", "read elsewhere"),
-    "in an object": (net(lambda m, x: (SimpleNamespace(of=[y := m.conv(x)]), m.norm(y)), **PAIR), "norm", "elsewhere"),
+    "norm used twice": (
+        net(shared_norm, a=PLAIN, b=PLAIN, norm=SAME),
+        "norm",
+        "called more than once",
+    ),
+    "in a dict": (
+        net(lambda m, x: {"a": [y := m.conv(x)], "b": m.norm(y)}, **PAIR),
+        "norm",
+        "read elsewhere",
+    ),
+    "in an object": (
+        net(lambda m, x: (SimpleNamespace(of=[y := m.conv(x)]), m.norm(y)), **PAIR),
+        "norm",
+        "elsewhere",
+    ),
     "tied weights": (lambda: tied(PLAIN(), PLAIN()), "1", "tied"),
-    "tied biases": (lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"), "4", "bias of 3 is tied"),
+    "tied biases": (
+        lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"),
+        "4",
+        "bias of 3 is tied",
+    ),
     "bias read elsewhere": (bias_read_elsewhere, "norm", "tied"),
-    "branch on the batch": (net(lambda m, x: m.norm(m.conv(x)) if len(x) > 1 else m.conv(x), **PAIR), "norm", "differ"),
+    "branch on the batch": (
+        net(lambda m, x: m.norm(m.conv(x)) if len(x) > 1 else m.conv(x), **PAIR),
+        "norm",
+        "differ",
+    ),
     "module that computes more": (in_turn(PLAIN, lambda: Doubled(4)), "1", "computes more"),
     "computed weight": (standardised, "1", "computes its weight"),
     "hook on the layer": (hooked(0), "1", "hooks"),
-    "statistics of the batch": (in_turn(THREE, norm(track_running_stats=False)), "1", "statistics of the batch"),
+    "statistics of the batch": (
+        in_turn(THREE, norm(track_running_stats=False)),
+        "1",
+        "statistics of the batch",
+    ),
     "branch on data of a child": (
         net(decided_below, choice=net(lambda m, x: bool(x.mean() > -9)), **PAIR),
         "norm",
@@ -216,7 +273,9 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
 
 @torch.no_grad()
 def test_every_path_needs_an_example():
-    model, x = made(net(lambda m, x, to="a": getattr(m, to)(m.conv(x)), conv=THREE, a=norm(), b=norm()), MAP)
+    model, x = made(
+        net(lambda m, x, to="a": getattr(m, to)(m.conv(x)), conv=THREE, a=norm(), b=norm()), MAP
+    )
     with pytest.warns(UserWarning, match="no example calls b"):
         iso.fuse(model, x)
     assert fuse_with_report(model, [dict(x=x), dict(x=x, to="b")])[1].left.keys() == {"a", "b"}
@@ -228,7 +287,9 @@ def test_a_list_of_images_and_a_copy_in_another_mode():
     model, x = made(net(lambda m, images: m.norm(m.conv(torch.stack(images))), **PAIR), MAP)
     report = fuse_with_report(model.float(), {"images": [*x.float()]})[1]
     assert (report.left, report.inputs[0]) == ({}, "images.0 4x9x8, images.1 4x9x8")
-    extractor = disturb(timm.create_model("resnet10t", features_only=True, feature_cls="fx", out_indices=(2,)), 0.1)
+    extractor = disturb(
+        timm.create_model("resnet10t", features_only=True, feature_cls="fx", out_indices=(2,)), 0.1
+    )
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new = iso.fuse(extractor.eval(), images)
     assert not any(module.training or isinstance(module, _BatchNorm) for module in new.modules())
@@ -250,7 +311,9 @@ READ_BY_MANY = {"densenet121": 12}
 def family(name):
     torch.manual_seed(0)
     size, options = FAMILIES[name]
-    return disturb(timm.create_model(name, num_classes=3, **options), 0.1).float(), torch.randn(2, 3, size, size)
+    return disturb(timm.create_model(name, num_classes=3, **options), 0.1).float(), torch.randn(
+        2, 3, size, size
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -303,8 +366,14 @@ def test_methods_of_other_libraries_are_not_called(kind, norms):
 
 
 BROKEN = {
-    "a weight that is NaN": (lambda model: model[0].weight.fill_(float("nan")), "0.weight is not finite"),
-    "an infinite mean": (lambda model: model[1].running_mean.fill_(float("inf")), "outputs are not finite"),
+    "a weight that is NaN": (
+        lambda model: model[0].weight.fill_(float("nan")),
+        "0.weight is not finite",
+    ),
+    "an infinite mean": (
+        lambda model: model[1].running_mean.fill_(float("inf")),
+        "outputs are not finite",
+    ),
 }
 
 
@@ -344,13 +413,18 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     thin = iso.fuse(model, x)
     normed = iso.recast(thin, iso.ConvToConvNorm())
     assert deviation(normed(x), thin(x)) < 1e-12
-    for batches in ([x], [x[:1, :, :4, :4]]):  # the variance is unbiased, as torch's BatchNorm has it
+    for batches in (
+        [x],
+        [x[:1, :, :4, :4]],
+    ):  # the variance is unbiased, as torch's BatchNorm has it
         found = iso.recalibrate(normed, batches)[0].norm.running_var
         torch.testing.assert_close(found, thin[0](batches[0]).movedim(1, -1).flatten(0, -2).var(0))
     near = iso.recalibrate(normed, [x])
     assert deviation(near(x), thin(x)) < 1e-12
     trained = copy.deepcopy(near).train()
-    assert deviation(trained(x), thin(x)) < 0.01 < deviation(copy.deepcopy(normed).train()(x), thin(x))
+    assert (
+        deviation(trained(x), thin(x)) < 0.01 < deviation(copy.deepcopy(normed).train()(x), thin(x))
+    )
     back = iso.fuse(near)
     assert repr(back) == repr(thin)
     assert deviation(back(x), thin(x)) < 1e-12
@@ -376,7 +450,9 @@ def test_values_that_the_example_does_not_tell_apart():
     two = disturb(net(lambda m, x, y: (m.a(x) + m.b(y)).relu(), a=PLAIN, b=PLAIN)())
     x = torch.randn(MAP, dtype=torch.float64)
     assert not fuse_with_report(two, {"x": x, "y": x})[1].merged
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg")
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg"
+    )
     vit, x = disturb(vit, 0.1), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new, report = fuse_with_report(vit, x, affine=True)
     assert report.merged
@@ -400,9 +476,14 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 @torch.no_grad()
 def test_what_a_gate_of_0_hides(name):
-    parts = {part: conv(4, 4, 3, padding=1) for part in ("a", "a2")} | {part: conv(4, 4, 1) for part in ("b", "b2")}
+    parts = {part: conv(4, 4, 3, padding=1) for part in ("a", "a2")} | {
+        part: conv(4, 4, 1) for part in ("b", "b2")
+    }
     parts |= dict(norm=SAME, other=SAME, doubled=lambda: Doubled(4), drop=nn.Dropout)
-    parts |= dict(turned=conv(4, 4, 3, padding=1, kind=nn.ConvTranspose2d), gate=lambda: nn.Parameter(torch.zeros(())))
+    parts |= dict(
+        turned=conv(4, 4, 3, padding=1, kind=nn.ConvTranspose2d),
+        gate=lambda: nn.Parameter(torch.zeros(())),
+    )
     model, x = made(net(lambda m, x: x.relu() + m.gate * HIDDEN[name](m, x), **parts), MAP)
     model.gate.zero_()
     new, _ = fuse_with_report(model, x)

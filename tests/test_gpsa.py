@@ -31,7 +31,9 @@ def output_and_gradients(function, x, layer):
 
 def assert_equal(actual, expected):
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)  # float64: rounding of sums of a few hundred terms
+        torch.testing.assert_close(
+            a, b, rtol=1e-11, atol=1e-12
+        )  # float64: rounding of sums of a few hundred terms
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -46,7 +48,11 @@ def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
     assert_equal([layer.attention(x)], [references.gpsa2d_attention(layer, x)])
 
 
-TOKENS = [(GPSA, H, W, heads, p) for H, W, heads in [(4, 4, 4), (5, 7, 9), (9, 3, 6), (1, 5, 4)] for p in (0, 1, 3)]
+TOKENS = [
+    (GPSA, H, W, heads, p)
+    for H, W, heads in [(4, 4, 4), (5, 7, 9), (9, 3, 6), (1, 5, 4)]
+    for p in (0, 1, 3)
+]
 TOKENS += [(PSA, H, W, heads, 0) for H, W, heads in [(3, 3, 4), (2, 5, 9), (4, 2, 1), (1, 4, 4)]]
 
 
@@ -58,7 +64,9 @@ def test_attention_on_tokens_is_the_papers_formula(kind, H, W, heads, prefix):
     expected = output_and_gradients(lambda x: reference(layer, x, (H, W)), x, layer)
     assert_equal(output_and_gradients(layer, x, layer), expected)
     values = layer.split_heads(layer.v(x)).transpose(1, 2)
-    assert_equal([layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))], expected[:1])
+    assert_equal(
+        [layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))], expected[:1]
+    )
 
 
 def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():

@@ -49,7 +49,10 @@ def test_content_forms_are_the_formula(case, form, monkeypatch):
 @pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
 def test_groups_of_positions_and_of_global_content(channels, groups):
     x = torch.randn(2, channels, 4, 5, dtype=torch.float64, requires_grad=True)
-    for kind, reference in ((PositionalConv2d, references.positional_conv), (GPSA2d, references.gpsa2d)):
+    for kind, reference in (
+        (PositionalConv2d, references.positional_conv),
+        (GPSA2d, references.gpsa2d),
+    ):
         layer = perturbed(kind(channels, channels, 3, 1, 1, groups=groups).double())
         assert layer.weight.shape == (channels, channels // groups, 3, 3)
         expected = output_and_gradients(lambda x, layer=layer, by=reference: by(layer, x), x, layer)
@@ -57,13 +60,19 @@ def test_groups_of_positions_and_of_global_content(channels, groups):
 
 
 @pytest.mark.parametrize(
-    "grid", [(8, 7, 6, 3, 1, 1, 1), (11, 9, 3, 5, 2, 2, 1), (9, 7, 6, 3, (2, 1), (0, 2), 3)], ids=str
+    "grid",
+    [(8, 7, 6, 3, 1, 1, 1), (11, 9, 3, 5, 2, 2, 1), (9, 7, 6, 3, (2, 1), (0, 2), 3)],
+    ids=str,
 )
 @pytest.mark.parametrize("locality", [60.0, 14.0])
 def test_positions_as_one_convolution_are_the_formula(grid, locality, monkeypatch):
     monkeypatch.setattr(taps, "BY_HEAD_COST", 10**9)
     folded = []
-    monkeypatch.setattr(tap_heads, "folded_taps", lambda *given: folded.append(taps.folded_taps(*given)) or folded[-1])
+    monkeypatch.setattr(
+        tap_heads,
+        "folded_taps",
+        lambda *given: folded.append(taps.folded_taps(*given)) or folded[-1],
+    )
     H, W, channels, *sizes, groups = grid
     layer = PositionalConv2d(channels, 6, *sizes, groups=groups).double()
     layer.set_gating(locality=locality)
@@ -79,7 +88,10 @@ CITIZENS = {
     "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
     "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
     "positions, convolution": (lambda: PositionalConv2d(20, 6, 3, 1, 1), (2, 20, 6, 5)),
-    "positions, attention": (lambda: PositionalAttention(32, 4, (6, 5), prefix_tokens=1), (2, 31, 32)),
+    "positions, attention": (
+        lambda: PositionalAttention(32, 4, (6, 5), prefix_tokens=1),
+        (2, 31, 32),
+    ),
 }
 
 
@@ -97,14 +109,20 @@ class TestTorchCitizens(TorchCitizens):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler and the exporter warn about themselves
 def test_windows_compile_as_one_graph_and_export_at_any_size(tmp_path):
-    layer = perturbed(nn.Sequential(WindowGPSA2d(3, 6, 3, 2, 1), WindowGPSA2d(6, 6, 3, 1, 1, window=3, groups=6)))
+    layer = perturbed(
+        nn.Sequential(WindowGPSA2d(3, 6, 3, 2, 1), WindowGPSA2d(6, 6, 3, 1, 1, window=3, groups=6))
+    )
     x = torch.randn(2, 3, 12, 9)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
     compiled(x).sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
-    net = perturbed(nn.Sequential(WindowGPSA2d(3, 2, 1, 1, 0, window=3), nn.AdaptiveAvgPool2d(1), nn.Flatten())).eval()
-    assert iso.export(net, tmp_path / "net.pt2", dynamic="batch,size", size=(12, 16)).deviation.passed
+    net = perturbed(
+        nn.Sequential(WindowGPSA2d(3, 2, 1, 1, 0, window=3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    ).eval()
+    assert iso.export(
+        net, tmp_path / "net.pt2", dynamic="batch,size", size=(12, 16)
+    ).deviation.passed
 
 
 @pytest.mark.parametrize("kind", [GPSA2d, WindowGPSA2d])
@@ -119,7 +137,9 @@ def test_functional_gradients_and_second_derivatives(kind):
     loss(parameters, x).backward()
     for name, gradient in torch.func.grad(loss)(parameters, x).items():
         torch.testing.assert_close(gradient, parameters[name].grad)
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.randn(2, 1, 6, 3, 2).double())
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(
+        parameters, torch.randn(2, 1, 6, 3, 2).double()
+    )
     assert each["gate"].shape == (2, 9)
     assert torch.autograd.gradgradcheck(layer, (x,))
 
@@ -135,7 +155,9 @@ def test_windows_keep_no_maps():
 @pytest.mark.parametrize("content", gated.CONTENT)
 def test_the_attention_of_one_query_is_a_row_of_the_map(content):
     layer = perturbed(
-        iso.ConvToGPSA(content=content).build(iso.surgery.Site(nn.Conv2d(4, 6, 3, stride=2, padding=1))).double()
+        iso.ConvToGPSA(content=content)
+        .build(iso.surgery.Site(nn.Conv2d(4, 6, 3, stride=2, padding=1)))
+        .double()
     )
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     whole = layer.attention(x)

@@ -18,14 +18,27 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
 
 BASE = {"name": "cifar_resnet20", "num_classes": 10, "in_chans": 3}
-EDIT = {"rule": "ConvToGPSA", "fields": {"init": "exact", "locality": None, "gate": None}, "names": ["layer3.2.conv2"]}
-DATA = {"input_size": [3, 32, 32], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "label_names": list("abcdefghij")}
+EDIT = {
+    "rule": "ConvToGPSA",
+    "fields": {"init": "exact", "locality": None, "gate": None},
+    "names": ["layer3.2.conv2"],
+}
+DATA = {
+    "input_size": [3, 32, 32],
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.5, 0.5, 0.5],
+    "label_names": list("abcdefghij"),
+}
 
 
 def forged(path, base=BASE, edits=(EDIT,), data=DATA, **more):
     """A checkpoint with a header of its own: values are written as JSON, texts as they are."""
     parts = {"base": base, "edits": edits, "data": data, **more}
-    header = {key: part if isinstance(part, str) else json.dumps(part) for key, part in parts.items() if part != "none"}
+    header = {
+        key: part if isinstance(part, str) else json.dumps(part)
+        for key, part in parts.items()
+        if part != "none"
+    }
     save_file({"weight": torch.zeros(2)}, path, {"format": "isomorph-1", **header})
     return path
 
@@ -48,17 +61,44 @@ def rule(name="ConvToGPSA", names=("layer3.2.conv2",), **fields):
 
 FORGERIES = {
     "not JSON": ({"base": "{"}, "base is not JSON"),
-    "huge argument": (base(img_size=[10**30, 3]), "base.img_size holds 1e[+]30 and should not be above 16,777,216"),
+    "huge argument": (
+        base(img_size=[10**30, 3]),
+        "base.img_size holds 1e[+]30 and should not be above 16,777,216",
+    ),
     "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
-    "another file within": (upernet(checkpoint_path="/etc/passwd"), "base.backbone_kwargs.checkpoint_path is not allo"),
-    "a download within": (upernet(pretrained=True), "base.backbone_kwargs.pretrained is not allowed"),
-    "a path as an option": (upernet(act_layer="../x"), r"base.backbone_kwargs.act_layer is '../x': a file may name no"),
-    "code of the hub": (base(name="bert_small", attn_implementation="me/kernels"), "base.attn_implementation is not"),
-    "field of another rule": (rule(kernel=3), "edits.0.fields.kernel is not a field of ConvToGPSA; it has init, "),
-    "type of a field": (rule(locality="5"), "edits.0.fields.locality is '5' and should be a valid number"),
-    "fraction of a pixel": (data(input_size=[3, 32.5, 32]), "data.input_size.1 is 32.5 and should be a valid integer"),
-    "huge size": (data(input_size=[3, 10**6, 32]), "data.input_size.1 is 1000000 and should be less than"),
+    "another file within": (
+        upernet(checkpoint_path="/etc/passwd"),
+        "base.backbone_kwargs.checkpoint_path is not allo",
+    ),
+    "a download within": (
+        upernet(pretrained=True),
+        "base.backbone_kwargs.pretrained is not allowed",
+    ),
+    "a path as an option": (
+        upernet(act_layer="../x"),
+        r"base.backbone_kwargs.act_layer is '../x': a file may name no",
+    ),
+    "code of the hub": (
+        base(name="bert_small", attn_implementation="me/kernels"),
+        "base.attn_implementation is not",
+    ),
+    "field of another rule": (
+        rule(kernel=3),
+        "edits.0.fields.kernel is not a field of ConvToGPSA; it has init, ",
+    ),
+    "type of a field": (
+        rule(locality="5"),
+        "edits.0.fields.locality is '5' and should be a valid number",
+    ),
+    "fraction of a pixel": (
+        data(input_size=[3, 32.5, 32]),
+        "data.input_size.1 is 32.5 and should be a valid integer",
+    ),
+    "huge size": (
+        data(input_size=[3, 10**6, 32]),
+        "data.input_size.1 is 1000000 and should be less than",
+    ),
 }
 
 
@@ -75,7 +115,9 @@ def test_a_forged_header_is_one_line(kind, tmp_path):
 def test_a_model_larger_than_its_file_is_not_built(tmp_path):
     """Said before memory is taken: this one would have 200 TB."""
     path = forged(
-        tmp_path / "model.safetensors", base={"name": "vit_tiny_patch16_224", "embed_dim": 3 * 2**18}, edits=[]
+        tmp_path / "model.safetensors",
+        base={"name": "vit_tiny_patch16_224", "embed_dim": 3 * 2**18},
+        edits=[],
     )
     refused(r"its header asks for [\d,]+ numbers, it holds 2", iso.load, path)
 
@@ -107,7 +149,10 @@ def test_a_forged_task_is_one_line():
 def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):
     pytest.importorskip("transformers")
     model = timm.create_model("bert_small", num_hidden_layers=1, num_classes=2)
-    lure, code = tmp_path / "lure", {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}}
+    lure, code = (
+        tmp_path / "lure",
+        {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}},
+    )
     lure.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
         (lure / name).write_text(json.dumps(code | {"model_type": "evil"}))
@@ -116,7 +161,9 @@ def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path)
         ("me/evil", "not on this machine; if you trust it, run `hf download me/evil`"),
         (str(lure), "is not a vocabulary file, a folder or a name on the hub"),
     ):
-        record_data(model, {"task": {"name": "text_classification", "tokenizer": source, "dataset": "cola"}})
+        record_data(
+            model, {"task": {"name": "text_classification", "tokenizer": source, "dataset": "cola"}}
+        )
         refused(said, iso.evaluate, model)
     assert not (tmp_path / "ran").exists()
 
@@ -125,7 +172,13 @@ def test_a_forged_snapshot_names_no_file_outside_and_asks_for_no_memory(tmp_path
     folder = tmp_path / "run/step-00000001"
     folder.mkdir(parents=True)
     progress = {"step": 1, "closed": 1}
-    values = {"step": 1, "optimizer": {"state": {}, "groups": {}}, "recipe": {}, "progress": progress, "lanes": 1}
+    values = {
+        "step": 1,
+        "optimizer": {"state": {}, "groups": {}},
+        "recipe": {},
+        "progress": progress,
+        "lanes": 1,
+    }
     values |= {"data": {"images": 1, "steps": 1, "classes": 1}, "model": {}}
     for files, said in (
         ({"../../secret": "0"}, "String should match pattern|files.*should match"),
@@ -142,15 +195,27 @@ def test_settings_of_a_script_and_of_the_hub_name_no_file(tmp_path):
     for number, arguments in enumerate((within, {"config": "me/evil"}, {"backbone": "../x"})):
         content = {"arch": "upernet", "args": {"model": "upernet", "model_kwargs": arguments}}
         torch.save(content | {"state_dict": {"weight": torch.zeros(2)}}, tmp_path / f"{number}.pth")
-        refused(r"model_kwargs cannot be used: .*(not allowed|may name no)", iso.load, tmp_path / f"{number}.pth")
+        refused(
+            r"model_kwargs cannot be used: .*(not allowed|may name no)",
+            iso.load,
+            tmp_path / f"{number}.pth",
+        )
         config = {"architecture": "upernet", "model_args": arguments, "pretrained_cfg": {}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         save_file({"weight": torch.zeros(2)}, tmp_path / "m.safetensors", {"format": "pt"})
-        refused(r"model_kwargs cannot be used: .*(not allowed|may name no)", iso.load, tmp_path / "m.safetensors")
+        refused(
+            r"model_kwargs cannot be used: .*(not allowed|may name no)",
+            iso.load,
+            tmp_path / "m.safetensors",
+        )
 
 
 def test_a_header_names_no_folder_of_images(tmp_path):
     model = timm.create_model("resnet18")
-    for source, taken in (("digits", "digits"), (str(tmp_path), "imagefolder"), ("/etc", "imagefolder")):
+    for source, taken in (
+        ("digits", "digits"),
+        (str(tmp_path), "imagefolder"),
+        ("/etc", "imagefolder"),
+    ):
         record_data(model, {"source": source})
         assert default_data(model) == taken

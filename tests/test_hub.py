@@ -21,7 +21,9 @@ class TestHuggingface:
         as_parquet(tmp_path, named=False)
         dataset(SAMPLES[:2], named=False).to_parquet(tmp_path / "validation.parquet")
         assert open_source("huggingface", "test", tmp_path).classes == ("0", "1", "2")
-        refused("give their number as classes=", open_stream, "huggingface-stream", "test", tmp_path)
+        refused(
+            "give their number as classes=", open_stream, "huggingface-stream", "test", tmp_path
+        )
 
     def test_a_test_split_without_labels_is_passed_over(self, tmp_path):
         hidden = dataset([(-1, i, data) for _, i, data in SAMPLES[:3]], named=False)
@@ -34,11 +36,23 @@ class TestHuggingface:
     @pytest.mark.parametrize("open_it", [open_source, open_stream])
     def test_what_can_be_missing(self, tmp_path, open_it, monkeypatch):
         name = "huggingface" if open_it is open_source else "huggingface-stream"
-        refused(r"cannot reach timm/mini-imagenet: .*check the network", open_it, name, "train", "timm/mini-imagenet")
+        refused(
+            r"cannot reach timm/mini-imagenet: .*check the network",
+            open_it,
+            name,
+            "train",
+            "timm/mini-imagenet",
+        )
         refused("has no split train; parquet files must be named", open_it, name, "train", tmp_path)
         as_parquet(tmp_path)
         dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
-        refused("has columns image, target; it must have image and label", open_it, name, "test", tmp_path)
+        refused(
+            "has columns image, target; it must have image and label",
+            open_it,
+            name,
+            "test",
+            tmp_path,
+        )
         monkeypatch.setitem(sys.modules, "datasets", None)
         refused(r"pip install 'isomorph\[data\]'", open_it, name, "train", tmp_path)
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
@@ -58,21 +72,32 @@ class TestStream:
     def test_every_image_is_trained_on(self, stream, parts, workers):
         order = BatchOrder(len(SAMPLES), 4)
         sampler = TrainSampler(order, 6, parts=BatchParts(range(parts), parts))
-        seen = stream_loader(stream, lambda image: torch.tensor(zlib.crc32(image.tobytes())), sampler, workers)
+        seen = stream_loader(
+            stream, lambda image: torch.tensor(zlib.crc32(image.tobytes())), sampler, workers
+        )
         found = {
-            (int(label), int(image)) for images, labels, _ in seen for image, label in zip(images, labels, strict=True)
+            (int(label), int(image))
+            for images, labels, _ in seen
+            for image, label in zip(images, labels, strict=True)
         }
         assert found == {(label, zlib.crc32(pixels)) for label, pixels in EXPECTED}
 
     def test_same_labels_and_pixels(self, stream):
         assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
-        seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]
+        seen = [
+            (label, stream.image(raw, identity).tobytes())
+            for raw, label, identity in stream.samples(0, 0)
+        ]
         assert Counter(seen) == EXPECTED
 
     @pytest.mark.parametrize("parts", [1, 3, 4, 5, 20])
     def test_shares_are_exact_and_follow_seed_and_epoch(self, stream, parts):
         def order(epoch, seed):
-            return [identity for p in range(parts) for *_, identity in stream.samples(epoch, seed, p, parts)]
+            return [
+                identity
+                for p in range(parts)
+                for *_, identity in stream.samples(epoch, seed, p, parts)
+            ]
 
         stored = sorted(order(0, None))
         assert len(set(stored)) == len(SAMPLES)

@@ -110,7 +110,10 @@ def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
     assert not iso.edits(back)
     moved = set_gammas(copy.deepcopy(new))
     assert any(not torch.equal(a, b) for a, b in zip(outputs(model), outputs(moved), strict=True))
-    assert all(torch.equal(gamma.abs(), torch.full_like(gamma, 0.5)) for gamma in iso.analysis.gammas(moved).values())
+    assert all(
+        torch.equal(gamma.abs(), torch.full_like(gamma, 0.5))
+        for gamma in iso.analysis.gammas(moved).values()
+    )
     refused("its gamma is up to 0.5; keep it, or remove it with atol 1", lambda: iso.revert(moved))
     assert iso.revert(moved, atol=1.0).state_dict().keys() == model.state_dict().keys()
 
@@ -118,31 +121,54 @@ def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
 def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     """Uniform attention over a map of 2 x 3: the mean distance is known, and not that of 3 x 2."""
     new = iso.insert(
-        timm.create_model("resnet18").eval(), iso.layers.MapAttention, "layer4.1", torch.randn(1, 3, 64, 96)
+        timm.create_model("resnet18").eval(),
+        iso.layers.MapAttention,
+        "layer4.1",
+        torch.randn(1, 3, 64, 96),
     )
     nn.init.zeros_(new.layer4[1].inserted.block.attn.qkv.weight)
     x, name = torch.randn(2, 3, 64, 96), "layer4.1.inserted.block.attn"
     seen = iso.analysis.attention_from(new, x, (0, 0.9))[name]
     assert torch.allclose(seen, torch.full((2, 8, 2, 3), 1 / 6))
     points = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
-    assert torch.allclose(iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8))
+    assert torch.allclose(
+        iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8)
+    )
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
-    both = iso.recast(new, iso.ConvToGPSA(), where="layer4.*.conv2")  # inside the module with the block, too
+    both = iso.recast(
+        new, iso.ConvToGPSA(), where="layer4.*.conv2"
+    )  # inside the module with the block, too
     assert (repr(back := iso.revert(both)), iso.edits(back)) == (repr(iso.revert(new)), ())
-    for rule, way in ((iso.ConvToGPSA(), iso.prune), (iso.LinearToPyramid(), iso.fuse)):  # a block stays with its layer
-        acting = iso.insert(iso.recast(new, rule, "layer3.1.conv2").eval(), iso.layers.MapAttention, "layer3.1.conv2")
+    for rule, way in (
+        (iso.ConvToGPSA(), iso.prune),
+        (iso.LinearToPyramid(), iso.fuse),
+    ):  # a block stays with its layer
+        acting = iso.insert(
+            iso.recast(new, rule, "layer3.1.conv2").eval(),
+            iso.layers.MapAttention,
+            "layer3.1.conv2",
+        )
         torch.testing.assert_close(way(set_gammas(acting))(x), acting(x), atol=1e-3, rtol=1e-3)
-    square = iso.insert(timm.create_model("cifar_resnet20").eval(), iso.layers.MapAttention, "layer2.0.conv1")
+    square = iso.insert(
+        timm.create_model("cifar_resnet20").eval(), iso.layers.MapAttention, "layer2.0.conv1"
+    )
     assert len(square.layer2[0].conv1.inserted.gamma) == 32  # of a map of 16 x 16
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
-    refused("after='layer9' matches no module; nearest names: layer4", lambda: iso.insert(new, nn.Identity(), "layer9"))
-    refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))
+    refused(
+        "after='layer9' matches no module; nearest names: layer4",
+        lambda: iso.insert(new, nn.Identity(), "layer9"),
+    )
+    refused(
+        "'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1")
+    )
 
 
 def test_a_block_sees_channels_first_and_each_has_its_gamma():
     x = torch.randn(2, 4, 4, 4)
     for layout, axis in (("map", 1), ("map, channels last", -1), ("tokens", -1)):
-        block = InsertedBlock(nn.Identity() if layout == "tokens" else nn.Conv2d(4, 4, 1, groups=4), 4, layout)
+        block = InsertedBlock(
+            nn.Identity() if layout == "tokens" else nn.Conv2d(4, 4, 1, groups=4), 4, layout
+        )
         block.gamma.data.copy_(torch.arange(4.0))
         y = block(x).movedim(axis, 0)
         given = x.movedim(axis, 1)
@@ -150,7 +176,9 @@ def test_a_block_sees_channels_first_and_each_has_its_gamma():
         torch.testing.assert_close(y, wanted.movedim(1, 0))
     attention = MapAttention(8)
     tokens = torch.randn(2, 12, 8)
-    torch.testing.assert_close(attention(tokens.mT.unflatten(2, (3, 4))).flatten(2).mT, attention(tokens))
+    torch.testing.assert_close(
+        attention(tokens.mT.unflatten(2, (3, 4))).flatten(2).mT, attention(tokens)
+    )
 
 
 def test_pickle_export_and_compile():
@@ -176,13 +204,18 @@ def test_saved_and_rebuilt(block, tmp_path):
     name = iso.edits(new)[0].rule.block
     known = BLOCKS.pop(name)
     try:
-        refused(f"the block {name} is not registered", lambda: iso.load(tmp_path / "new.safetensors"))
+        refused(
+            f"the block {name} is not registered", lambda: iso.load(tmp_path / "new.safetensors")
+        )
     finally:
         register_block(known, name)
 
 
 def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_model_at_their_own_rate():
-    block, model = nn.Conv2d(256, 256, 1), timm.create_model("resnet18").bfloat16().requires_grad_(False)
+    block, model = (
+        nn.Conv2d(256, 256, 1),
+        timm.create_model("resnet18").bfloat16().requires_grad_(False),
+    )
     new = iso.insert(model, block, "layer3.?")
     first, second = (new.layer3[i].inserted for i in (0, 1))
     assert first.block is not second.block
@@ -190,7 +223,10 @@ def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_mode
     assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
     assert all(p.requires_grad for p in first.parameters())
     assert not new.layer3[1].conv1.weight.requires_grad
-    groups = {group["name"]: group for group in iso.training.parameter_groups(new, lr=1e-3, gamma_lr="20x")}
+    groups = {
+        group["name"]: group
+        for group in iso.training.parameter_groups(new, lr=1e-3, gamma_lr="20x")
+    }
     assert {id(p) for p in groups["gammas"]["params"]} == {id(first.gamma), id(second.gamma)}
     assert (groups["gammas"]["lr"], groups["gammas"]["weight_decay"]) == (2e-2, 0)
 
@@ -203,7 +239,11 @@ def test_where_gradients_are_off_and_on_the_meta_device():
         gamma = new.get_submodule(place).inserted.gamma
         assert (gamma.requires_grad, gamma.is_inference()) == (True, False)
     refused("a block is inserted after it, recast before", iso.recast, new, iso.ConvToGPSA(), place)
-    assert iso.insert(model.to("meta"), MapAttention, place).get_submodule(place).inserted.gamma.is_meta
+    assert (
+        iso.insert(model.to("meta"), MapAttention, place)
+        .get_submodule(place)
+        .inserted.gamma.is_meta
+    )
 
 
 def in_place(channels):
@@ -211,7 +251,11 @@ def in_place(channels):
 
 
 REFUSALS = {
-    "in one dimension": ("line", conv_block, "line returns a map .*, but three axes are read as tokens"),
+    "in one dimension": (
+        "line",
+        conv_block,
+        "line returns a map .*, but three axes are read as tokens",
+    ),
     "never called": ("head", conv_block, "head is not called as a module"),
     "iterates": ("steps", conv_block, "steps iterates over its children"),
     "in place": ("conv", in_place, "changes its input in place"),

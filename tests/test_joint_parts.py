@@ -53,10 +53,16 @@ def test_parts_are_rectified_each_in_its_own_way():
     plain = vit()
     rule = iso.LinearToPyramid("R-D1W4", rectify={"q": "none", "v": "batchnorm"})
     wide = iso.recast(plain, rule, ["blocks.[0-9].attn.qkv", "blocks.*.mlp.fc1"])
-    assert [p.rectify for p in wide.blocks[0].attn.qkv.pyramids] == ["none", "batchnorm", "batchnorm"]
+    assert [p.rectify for p in wide.blocks[0].attn.qkv.pyramids] == [
+        "none",
+        "batchnorm",
+        "batchnorm",
+    ]
     assert wide.blocks[0].mlp.fc1.rectify == "rescale"
     assert rule == iso.LinearToPyramid("R-D1W4", rectify="v=batchnorm, q=none")
-    other = iso.recast(plain, iso.LinearToPyramid(rectify="qkv=none,v=batchnorm"), "blocks.0.attn.qkv")
+    other = iso.recast(
+        plain, iso.LinearToPyramid(rectify="qkv=none,v=batchnorm"), "blocks.0.attn.qkv"
+    )
     assert [p.rectify for p in other.blocks[0].attn.qkv.pyramids] == ["none", "none", "batchnorm"]
     iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
 
@@ -86,7 +92,10 @@ def test_parts_can_be_recast_one_after_the_other(tmp_path):
 
 def test_a_whole_layer_covers_its_parts():
     found = iso.recast(vit(), iso.LinearToPyramid(), ["blocks.0.attn.qkv", "blocks.*.attn.q"])
-    assert [kinds(found, block) for block in (0, 1)] == [["PyramidLinear"] * 3, ["PyramidLinear", "Linear", "Linear"]]
+    assert [kinds(found, block) for block in (0, 1)] == [
+        ["PyramidLinear"] * 3,
+        ["PyramidLinear", "Linear", "Linear"],
+    ]
 
 
 def test_recipes_describe_parts():
@@ -103,14 +112,24 @@ def test_the_command_recasts_parts(tmp_path, capsys):
     iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
 
     def recast(rectify):
-        options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--size", "32", "--overwrite"]
+        options = [
+            "--rule",
+            "LinearToPyramid",
+            "--where",
+            "blocks.*.attn.[qv]",
+            "--size",
+            "32",
+            "--overwrite",
+        ]
         with pytest.raises(SystemExit) as ended:
             main(["recast", str(vit), *options, "--json", "--rectify", rectify, "--out", str(wide)])
         return ended.value.code, capsys.readouterr()
 
     code, said = recast("q=none")
     assert not code, said.err
-    assert json.loads(said.out)["recast"] == [f"blocks.{i}.attn.{part}" for i in range(2) for part in "qv"]
+    assert json.loads(said.out)["recast"] == [
+        f"blocks.{i}.attn.{part}" for i in range(2) for part in "qv"
+    ]
     assert kinds(iso.load(wide)) == ["PyramidLinear", "Linear", "PyramidLinear"]
     code, said = recast("q=nine")
     assert code == 2
@@ -120,7 +139,10 @@ def test_the_command_recasts_parts(tmp_path, capsys):
 FIGURES = {
     "tdrl_fig3_none_g2sd": ({"q": "none", "k": "none"}, 12),
     "tdrl_fig3_batchnorm_100ep": ({"q": "batchnorm", "k": "batchnorm"}, 12),
-    "tdrl_fig4_all_none_100ep": (dict(q="batchnorm", k="batchnorm", v="none", fc1="none", fc2="none"), 12),
+    "tdrl_fig4_all_none_100ep": (
+        dict(q="batchnorm", k="batchnorm", v="none", fc1="none", fc2="none"),
+        12,
+    ),
     "tdrl_fig4_ffn_w3_none_g2sd": (dict(fc1="none", fc2="none"), 12),
     "tdrl_fig5_v_8_g2sd": (dict(v="rescale"), 8),
 }
@@ -136,7 +158,9 @@ def test_recipes_of_the_figures_put_pyramids_where_the_paper_has_them(name):
         qkv = block.attn.qkv
         named = dict(zip("qkv", qkv.pyramids, strict=True)) if isinstance(qkv, JointPyramid) else {}
         named |= dict(fc1=block.mlp.fc1, fc2=block.mlp.fc2)
-        found = {last: layer.rectify for last, layer in named.items() if isinstance(layer, PyramidLinear)}
+        found = {
+            last: layer.rectify for last, layer in named.items() if isinstance(layer, PyramidLinear)
+        }
         assert found == (wanted if number < depth else {})
     if "fig3" in name:
         assert {p.layout for p in model.modules() if isinstance(p, PyramidLinear)} == {"R-D1W4"}
@@ -144,9 +168,16 @@ def test_recipes_of_the_figures_put_pyramids_where_the_paper_has_them(name):
 
 def test_every_pre_training_half_of_the_tables_is_there():
     """Tables 3, 9 and 10: what is fine-tuned for 100 epochs has a pre-training of the same form."""
-    for half, tuned in (("vit_s", "vit_s"), ("plain_s", "plain_s"), ("naive", "naive"), ("regular", "regular")):
+    for half, tuned in (
+        ("vit_s", "vit_s"),
+        ("plain_s", "plain_s"),
+        ("naive", "naive"),
+        ("regular", "regular"),
+    ):
         first, second = iso.load_recipe(f"tdrl_{half}_g2sd"), iso.load_recipe(f"tdrl_{tuned}_100ep")
-        pooled = first.model.kwargs | {"global_pool": "avg"}  # fine-tuning reads the average of the patches
+        pooled = first.model.kwargs | {
+            "global_pool": "avg"
+        }  # fine-tuning reads the average of the patches
         assert (first.model.name, pooled) == (second.model.name, second.model.kwargs)
         assert first.mask.teacher_model == "vit_base_patch16_224.mae"
         assert f"tdrl_{tuned}_100ep" in first.expected

@@ -30,7 +30,15 @@ from tiny_runs import same_snapshots, stopped_run
 transformers = pytest.importorskip("transformers")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *LETTERS,
+    *(f"##{letter}" for letter in LETTERS),
+]
 NETWORK = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 NETWORK |= dict(vocab_size=len(WORDS), max_position_embeddings=32)
 REFINED = dict(rule="AttentionToRefined", ratio=2, where="*.attention.self")
@@ -53,7 +61,9 @@ def root(tmp_path_factory):
         (folder / name).mkdir()
         header, rows = ("", content) if name == "CoLA" else content.split("\n", 1)
         for split, times in (("train", 12), ("dev", 5)):
-            (folder / name / f"{split}.tsv").write_text((header + "\n") * bool(header) + rows * times)
+            (folder / name / f"{split}.tsv").write_text(
+                (header + "\n") * bool(header) + rows * times
+            )
     return folder
 
 
@@ -73,7 +83,12 @@ def pretraining(root):
 def fine_tuning(root, dataset="rte"):
     return dict(name="fine", optim=dict(lr=1e-3, layer_decay=0.8), epochs=1) | dict(
         model=dict(name="text_transformer", kwargs=NETWORK),
-        task=dict(name="text_classification", dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16),
+        task=dict(
+            name="text_classification",
+            dataset=dataset,
+            tokenizer=str(root / "vocab.txt"),
+            length=16,
+        ),
         data=dict(source="glue", root=str(root), batch_size=4),
     )
 
@@ -88,7 +103,9 @@ class TestNetworks:
         positions = torch.tensor([[1, 5]] * 3)
         torch.testing.assert_close(words(**inputs, positions=positions), logits[:, [1, 5]])
         for ids, length, found in zip(inputs["input_ids"], (32, 24, 16), logits, strict=True):
-            torch.testing.assert_close(words(ids[None, :length])[0], found[:length])  # as without padding
+            torch.testing.assert_close(
+                words(ids[None, :length])[0], found[:length]
+            )  # as without padding
         assert not torch.allclose(words(**inputs, token_type_ids=torch.ones(3, 32).long()), logits)
         words.reset_classifier(4)
         assert words(**inputs).shape == (3, 4)
@@ -97,7 +114,9 @@ class TestNetworks:
         config = transformers.RobertaConfig(**NETWORK, pad_token_id=1)
         theirs = transformers.RobertaForMaskedLM(config).eval()
         theirs.save_pretrained(tmp_path)
-        net = timm.create_model("text_transformer", family="roberta", **NETWORK, num_classes=2).eval()
+        net = timm.create_model(
+            "text_transformer", family="roberta", **NETWORK, num_classes=2
+        ).eval()
         new = iso.load_weights(net, tmp_path / "model.safetensors", fresh_head=True)
         assert new == ["head.fc.weight", "head.fc.bias"]
         ids = torch.randint(2, len(WORDS), (2, 9))
@@ -109,7 +128,10 @@ class TestTexts:
     def test_packed_sequences_hold_the_text_in_order(self, tokenizer):
         rows = pack(["a b c", "d", "e f g h"], tokenizer, 6)
         first = [tokenizer.convert_ids_to_tokens(row.tolist()) for row in rows]
-        assert first == [["[CLS]", "a", "b", "c", "[SEP]", "[SEP]"], ["[CLS]", "d", "[SEP]", "e", "f", "[SEP]"]]
+        assert first == [
+            ["[CLS]", "a", "b", "c", "[SEP]", "[SEP]"],
+            ["[CLS]", "d", "[SEP]", "e", "f", "[SEP]"],
+        ]
 
     def test_masks_hide_a_share_of_the_words(self, tokenizer):
         rows = np.tile(np.array([2, *range(5, 5 + 38), 3], dtype=np.int32), (400, 1))
@@ -143,7 +165,9 @@ class TestTexts:
         assert "attention_mask" not in pad_batch(0, [examples[1]])[0]
 
     def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
-        examples = glue.Sentences([(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8)
+        examples = glue.Sentences(
+            [(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8
+        )
         task = find_task("text_classification")(glue.TextClassificationPart(dataset="sst2"))
         monkeypatch.setattr(LanguageTask, "tokenizer", tokenizer)
         monkeypatch.setattr(Runtime, "maximum", lambda self, more: [next(steps)])
@@ -169,7 +193,9 @@ class TestTexts:
         predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
         found = glue.compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
         assert found == pytest.approx(dict(accuracy=60, f1=200 / 3, matthews=100 / 6, examples=5))
-        scores = glue.compute_metrics(("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0]))
+        scores = glue.compute_metrics(
+            ("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0])
+        )
         assert scores["spearman"] == pytest.approx(100)
         assert 90 < scores["pearson"] < 100
 
@@ -179,7 +205,10 @@ def pretrained(root, tmp_path_factory):
     """The folder of a refined network's pre-training."""
     out = tmp_path_factory.mktemp("pre")
     values = pretraining(root)
-    iso.train(validate({**values, "model": {**values["model"], "recast": REFINED}, "out": str(out)}), show=False)
+    iso.train(
+        validate({**values, "model": {**values["model"], "recast": REFINED}, "out": str(out)}),
+        show=False,
+    )
     return out
 
 
@@ -193,7 +222,9 @@ class TestRuns:
         assert result.metrics["masked_loss"] < 5
         assert result.metrics["sequences"] == 8
         again = iso.evaluate(iso.load(tmp_path / "model.safetensors"), root / "text.txt")
-        assert again == {name: result.metrics[name] for name in again}  # of the part that was left out
+        assert again == {
+            name: result.metrics[name] for name in again
+        }  # of the part that was left out
 
     def test_fine_tuning_starts_from_it(self, root, tmp_path, pretrained, capsys):
         values = fine_tuning(root)
@@ -203,8 +234,19 @@ class TestRuns:
         model = open_given(str(tmp_path), CheckpointOptions())
         assert "EditedBertSelfAttention" in {type(module).__name__ for module in model.modules()}
         assert iso.evaluate(model)["accuracy"] == result.metrics["accuracy"]  # on the run's data
-        assert '"label_names": ["entailment", "not_entailment"]' in read_header(tmp_path / "model.safetensors")["data"]
-        evaluate_task(task_of(model), model, "", ClassifierOptions(), EvaluationOptions(str(root)), ALONE, json_=False)
+        assert (
+            '"label_names": ["entailment", "not_entailment"]'
+            in read_header(tmp_path / "model.safetensors")["data"]
+        )
+        evaluate_task(
+            task_of(model),
+            model,
+            "",
+            ClassifierOptions(),
+            EvaluationOptions(str(root)),
+            ALONE,
+            json_=False,
+        )
         assert "accuracy (%)" in capsys.readouterr().out
 
     def test_a_regression_and_a_split(self, root, tmp_path):
@@ -213,14 +255,20 @@ class TestRuns:
         result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
         assert result.metrics["examples"] == 6
         assert -100 <= result.metrics["spearman"] <= 100
-        assert len(task_of(result.model).open_test(result.model, "glue", root)) == 6  # what training left out
+        assert (
+            len(task_of(result.model).open_test(result.model, "glue", root)) == 6
+        )  # what training left out
 
     def test_outputs_that_are_not_finite_have_no_metric(self, root):
-        part = glue.TextClassificationPart(dataset="rte", tokenizer=str(root / "vocab.txt"), length=16)
+        part = glue.TextClassificationPart(
+            dataset="rte", tokenizer=str(root / "vocab.txt"), length=16
+        )
         model = timm.create_model("text_transformer", **NETWORK, num_classes=2)
         model.table.data[6] = math.nan  # a letter of half of the texts
         with pytest.raises(NotFinite, match="outputs are not finite"):
-            find_task("text_classification")(part).evaluate(model, EvaluationOptions("glue", root), ALONE)
+            find_task("text_classification")(part).evaluate(
+                model, EvaluationOptions("glue", root), ALONE
+            )
 
 
 RTE = "index\tsentence1\tsentence2\tlabel\n"
@@ -235,27 +283,43 @@ def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     for name in glue.GLUE:
         splits = ["train-00000-of-00002", "train-00001-of-00002"]
-        splits += [f"{split}{'_matched' * (name == 'mnli')}-00000-of-00001" for split in ("validation", "test")]
+        splits += [
+            f"{split}{'_matched' * (name == 'mnli')}-00000-of-00001"
+            for split in ("validation", "test")
+        ]
         for split in splits:
-            write_parquet(folder / name / f"{split}.parquet", name, -1 if split.startswith("test") else 1)
+            write_parquet(
+                folder / name / f"{split}.parquet", name, -1 if split.startswith("test") else 1
+            )
     return folder
 
 
 def write_parquet(path, name, first, /, **changes):
     path.parent.mkdir(exist_ok=True)
-    texts = {column: [f"{column} one", f"{column} two"] for column in TEXTS.get(name, ["sentence1", "sentence2"])}
+    texts = {
+        column: [f"{column} one", f"{column} two"]
+        for column in TEXTS.get(name, ["sentence1", "sentence2"])
+    }
     labels = [float(first), 2.5] if name == "stsb" else [first, 0]
     columns = {**texts, "label": labels, "idx": [0, 1]} | changes
-    write_table(pyarrow.table({key: value for key, value in columns.items() if value is not None}), path)
+    write_table(
+        pyarrow.table({key: value for key, value in columns.items() if value is not None}), path
+    )
 
 
 def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(glue, "impatient_hub", nullcontext)
     asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *given, **more: asked.append((given, more)) or hub)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda *given, **more: asked.append((given, more)) or hub,
+    )
     assert glue.read_examples(glue.open_root(Path("nyu-mll/glue"), ["rte"]), "rte", "test")
-    assert asked == [(("nyu-mll/glue",), dict(repo_type="dataset", allow_patterns=["rte/*.parquet"]))]
+    assert asked == [
+        (("nyu-mll/glue",), dict(repo_type="dataset", allow_patterns=["rte/*.parquet"]))
+    ]
     assert glue.open_root(hub) == hub
 
 
@@ -272,7 +336,11 @@ def test_columns_by_name_and_number(root):
         ("rte", f"{RTE}0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
         ("rte", f"{RTE}0\ta\tb\tmaybe\n", "line 2: label 'maybe' is unknown; use ent"),
         *(
-            ("stsb", f"sentence1\tsentence2\tscore\na\tb\t{n}\n", f"line 2: label '{n}' is not a score; .* 0 to 5")
+            (
+                "stsb",
+                f"sentence1\tsentence2\tscore\na\tb\t{n}\n",
+                f"line 2: label '{n}' is not a score; .* 0 to 5",
+            )
             for n in ("nan", "5.1")
         ),
     ],

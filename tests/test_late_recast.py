@@ -28,7 +28,9 @@ SGD = dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1)
 
 def recipe(out, epoch, model=None, **more):
     model = TINY["model"] | dict(recast_epoch=epoch) | (model or {})
-    return tiny(out, **dict(model=model, data=FEW, optim=SGD, epochs=3, ema=0.9, log_every=1) | more)
+    return tiny(
+        out, **dict(model=model, data=FEW, optim=SGD, epochs=3, ema=0.9, log_every=1) | more
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkey
     for name, epoch in (("never", 0), ("late", 1)):
         iso.train(recipe(tmp_path / name, epoch, optim=moving, epochs=2), show=False)
     same_snapshots(tmp_path / "never", tmp_path / "late")
-    losses = [[row["loss"] for row in read_log(tmp_path / name / "steps.jsonl")] for name in ("never", "late")]
+    losses = [
+        [row["loss"] for row in read_log(tmp_path / name / "steps.jsonl")]
+        for name in ("never", "late")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -77,16 +82,29 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     rate = run.optimizer.param_groups[0]["lr"]
     recast_when_due(run, Journal(run.recipe, run.runtime, show=False))
     after, _ = split_optimizer(run.trained, run.optimizer)
-    assert after == {name: tensor for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert after == {
+        name: tensor for name, tensor in after.items() if torch.equal(tensor, before[name])
+    }
     kept = {name for name, _ in run.trained.named_parameters()} & weights.keys()
     assert len(after) == len(kept) > 50
-    assert all(torch.equal(weights[name], dict(run.trained.named_parameters())[name]) for name in kept)
+    assert all(
+        torch.equal(weights[name], dict(run.trained.named_parameters())[name]) for name in kept
+    )
     assert isinstance(run.trained.get_submodule(WHERE), iso.layers.GPSA2d)
-    torch.testing.assert_close(run.averaged.eval()(x), mean, rtol=0, atol=2e-2)  # the averages' own function goes on
+    torch.testing.assert_close(
+        run.averaged.eval()(x), mean, rtol=0, atol=2e-2
+    )  # the averages' own function goes on
     assert run.optimizer.param_groups[0]["lr"] == rate
-    assert [group["name"] for group in run.optimizer.param_groups] == ["decayed", "undecayed", "gates", "positions"]
+    assert [group["name"] for group in run.optimizer.param_groups] == [
+        "decayed",
+        "undecayed",
+        "gates",
+        "positions",
+    ]
     train_epoch(run)
-    assert run.optimizer.param_groups[2]["lr"] == pytest.approx(2 * run.optimizer.param_groups[0]["lr"])
+    assert run.optimizer.param_groups[2]["lr"] == pytest.approx(
+        2 * run.optimizer.param_groups[0]["lr"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +133,10 @@ def test_interrupted_around_the_recast(epoch, whole, tmp_path):
     assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
 
 
-VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
+VIT = dict(
+    name="vit_tiny_patch16_224",
+    kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3),
+)
 CNN = dict(name="cifar_resnet20")
 PARTS = {
     "ConvToGPSA": CNN | dict(recast=dict(where="layer3.2.conv?")),
@@ -153,6 +174,10 @@ def test_weights_of_both_forms_are_taken(name, tmp_path):
     other = build_model(ModelPart(**part, weights=tmp_path / "after.safetensors"), 3).eval()
     assert other(x).shape == (2, 3)
     assert "; new: " in other.isomorph_record.start
-    heads = {"linear.weight", "linear.bias"} if part["name"].startswith("cifar") else {"head.weight", "head.bias"}
+    heads = (
+        {"linear.weight", "linear.bias"}
+        if part["name"].startswith("cifar")
+        else {"head.weight", "head.bias"}
+    )
     if name != "head":
         assert set(other.isomorph_record.start.partition("; new: ")[2].split(", ")) == heads

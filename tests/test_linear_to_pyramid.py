@@ -19,7 +19,9 @@ from refusals import refused
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 
 
-@pytest.mark.parametrize("options", [dict(group_size=1), dict(group_size=2, stride=2), dict(kernel_size=5)])
+@pytest.mark.parametrize(
+    "options", [dict(group_size=1), dict(group_size=2, stride=2), dict(kernel_size=5)]
+)
 def test_a_block_of_pyramids_is_timms_forward_pass(options):
     """One convolution in training: output, gradients, statistics; with a frozen norm as timm computes it."""
     plain = MobileOneBlock(6, 6, **options, num_conv_branches=3, layers=LayerFn()).double()
@@ -27,7 +29,10 @@ def test_a_block_of_pyramids_is_timms_forward_pass(options):
     twin, x = copy.deepcopy(block), torch.randn(4, 6, 7, 6, dtype=torch.float64, requires_grad=True)
     twin.__class__ = MobileOneBlock
     for _ in range(2):
-        found = [[y := net(x), *torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])] for net in (block, twin)]
+        found = [
+            [y := net(x), *torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])]
+            for net in (block, twin)
+        ]
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(dict(block.named_buffers()), dict(twin.named_buffers()))
         block.conv_kxk[1].eval(), twin.conv_kxk[1].eval()
@@ -62,9 +67,18 @@ def test_every_weight_learns(layout, init):
 
 
 def test_queries_and_keys_are_rectified_by_batchnorm():
-    wide = iso.recast(timm.create_model("vit_tiny_patch16_224", **VIT), iso.LinearToPyramid(), ["*.qkv", "*.mlp.fc1"])
+    wide = iso.recast(
+        timm.create_model("vit_tiny_patch16_224", **VIT),
+        iso.LinearToPyramid(),
+        ["*.qkv", "*.mlp.fc1"],
+    )
     q, k, v = wide.blocks[0].attn.qkv.pyramids
-    assert [p.rectify for p in (q, k, v, wide.blocks[0].mlp.fc1)] == ["batchnorm", "batchnorm", "rescale", "rescale"]
+    assert [p.rectify for p in (q, k, v, wide.blocks[0].mlp.fc1)] == [
+        "batchnorm",
+        "batchnorm",
+        "rescale",
+        "rescale",
+    ]
     separate = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q_proj", "k_proj", "v_proj")})
     found = iso.recast(separate, iso.LinearToPyramid(), "*")
     assert [m.rectify for m in found.values()] == ["batchnorm", "batchnorm", "rescale"]
@@ -80,7 +94,10 @@ def by_head():
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():
-    joint = (nn.Conv2d(4, 12, 1), nn.Linear(4, 10))  # a convolution, and one without three equal parts
+    joint = (
+        nn.Conv2d(4, 12, 1),
+        nn.Linear(4, 10),
+    )  # a convolution, and one without three equal parts
     for model in (by_head(), *(nn.ModuleDict({"qkv": layer}) for layer in joint)):
         for rectify, found in (("paper", "batchnorm"), ("rescale", "rescale")):
             wide = iso.recast(model, iso.LinearToPyramid(rectify=rectify), "qkv")
@@ -92,12 +109,16 @@ def test_recalibration_takes_the_statistics_of_the_data():
     batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
     born = copy.deepcopy(wide.state_dict())
     new = iso.recalibrate(wide, [(x, None) for x in batches], keep_function=False)
-    assert all(torch.equal(t, wide.state_dict()[n]) for n, t in born.items())  # the input is untouched
+    assert all(
+        torch.equal(t, wide.state_dict()[n]) for n, t in born.items()
+    )  # the input is untouched
     assert not new.training
     linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
     assert (norm.momentum, norm.num_batches_tracked) == (0.1, 3)
     tokens = []
-    new.blocks[0].attn.qkv.register_forward_pre_hook(lambda _, args: tokens.append(linear(args[0]).flatten(0, 1)))
+    new.blocks[0].attn.qkv.register_forward_pre_hook(
+        lambda _, args: tokens.append(linear(args[0]).flatten(0, 1))
+    )
     for x in batches:
         new(x)
     torch.testing.assert_close(norm.running_mean, torch.stack([t.mean(0) for t in tokens]).mean(0))
@@ -123,14 +144,17 @@ def test_recalibration_can_keep_the_function(depth):
 
 def test_recalibration_keeps_convolutions_and_plain_norms_too():
     first, second = (
-        iso.layers.AnnealedPair(nn.Conv2d(i, i, 1), nn.Conv2d(i, o, 1), slope=1.0) for i, o in ((8, 16), (16, 12))
+        iso.layers.AnnealedPair(nn.Conv2d(i, i, 1), nn.Conv2d(i, o, 1), slope=1.0)
+        for i, o in ((8, 16), (16, 12))
     )
     layers = [nn.Conv2d(3, 8, 4, 4), nn.ReLU(), first, nn.MaxPool2d(2), nn.ReLU(), second]
     wide = iso.recast(disturb(nn.Sequential(*layers)).float(), iso.LinearToPyramid("P-W2"), "2")
     images = torch.randn(64, 3, 32, 32)
     near = iso.recalibrate(wide, [images, images])
     torch.testing.assert_close(near(images), wide(images), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(copy.deepcopy(near).train()(images), near(images), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        copy.deepcopy(near).train()(images), near(images), rtol=0.05, atol=0.05
+    )
     assert (copy.deepcopy(wide).train()(images) - wide(images)).abs().max() > 0.3
 
 
@@ -154,7 +178,11 @@ def test_recalibrated_variances_are_unbiased():
         (nn.Linear(2, 2), 1, "no BatchNorm"),
         (nn.BatchNorm1d(2), 0, "at least one batch"),
         (nn.BatchNorm1d(2, affine=False), 1, "without weights"),
-        (nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)), 1, "more than 1 value per channel"),
+        (
+            nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)),
+            1,
+            "more than 1 value per channel",
+        ),
     ],
 )
 def test_recalibration_says_what_is_missing(model, batches, said):
@@ -172,7 +200,9 @@ def test_a_layer_of_several_units():
     assert not isinstance(thin[0].conv, Pyramid)
     first, second = levit.LinearNorm(8, 8), levit.LinearNorm(8, 8)
     second.linear = first.linear
-    wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear"))
+    wide = disturb(
+        iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")
+    )
     x = torch.randn(2, 3, 8).double()
     assert deviation(iso.fuse(wide, norms=False)(x), wide(x)) < 1e-5
 
@@ -199,6 +229,14 @@ def test_layers_inside_pyramids_and_attention_are_not_selected():
     cnn = timm.create_model("cifar_resnet20").eval()
     wide = iso.recast(cnn, iso.LinearToPyramid(), "layer3.2.conv2")
     assert iso.targets(wide, iso.ConvToGPSA(), "layer3.2.*") == ["layer3.2.conv1"]
-    refused("matches no module", iso.recast, wide, iso.LinearToPyramid(), "layer3.2.conv2.branches.*")
+    refused(
+        "matches no module", iso.recast, wide, iso.LinearToPyramid(), "layer3.2.conv2.branches.*"
+    )
     attentive = iso.recast(cnn, iso.ConvToGPSA(), "layer3.2.conv2")
-    refused("GPSA2d reads its weight without calling it", iso.recast, attentive, iso.LinearToPyramid(), "*.value")
+    refused(
+        "GPSA2d reads its weight without calling it",
+        iso.recast,
+        attentive,
+        iso.LinearToPyramid(),
+        "*.value",
+    )

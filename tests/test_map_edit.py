@@ -53,7 +53,9 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     kernel = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
     allowed = regions(2, 6).repeat(2, 1, 1)[:, None]
     slow = torch.zeros_like(maps)
-    for b, i, j in ((b, i, j) for b in range(4) for i in range(6) for j in range(6) if allowed[b, 0, i, j]):
+    for b, i, j in (
+        (b, i, j) for b in range(4) for i in range(6) for j in range(6) if allowed[b, 0, i, j]
+    ):
         for s, t in ((s, t) for s in (-1, 0, 1) for t in (-1, 0, 1)):
             m, n = i + s, j + t
             inside = 0 <= m < 6 and 0 <= n < 6
@@ -64,7 +66,10 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     fast = convolve_within(maps, kernel, allowed)
     torch.testing.assert_close(fast, slow)
     weights = torch.randn_like(slow)
-    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), (maps, kernel)) for y in (fast, slow)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((y * weights).sum(), (maps, kernel)) for y in (fast, slow)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
     everywhere = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     plain = nn.functional.conv2d(maps, kernel, padding=1)
@@ -72,7 +77,8 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
 
 
 @pytest.mark.parametrize(
-    "rule", [REFINED, GATED, iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(span="spatial")]
+    "rule",
+    [REFINED, GATED, iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(span="spatial")],
 )
 def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
     layer = build("swin")
@@ -80,7 +86,10 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
     allowed = regions(2, 16)
     mask = torch.zeros(2, 16, 16, dtype=torch.float64).masked_fill(~allowed, -100.0)
     x = torch.randn(4, 16, C, dtype=torch.float64)
-    other, first = x.clone(), allowed[:, 0].repeat(2, 1)  # the tokens in the region of each window's first token
+    other, first = (
+        x.clone(),
+        allowed[:, 0].repeat(2, 1),
+    )  # the tokens in the region of each window's first token
     other[~first] = torch.randn_like(other[~first])
     y, z = new[0](x, mask=mask), new[0](other, mask=mask)
     torch.testing.assert_close(y[first], z[first])
@@ -90,11 +99,16 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
 
 
 def test_a_refined_map_is_that_of_refined_attention():
-    plain, x = Attention(C, 4, qkv_bias=True).double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    plain, x = (
+        Attention(C, 4, qkv_bias=True).double().eval(),
+        torch.randn(2, 9, C, dtype=torch.float64),
+    )
     fast, grads = iso.AttentionToRefined().build(iso.surgery.Site(plain)).double().eval(), []
     noisy(fast.refine)
     for recompute in (False, True):
-        edited = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute)
+        edited = edit_map(
+            plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute
+        )
         edited.map_edit.refine.load_state_dict(fast.refine.state_dict())
         torch.testing.assert_close(edited(x), fast(x))
         grads.append(torch.autograd.grad(edited(x).square().sum(), edited.qkv.weight)[0])
@@ -115,7 +129,9 @@ def test_a_gated_map_is_that_of_gpsa():
     q, k = gpsa.queries_keys(x)
     content = (q @ k.mT * 0.5).softmax(-1)
     for shape in ((3, 4), (96, 128)):
-        torch.testing.assert_close(edit(content, MapCall(shapes=(shape,), prefix=1)), gpsa.attention(x))
+        torch.testing.assert_close(
+            edit(content, MapCall(shapes=(shape,), prefix=1)), gpsa.attention(x)
+        )
     allowed = regions(2, 13)
     content = (q @ k.mT * 0.5).masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
     mixed = edit(content, MapCall(allowed, ((3, 4),), 1))
@@ -124,7 +140,10 @@ def test_a_gated_map_is_that_of_gpsa():
     cells = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
     torch.testing.assert_close(edit.place_map(cells, cells), edit.position_map((3, 4), (3, 4)))
     allowed = regions(2, 12)[:, None]
-    by_place, by_axis = edit.place_map(cells, cells, allowed), edit.position_map((3, 4), (3, 4), allowed)
+    by_place, by_axis = (
+        edit.place_map(cells, cells, allowed),
+        edit.position_map((3, 4), (3, 4), allowed),
+    )
     torch.testing.assert_close(by_place, by_axis)
     pooled = edit.position_map((4, 6), (2, 3))  # each key is the mean of 2 x 2 positions
     torch.testing.assert_close(pooled.sum(-1), torch.ones(4, 24, dtype=torch.float64))
@@ -135,14 +154,24 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
     arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
     model = timm.create_model("hiera_tiny_224", **arguments).eval()
     H, W = (n // 4 for n in size)
-    coordinates = torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))  # (H W, 2), row by row
+    coordinates = torch.cartesian_prod(
+        torch.arange(float(H)), torch.arange(float(W))
+    )  # (H W, 2), row by row
     unrolled = model.unroll(coordinates[None])[0]
     for block in model.blocks:
         layer, count = block.attn, block.attn.window_size * block.attn.q_stride
         units = (1, 1) if layer.use_mask_unit_attn else (H // 8, W // 8)
-        tokens = unrolled.unflatten(0, (-1, H // 8 * (W // 8)))[:, 0] if layer.use_mask_unit_attn else unrolled
-        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)  # of the patches that a token stands for
-        queries, found = mask_unit_places(layer, [(H, W)], layer.window_size * math.prod(units), len(keys))
+        tokens = (
+            unrolled.unflatten(0, (-1, H // 8 * (W // 8)))[:, 0]
+            if layer.use_mask_unit_attn
+            else unrolled
+        )
+        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(
+            0
+        )  # of the patches that a token stands for
+        queries, found = mask_unit_places(
+            layer, [(H, W)], layer.window_size * math.prod(units), len(keys)
+        )
         scale = 8 / math.sqrt(count)  # patches in a step of the keys
         torch.testing.assert_close(found * scale + (scale - 1) / 2, keys)
         pooled = keys.unflatten(0, (layer.q_stride, -1)).mean(0)
@@ -153,8 +182,12 @@ def test_the_places_of_pooled_and_haloed_keys():
     pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
     queries, keys = row_mean_places(pooled, [(4, 6)], 24, 6)
     torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
-    torch.testing.assert_close(keys[1] * 2, torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float().mean(0))
-    torch.testing.assert_close(queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0)))
+    torch.testing.assert_close(
+        keys[1] * 2, torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float().mean(0)
+    )
+    torch.testing.assert_close(
+        queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
+    )
     halo = HaloAttn(C, num_heads=4, block_size=4, halo_size=3, stride=2)
     queries, keys = halo_places(halo, (), 4, 100)
     assert queries.tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
@@ -165,7 +198,9 @@ def test_a_class_token_that_is_the_only_query_is_in_the_middle():
     edit = GatedMap(4).double()
     edit.set_gating(locality=2.0, gate=30.0)
     maps = torch.full((1, 4, 1, 16), 1 / 16, dtype=torch.float64)
-    alone, with_itself = (edit(m, MapCall(shapes=((3, 5),), prefix=1))[0, 0, 0] for m in (maps[..., 1:], maps))
+    alone, with_itself = (
+        edit(m, MapCall(shapes=((3, 5),), prefix=1))[0, 0, 0] for m in (maps[..., 1:], maps)
+    )
     torch.testing.assert_close(with_itself, F.pad(alone, (1, 0)))
     centre = edit.centre[0]
     offsets = torch.cartesian_prod(torch.arange(3.0) - 1, torch.arange(5.0) - 2).double()
@@ -175,7 +210,15 @@ def test_a_class_token_that_is_the_only_query_is_in_the_middle():
 
 @pytest.fixture(scope="module")
 def swin():
-    arguments = dict(depths=(2,), num_heads=(2,), embed_dim=16, window_size=4, img_size=32, patch_size=4, num_classes=3)
+    arguments = dict(
+        depths=(2,),
+        num_heads=(2,),
+        embed_dim=16,
+        window_size=4,
+        img_size=32,
+        patch_size=4,
+        num_classes=3,
+    )
     return timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
 
 
@@ -191,7 +234,9 @@ def test_a_swin_is_verified_exported_and_compiled(swin, rule):
 
 
 def test_features_and_image_sizes_follow():
-    arguments = dict(img_size=32, depth=2, embed_dim=32, num_heads=4, num_classes=3, dynamic_img_size=True)
+    arguments = dict(
+        img_size=32, depth=2, embed_dim=32, num_heads=4, num_classes=3, dynamic_img_size=True
+    )
     plain = timm.create_model("vit_small_patch16_dinov3_qkvb", **arguments).eval()
     batches = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 32)]
     for rule in (iso.AttentionToRefined(), GATED, iso.AttentionToRefined(span="spatial")):
@@ -205,10 +250,15 @@ def test_features_and_image_sizes_follow():
     for old, new in zip(pyramid(x), iso.recast(pyramid, GATED, "*.attn")(x), strict=True):
         torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
     pit = timm.create_model("pit_ti_224", num_classes=3, img_size=64, depth=(1, 1, 1)).eval()
-    for rule in (GATED, iso.AttentionToRefined(span="spatial")):  # timm's Attention on an unknown grid
+    for rule in (
+        GATED,
+        iso.AttentionToRefined(span="spatial"),
+    ):  # timm's Attention on an unknown grid
         new = iso.recast(pit, rule, "transformers.*.attn")
         iso.verify(pit, new, torch.randn(1, 3, 64, 64))
-        assert all(isinstance(new.get_submodule(name), EditedAttention) for name in iso.edits(new)[0].names)
+        assert all(
+            isinstance(new.get_submodule(name), EditedAttention) for name in iso.edits(new)[0].names
+        )
 
 
 def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
@@ -219,9 +269,14 @@ def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
     annealed = copy.deepcopy(new)
     iso.Anneal(steps=3, stop=(2.0, 0.5)).apply(annealed, 3)
     edits = [module for module in annealed.modules() if isinstance(module, GatedMap)]
-    assert [float(part.detach()[0]) for edit in edits for part in (edit.locality, edit.gate)] == [2.0, 0.5] * 2
+    assert [float(part.detach()[0]) for edit in edits for part in (edit.locality, edit.gate)] == [
+        2.0,
+        0.5,
+    ] * 2
     before, after = iso.attention_maps(swin, ones), iso.attention_maps(train_edits(new), ones)
-    assert {name: m.shape for name, m in after.items()} == {name: m.shape for name, m in before.items()}
+    assert {name: m.shape for name, m in after.items()} == {
+        name: m.shape for name, m in before.items()
+    }
     assert not torch.allclose(*(maps["layers.0.blocks.0.attn"] for maps in (before, after)))
 
 
@@ -230,8 +285,14 @@ def test_timms_attention_with_another_scale_or_dropout_keeps_its_function(fused,
     """In training not the fused form, which draws its dropout in an order of its own."""
     layer = Attention(16, 4)
     layer.fused_attn, layer.scale, layer.attn_drop = fused, 0.3, nn.AlphaDropout(0.5)
-    model, x, outputs = nn.Sequential(layer).double().train(training), torch.randn(2, 9, 16, dtype=torch.float64), []
-    edited = iso.recast(model, iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0), where="0")
+    model, x, outputs = (
+        nn.Sequential(layer).double().train(training),
+        torch.randn(2, 9, 16, dtype=torch.float64),
+        [],
+    )
+    edited = iso.recast(
+        model, iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0), where="0"
+    )
     assert isinstance(edited[0], EditedAttention)
     for each in (model, edited):
         torch.manual_seed(0)

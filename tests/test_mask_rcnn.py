@@ -17,7 +17,11 @@ VIT = dict(embed_dim=12, num_heads=3, depth=2)
 def detector(backbone="tdrl_vit_ti", **kwargs):
     torch.manual_seed(0)
     own = {"backbone_kwargs": VIT} if "vit" in backbone else {}
-    own |= {"backbone_kwargs": VIT | {"local_up_to_layer": 1, "num_heads": 4}} if backbone == "convit_ti" else {}
+    own |= (
+        {"backbone_kwargs": VIT | {"local_up_to_layer": 1, "num_heads": 4}}
+        if backbone == "convit_ti"
+        else {}
+    )
     return timm.create_model("mask_rcnn", backbone=backbone, **{**SMALL, **own, **kwargs})
 
 
@@ -31,10 +35,20 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
             "labels": torch.tensor([2]),
             "masks": torch.ones(1, 70, 45, dtype=torch.uint8),
         },
-        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64), "masks": torch.zeros(0, 70, 45)},
+        {
+            "boxes": torch.zeros(0, 4),
+            "labels": torch.zeros(0, dtype=torch.int64),
+            "masks": torch.zeros(0, 70, 45),
+        },
     ]
     losses = model(x, targets)
-    assert set(losses) == {"loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask"}
+    assert set(losses) == {
+        "loss_objectness",
+        "loss_rpn_box_reg",
+        "loss_classifier",
+        "loss_box_reg",
+        "loss_mask",
+    }
     sum(losses.values()).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     model.eval()
@@ -52,12 +66,22 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
 def test_a_backbone_keeps_one_map_of_each_resolution():
     cnn = detector("cifar_resnet20", masks=False)
     assert cnn.strides == (1, 2, 4, 8)
-    assert (cnn.rpn.head.cls_logits.in_channels, cnn.roi_heads.box_predictor.cls_score.in_features) == (8, 16)
+    assert (
+        cnn.rpn.head.cls_logits.in_channels,
+        cnn.roi_heads.box_predictor.cls_score.in_features,
+    ) == (8, 16)
     with torch.device("meta"):
-        blocks = timm.create_model("mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=3)).backbone.blocks
+        blocks = timm.create_model(
+            "mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=3)
+        ).backbone.blocks
         assert [block.attn.window for block in blocks].count(None) == 4
         assert [len(blocks[i].attn.rel_pos_h) for i in (0, 2)] == [27, 127]
-        assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)  # two stages have stride 16
+        assert detector("t_resnet50d", masks=False).strides == (
+            4,
+            8,
+            16,
+            32,
+        )  # two stages have stride 16
         vit = detector("vit_tiny_patch16_224", img_size=(48, 64))
         assert isinstance(vit.backbone, WindowedViT)
         assert vit.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
@@ -66,7 +90,9 @@ def test_a_backbone_keeps_one_map_of_each_resolution():
 
 
 def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
-    vit = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", dynamic_img_size=True, **VIT)
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", class_token=False, global_pool="avg", dynamic_img_size=True, **VIT
+    )
     vit.eval()
     x = torch.randn(1, 3, 224, 224)
     expected = vit.forward_intermediates(x, indices=1, norm=False, intermediates_only=True)[0]
@@ -81,7 +107,11 @@ def plain():
 class TestSurgery:
     def test_recast_verify_fuse_of_the_whole_network(self, plain, tmp_path):
         x = torch.randn(1, 3, 50, 70)
-        wide = iso.recast(plain, iso.LinearToPyramid(), where=["backbone.blocks.*.mlp.fc?", "roi_heads.box_head.5"])
+        wide = iso.recast(
+            plain,
+            iso.LinearToPyramid(),
+            where=["backbone.blocks.*.mlp.fc?", "roi_heads.box_head.5"],
+        )
         report = iso.verify(plain, wide, x)
         assert report.passed
         assert len(report.targets) == 5
@@ -105,9 +135,16 @@ class TestWeights:
         model = detector("vit_tiny_patch16_224", backbone_kwargs={**VIT, "img_size": 96})
         new = iso.load_weights(model, tmp_path / "vit.safetensors", fresh_head=True)
         assert any(name.startswith("rpn.") for name in new)
-        assert {name.rpartition(".")[2] for name in new if "backbone" in name} == {"rel_pos_h", "rel_pos_w"}
-        torch.testing.assert_close(model.backbone.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight)
-        torch.testing.assert_close(model.backbone.pos_embed, vit.pos_embed[:, 1:])  # without the class token's
+        assert {name.rpartition(".")[2] for name in new if "backbone" in name} == {
+            "rel_pos_h",
+            "rel_pos_w",
+        }
+        torch.testing.assert_close(
+            model.backbone.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight
+        )
+        torch.testing.assert_close(
+            model.backbone.pos_embed, vit.pos_embed[:, 1:]
+        )  # without the class token's
         larger = detector("vit_tiny_patch16_224")
         iso.load_weights(larger, tmp_path / "vit.safetensors", fresh_head=True)
         assert larger.backbone.pos_embed.shape == (1, 196, 12)
@@ -120,7 +157,10 @@ class TestWeights:
             iso.load_weights(model, tmp_path / f"{layout}.safetensors", fresh_head=True)
             tokens = torch.randn(5, 12)
             torch.testing.assert_close(
-                model.backbone.blocks[0].mlp.fc1(tokens), vit.blocks[0].mlp.fc1(tokens), atol=1e-4, rtol=1e-4
+                model.backbone.blocks[0].mlp.fc1(tokens),
+                vit.blocks[0].mlp.fc1(tokens),
+                atol=1e-4,
+                rtol=1e-4,
             )
 
     def test_a_detector_of_other_classes_keeps_all_but_its_last_layers(self, plain, tmp_path):
@@ -129,13 +169,18 @@ class TestWeights:
         new = iso.load_weights(other, tmp_path / "three.safetensors", fresh_head=True)
         layers = {name.split(".")[-2] for name in new}
         assert layers == {"cls_score", "bbox_pred", "mask_fcn_logits"}
-        torch.testing.assert_close(other.rpn.head.cls_logits.weight, plain.rpn.head.cls_logits.weight)
+        torch.testing.assert_close(
+            other.rpn.head.cls_logits.weight, plain.rpn.head.cls_logits.weight
+        )
 
 
 def test_boxes_read_the_map_of_their_size():
     pool = PyramidRoIAlign(7, (4, 8, 16, 32))
     maps = {str(i): torch.randn(2, 5, 256 // s, 256 // s) for i, s in enumerate((4, 8, 16, 32))}
-    boxes = [torch.tensor([[3.0, 5, 90, 80], [0, 0, 250, 250]]), torch.tensor([[10.0, 10, 200, 120]])]
+    boxes = [
+        torch.tensor([[3.0, 5, 90, 80], [0, 0, 250, 250]]),
+        torch.tensor([[10.0, 10, 200, 120]]),
+    ]
     assert pool.levels_of(torch.cat(boxes)).tolist() == [0, 2, 1]
     y = pool(maps, boxes)
     expected = roi_align(maps["2"], [boxes[0][1:], boxes[1][:0]], 7, 1 / 16, -1, aligned=True)
@@ -145,7 +190,10 @@ def test_boxes_read_the_map_of_their_size():
 GATED = dict(rule=iso.AttentionToGPSA(), where="backbone.blocks.0.attn")
 REFUSED = {
     "windows": (lambda plain: iso.recast(plain, **GATED), "DecomposedAttention"),
-    "train mode": (lambda plain: detector(masks=False).detect(torch.zeros(1, 3, 32, 32)), "eval mode"),
+    "train mode": (
+        lambda plain: detector(masks=False).detect(torch.zeros(1, 3, 32, 32)),
+        "eval mode",
+    ),
     "losses in eval mode": (lambda plain: plain(torch.zeros(1, 3, 32, 32), []), "train mode"),
     "weights": (
         lambda plain: backbone_state(plain, timm.create_model("cifar_resnet20").state_dict()),

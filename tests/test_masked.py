@@ -64,12 +64,22 @@ def slow_loss(model, images, noise):
     (ph, pw), (H, W) = vit.patch_embed.patch_size, vit.patch_embed.grid_size
     prefix = vit.num_prefix_tokens
     for image, draw in zip(images, noise, strict=True):
-        visible = sorted(range(H * W), key=lambda i: draw[i].item())[: math.floor(H * W * (1 - model.ratio))]
-        patches = [image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw] for r in range(H) for c in range(W)]
+        visible = sorted(range(H * W), key=lambda i: draw[i].item())[
+            : math.floor(H * W * (1 - model.ratio))
+        ]
+        patches = [
+            image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw]
+            for r in range(H)
+            for c in range(W)
+        ]
         own = vit.pos_embed[0, -H * W :]
-        tokens = [vit.patch_embed.proj(patches[i][None]).flatten() + own[i] for i in sorted(visible)]
+        tokens = [
+            vit.patch_embed.proj(patches[i][None]).flatten() + own[i] for i in sorted(visible)
+        ]
         first = [
-            getattr(vit, n)[0] for n in ("cls_token", "dist_token", "reg_token") if getattr(vit, n, None) is not None
+            getattr(vit, n)[0]
+            for n in ("cls_token", "dist_token", "reg_token")
+            if getattr(vit, n, None) is not None
         ]
         first = torch.cat(first) if first else own.new_zeros(0, vit.embed_dim)
         if not vit.no_embed_class:
@@ -80,18 +90,23 @@ def slow_loss(model, images, noise):
         x = model.decoder_embed(vit.fc_norm(vit.norm(x)))[0]
         understood = dict(zip(sorted(visible), x[prefix:], strict=True))
         placed = [
-            understood.get(i, model.mask_token[0, 0]) + slow_positions(i // W, i % W, model.width) for i in range(H * W)
+            understood.get(i, model.mask_token[0, 0]) + slow_positions(i // W, i % W, model.width)
+            for i in range(H * W)
         ]
         x = torch.cat([x[:prefix], torch.stack(placed)])[None]
         for block in model.decoder_blocks:
             x = block(x)
         painted = model.decoder_pred(model.decoder_norm(x))[0, prefix:]
         for i in set(range(H * W)) - set(visible):
-            wanted = torch.stack([patches[i][:, r, c] for r in range(ph) for c in range(pw)]).flatten()
+            wanted = torch.stack(
+                [patches[i][:, r, c] for r in range(ph) for c in range(pw)]
+            ).flatten()
             if model.normalise:
                 spread = ((wanted - wanted.mean()) ** 2).sum() / (len(wanted) - 1)
                 wanted = (wanted - wanted.mean()) / (spread + 1e-6) ** 0.5
-            errors.append(sum((a - b) ** 2 for a, b in zip(painted[i], wanted, strict=True)) / len(wanted))
+            errors.append(
+                sum((a - b) ** 2 for a, b in zip(painted[i], wanted, strict=True)) / len(wanted)
+            )
             hidden_count += 1
     return sum(errors) / hidden_count
 
@@ -99,16 +114,24 @@ def slow_loss(model, images, noise):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_loss_and_gradients_are_the_papers(kind):
     model = autoencoder(kind, normalise=kind != "registers").double().eval()
-    model.decoder_pos_embed = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width).double()
+    model.decoder_pos_embed = sincos_pos_embed(
+        model.encoder.patch_embed.grid_size, model.width
+    ).double()
     images = images_for(model).double()
     noise = model.draw_noise(images)
     losses, gradients = [], []
     for loss in (model.loss(images, noise), slow_loss(model, images, noise)):
-        names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+        names, parameters = zip(
+            *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+        )
         losses.append(loss)
-        gradients.append(dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)))
+        gradients.append(
+            dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+        )
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)  # the table is kept in float32
-    assert None not in gradients[0].values(), "DDP wants a gradient for every parameter that is trained"
+    assert None not in gradients[0].values(), (
+        "DDP wants a gradient for every parameter that is trained"
+    )
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
 
@@ -121,7 +144,8 @@ def test_the_mask_is_uniform_and_of_one_size():
     shown = torch.zeros(4000, 10).scatter_(1, seen.visible, 1.0)
     assert torch.equal(shown, 1 - seen.mask)
     assert torch.equal(
-        split_patches(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+        split_patches(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask,
+        torch.tensor([[1.0, 0.0, 0.0, 1.0]]),
     )
 
 
@@ -133,7 +157,11 @@ def test_the_encoder_sees_nothing_of_hidden_patches(kind):
     seen = model.split_patches(images, noise)
     (height, width), grid = model.patch_size, model.encoder.patch_embed.grid_size
     for part, same in ((seen.mask, True), (1 - seen.mask, False)):
-        pixels = part.unflatten(1, grid).repeat_interleave(height, 1).repeat_interleave(width, 2)[:, None]
+        pixels = (
+            part.unflatten(1, grid)
+            .repeat_interleave(height, 1)
+            .repeat_interleave(width, 2)[:, None]
+        )
         other = images + pixels * torch.randn_like(images)
         found = [copy.deepcopy(model).encode(x, seen) for x in (images, other)]
         assert torch.equal(*found) == same
@@ -144,17 +172,24 @@ def test_another_size_of_image():
     prediction, mask = model(torch.randn(2, 3, 8, 24))
     assert prediction.shape == (2, 12, 48)
     assert (mask.sum(1) == 9).all()
-    for wrong, words in ((torch.randn(1, 3, 18, 16), "multiple"), (torch.randn(1, 3, 2, 16), "smaller")):
+    for wrong, words in (
+        (torch.randn(1, 3, 18, 16), "multiple"),
+        (torch.randn(1, 3, 2, 16), "smaller"),
+    ):
         refused(words, model, wrong)
 
 
 def plain_autoencoder(*sizes, mask=0.75, **changes):
-    return MaskedAutoencoder(timm.create_model(PLAIN, **SMALL | changes), *sizes or (1, 16, 4), mask)
+    return MaskedAutoencoder(
+        timm.create_model(PLAIN, **SMALL | changes), *sizes or (1, 16, 4), mask
+    )
 
 
 def build_pair(block=2, student=None, **sizes):
     teacher = autoencoder(depth=3)
-    return masked.GenericDistillationLoss(student or plain_autoencoder(**sizes), teacher, CPU, block)
+    return masked.GenericDistillationLoss(
+        student or plain_autoencoder(**sizes), teacher, CPU, block
+    )
 
 
 def gated():
@@ -169,8 +204,14 @@ REFUSED = {
     "a CNN": (lambda: encoded("resnet18"), "VisionTransformer"),
     "places": (lambda: MaskedAutoencoder(gated(), 1, 16, 4), "recast"),
     "nothing visible": (lambda: plain_autoencoder(mask=0.99), "mask ratio"),
-    "heads": (lambda: plain_autoencoder(1, 16, 3), "width 16 is not a multiple of 4 and of its 3 heads"),
-    "another shape": (lambda: build_pair(student=autoencoder("rectangular pyramids")), "cannot process"),
+    "heads": (
+        lambda: plain_autoencoder(1, 16, 3),
+        "width 16 is not a multiple of 4 and of its 3 heads",
+    ),
+    "another shape": (
+        lambda: build_pair(student=autoencoder("rectangular pyramids")),
+        "cannot process",
+    ),
 }
 
 
@@ -186,7 +227,9 @@ def test_what_cannot_be_is_refused(kind):
 @pytest.mark.parametrize("kind", ["recast", "rectangular pyramids"])
 def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     if kind == "recast":
-        wide = iso.recast(timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?")
+        wide = iso.recast(
+            timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?"
+        )
         model = MaskedAutoencoder(wide, 1, 16, 4, mask=0.5, normalise=False).eval()
     else:
         model = autoencoder(kind, mask=0.5, normalise=False).eval()
@@ -226,8 +269,17 @@ def test_pre_training_starts_a_fine_tuning_run(tmp_path):
 
 def published(model):
     """The tensors as MAE publishes them: class token, a table with a row of zeros for it, no head."""
-    state = {n.removeprefix("encoder."): t.clone() for n, t in model.state_dict().items() if "head" not in n}
-    table = torch.cat([torch.zeros(1, model.width), sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)])
+    state = {
+        n.removeprefix("encoder."): t.clone()
+        for n, t in model.state_dict().items()
+        if "head" not in n
+    }
+    table = torch.cat(
+        [
+            torch.zeros(1, model.width),
+            sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width),
+        ]
+    )
     return state | {"decoder_pos_embed": table[None]}
 
 
@@ -265,7 +317,13 @@ def test_an_encoder_alone_is_no_teacher(tmp_path):
 def digits():
     """Some real images, in batches."""
     source = open_source("digits", "test")
-    config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.25,) * 3, interpolation="bicubic", crop_pct=1.0)
+    config = dict(
+        input_size=(3, 16, 16),
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+        interpolation="bicubic",
+        crop_pct=1.0,
+    )
     loader = eval_loader(source, config, 32)
     return [batch for batch, _ in zip(loader, range(4), strict=False)]
 
@@ -282,7 +340,10 @@ def test_evaluation_is_the_same_whatever_the_batches(digits):
     repeated = masked.evaluate_pretraining(task, model, [*digits, (images[:1], torch.tensor([-1]))])
     assert repeated == found  # label -1: to fill up a process's batches
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
-    assert found["reconstruction"] != masked.evaluate_pretraining(task, model, digits, seed=1)["reconstruction"]
+    assert (
+        found["reconstruction"]
+        != masked.evaluate_pretraining(task, model, digits, seed=1)["reconstruction"]
+    )
 
 
 def pair(student="pyramids", block=4, **cfg):
@@ -304,11 +365,15 @@ def test_alignment_is_the_papers():
     noise = student.draw_noise(pixels)
     found = task(seen[student], noise=noise)
     goal = teacher.decoder_features(seen[teacher], noise, block=2)
-    goal = (goal - goal.mean(-1, keepdim=True)) / (goal.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    goal = (goal - goal.mean(-1, keepdim=True)) / (
+        goal.var(-1, unbiased=False, keepdim=True) + 1e-6
+    ).sqrt()
     off = (task.trainable_module.align(student.decoder_features(seen[student], noise)) - goal).abs()
     wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
     torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
     assert found["output"].shape == (2, 16, 32)
     assert not any(p.requires_grad for p in task.teacher.parameters())
     assert not any(module.training for module in task.teacher.modules())
-    assert torch.equal(student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask)
+    assert torch.equal(
+        student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask
+    )

@@ -46,7 +46,11 @@ def test_equals_the_paper_with_gradients(shape, stride_on, size):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-BLOCKS = {f"{name}, {on}": lambda s=s, on=on: MBConv(*s, stride_on=on) for name, s in SHAPES.items() for on in ON}
+BLOCKS = {
+    f"{name}, {on}": lambda s=s, on=on: MBConv(*s, stride_on=on)
+    for name, s in SHAPES.items()
+    for on in ON
+}
 BLOCKS["stem"] = lambda: BatchNormStem(6, 8)
 
 
@@ -54,12 +58,17 @@ BLOCKS["stem"] = lambda: BatchNormStem(6, 8)
 def test_fuses_exactly(name):
     block = perturbed(BLOCKS[name]()).eval()
     before = copy.deepcopy(block.state_dict())
-    fused, x = block.fuse(), torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64)
+    fused, x = (
+        block.fuse(),
+        torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64),
+    )
     x = torch.randn(3, 6, 7, 5, dtype=torch.float64) if name == "stem" else x
     torch.testing.assert_close(fused(x), block(x), rtol=0, atol=1e-12)
     assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in fused.modules())
     assert not hasattr(fused, "fuse")
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True)
+    )
     fused(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in fused.parameters())
     single = perturbed(BLOCKS[name](), torch.float32).eval()
@@ -72,7 +81,11 @@ def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
     torch.testing.assert_close(block(x)[:1], block(x[:1]))
     assert not hasattr(block, "fuse")
     assert not hasattr(LayerNormStem(3, 8), "fuse")
-    y = block.expand(F.layer_norm(x.movedim(1, -1), (6,), block.norm.weight, block.norm.bias, 1e-6).movedim(-1, 1))
+    y = block.expand(
+        F.layer_norm(x.movedim(1, -1), (6,), block.norm.weight, block.norm.bias, 1e-6).movedim(
+            -1, 1
+        )
+    )
     torch.testing.assert_close(block.expand(block.norm(x)), y)
 
 
@@ -81,10 +94,13 @@ def test_max_pool_fills_the_rim_with_what_is_there():
     assert MaxPool()(x).tolist() == [[[[-1, -3, -5], [-11, -13, -15]]]]
 
 
-@pytest.mark.parametrize("wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")])
+@pytest.mark.parametrize(
+    "wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")]
+)
 def test_what_cannot_be_built_is_refused(wrong):
     with pytest.raises(
-        ValueError, match=r"must be 1 or 2, expand_ratio and se_ratio above 0|choose 'expand' or 'depthwise'"
+        ValueError,
+        match=r"must be 1 or 2, expand_ratio and se_ratio above 0|choose 'expand' or 'depthwise'",
     ):
         MBConv(4, 4, **wrong)
 
@@ -96,7 +112,9 @@ def test_compiles_and_exports():
         expected = module(x)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
-        program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("b", min=1, max=8)},))
+        program = torch.export.export(
+            module, (x,), dynamic_shapes=({0: torch.export.Dim("b", min=1, max=8)},)
+        )
         torch.testing.assert_close(program.module()(x[:2]), expected[:2], rtol=1e-4, atol=1e-4)
 
 

@@ -26,13 +26,19 @@ print(kept, faults() - before)
 
 
 def measure(how, **variables):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    } | variables
     command = [sys.executable, "-c", SCRIPT, how, process.__file__, str(2**26)]
-    kept, faults = subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.split()
+    kept, faults = subprocess.run(
+        command, capture_output=True, text=True, env=env, check=True
+    ).stdout.split()
     return kept, int(faults)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way"
+)
 def test_memory_is_not_asked_for_again_unless_the_environment_decides(monkeypatch):
     (said, kept), (_, asked) = measure("keep"), measure("default")
     assert said == "True"
@@ -42,7 +48,9 @@ def test_memory_is_not_asked_for_again_unless_the_environment_decides(monkeypatc
     assert process.keep_freed_memory() is False
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way"
+)
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
 def test_doctor_names_the_variables_until_they_are_set(monkeypatch, name):
     for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
@@ -54,7 +62,9 @@ def test_doctor_names_the_variables_until_they_are_set(monkeypatch, name):
     assert findings["allocator"].startswith("keeps")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way"
+)
 def test_the_variables_that_doctor_names_keep_memory():
     named = dict(word.rstrip(",").split("=") for word in _ALLOCATOR.split() if "=" in word)
     _, asked = measure("default")

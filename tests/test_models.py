@@ -30,23 +30,54 @@ T_RESNETS = {  # parameters of the CNN, blocks of its last stage, millions in T-
     "200d": (64_693_064, 3, None),
 }
 PARAMETERS = {
-    **dict(cifar_resnet20=269_722, cifar_resnet32=464_154, cifar_resnet44=658_586, cifar_resnet56=853_018),
+    **dict(
+        cifar_resnet20=269_722,
+        cifar_resnet32=464_154,
+        cifar_resnet44=658_586,
+        cifar_resnet56=853_018,
+    ),
     **dict(coatnet_0=25_036_820, coatnet_1=42_225_776, coatnet_2=74_684_744, coatnet_3=166_966_264),
-    **dict(coatnet_4=275_425_288, coatnet_5=687_052_952, coatnet_6=1_471_125_232, coatnet_7=2_441_972_728),
+    **dict(
+        coatnet_4=275_425_288,
+        coatnet_5=687_052_952,
+        coatnet_6=1_471_125_232,
+        coatnet_7=2_441_972_728,
+    ),
     # the published counts less the dead biases of pos_proj: one a head in each of 10 layers
     **dict(convit_ti=5_710_512 - 40, convit_s=27_777_322 - 90, convit_b=86_540_040 - 160),
-    **dict(convit_ti_plus=9_972_912 - 40, convit_s_plus=48_979_882 - 90, convit_b_plus=153_134_856 - 160),
-    **dict(refined_vit_b=86_581_912, refined_vit_s=25_015_976, refined_vit_m=55_013_420, refined_vit_l=80_616_712),
-    **dict(refined_vit_s_released=25_408_656, refined_vit_m_released=55_450_932, refined_vit_l_released=81_150_192),
+    **dict(
+        convit_ti_plus=9_972_912 - 40,
+        convit_s_plus=48_979_882 - 90,
+        convit_b_plus=153_134_856 - 160,
+    ),
+    **dict(
+        refined_vit_b=86_581_912,
+        refined_vit_s=25_015_976,
+        refined_vit_m=55_013_420,
+        refined_vit_l=80_616_712,
+    ),
+    **dict(
+        refined_vit_s_released=25_408_656,
+        refined_vit_m_released=55_450_932,
+        refined_vit_l_released=81_150_192,
+    ),
     "tdrl_vit_ti": 48_859_816,  # the paper's 48.86M
     "tdrl_vit_s": 194_154_856,
     "vanillanet_5": 22_328_800,
     "tdrl_vit_ti_distilled": 48_859_816 + 2 * 192 + 193_000,  # a token, its position, a second head
 }
 # base + layers * (3 C^2 + 9 heads * (2 centre + locality + gate))
-PARAMETERS |= {f"t_cifar_resnet{n}": base + 3 * 32**2 + 36 + layers * (3 * 64**2 + 36) for n, base, layers in CIFAR}
-PARAMETERS |= {f"t_resnet{name}": base + layers * (3 * 512**2 + 36) for name, (base, layers, _) in T_RESNETS.items()}
-PAPER_MILLIONS = {f"t_resnet{name}": millions for name, (_, _, millions) in T_RESNETS.items() if millions}
+PARAMETERS |= {
+    f"t_cifar_resnet{n}": base + 3 * 32**2 + 36 + layers * (3 * 64**2 + 36)
+    for n, base, layers in CIFAR
+}
+PARAMETERS |= {
+    f"t_resnet{name}": base + layers * (3 * 512**2 + 36)
+    for name, (base, layers, _) in T_RESNETS.items()
+}
+PAPER_MILLIONS = {
+    f"t_resnet{name}": millions for name, (_, _, millions) in T_RESNETS.items() if millions
+}
 PAPER_MILLIONS |= {f"coatnet_{n}": m for n, m in enumerate((25, 42, 75, 168, 275, 688, 1470, 2440))}
 PAPER_MILLIONS |= {f"refined_vit_{size}": m for size, m in dict(b=86, s=25, m=55, l=81).items()}
 """CoAtNet Tables 4 and 5, Refiner Table 10."""
@@ -73,13 +104,23 @@ def image(batch=2, channels=3):
     return torch.randn(batch, channels, 64, 64)
 
 
-BLOCKS = {"cifar_resnet20": 9, "t_cifar_resnet20": 9, "t_resnet50d": 4, "t_resnetrs50": 4, "coatnet_0": 4}
+BLOCKS = {
+    "cifar_resnet20": 9,
+    "t_cifar_resnet20": 9,
+    "t_resnet50d": 4,
+    "t_resnetrs50": 4,
+    "coatnet_0": 4,
+}
 """Blocks with a residual branch, where they are not the two of a ViT."""
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if "vanilla" not in name])
 def test_drop_path_grows_evenly_from_none_in_the_first_block(name):
-    drops = [module.drop_prob for module in create(name, drop_path_rate=0.3).modules() if isinstance(module, DropPath)]
+    drops = [
+        module.drop_prob
+        for module in create(name, drop_path_rate=0.3).modules()
+        if isinstance(module, DropPath)
+    ]
     assert drops == sorted(drops)
     steps = BLOCKS.get(name, 2) - 1
     assert sorted({0.0, *drops}) == pytest.approx([0.3 * step / steps for step in range(steps + 1)])
@@ -98,13 +139,22 @@ def test_published_size_and_config(name):
     if name in PAPER_MILLIONS:
         assert count / 1e6 == pytest.approx(PAPER_MILLIONS[name], rel=0.025)
     config = model.pretrained_cfg
-    assert (config["crop_pct"], config["architecture"], config["num_classes"]) == (0.5, name, model.num_classes)
+    assert (config["crop_pct"], config["architecture"], config["num_classes"]) == (
+        0.5,
+        name,
+        model.num_classes,
+    )
     assert [len(config[key]) for key in ("input_size", "mean", "std")] == [3, 3, 3]
     heads, first = (
-        (names,) if isinstance(names, str) else names for names in (config["classifier"], config["first_conv"])
+        (names,) if isinstance(names, str) else names
+        for names in (config["classifier"], config["first_conv"])
     )
-    assert model.num_classes in [getattr(model.get_submodule(head), "out_features", None) for head in heads]
-    assert {model.get_submodule(conv).weight.shape[1] for conv in first} == {config["input_size"][0]}
+    assert model.num_classes in [
+        getattr(model.get_submodule(head), "out_features", None) for head in heads
+    ]
+    assert {model.get_submodule(conv).weight.shape[1] for conv in first} == {
+        config["input_size"][0]
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -112,7 +162,9 @@ class TestCitizen:
     def test_forward_backward_on_odd_rectangles(self, name):
         model = create(name, num_classes=7, **(dict(dynamic_img_pad=True) if "vit" in name else {}))
         y = model(torch.randn(2, 3, 69, 61))
-        logits = y if torch.is_tensor(y) else sum(y)  # a distilled network has two heads in train mode
+        logits = (
+            y if torch.is_tensor(y) else sum(y)
+        )  # a distilled network has two heads in train mode
         assert logits.shape == (2, 7)
         logits.square().sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -131,7 +183,9 @@ class TestCitizen:
             torch.testing.assert_close(taken[-1], features)
 
     def test_features_only_reports_true_reductions(self, name):
-        model = create(name, features_only=True, **(dict(out_indices=(0, 1)) if "vit" in name else {}))
+        model = create(
+            name, features_only=True, **(dict(out_indices=(0, 1)) if "vit" in name else {})
+        )
         info = model.feature_info
         for y, channels, reduction in zip(
             model(torch.randn(1, 3, 96, 64)), info.channels(), info.reduction(), strict=True
@@ -147,10 +201,15 @@ class TestCitizen:
         model.reset_classifier(5)
         assert model(image()).shape == (2, 5)
         heads = model.get_classifier()
-        assert {head.out_features for head in (heads if isinstance(heads, tuple) else (heads,))} == {5}
+        assert {
+            head.out_features for head in (heads if isinstance(heads, tuple) else (heads,))
+        } == {5}
 
     def test_gradient_checkpointing_changes_nothing_and_counts_a_batch_once(self, name):
-        model, x = create(name, **(dict(drop_rate=0.0) if "vanilla" in name else {})).train(), image(4)
+        model, x = (
+            create(name, **(dict(drop_rate=0.0) if "vanilla" in name else {})).train(),
+            image(4),
+        )
         twin = copy.deepcopy(model)
         twin.set_grad_checkpointing()
         outputs = []
@@ -163,7 +222,9 @@ class TestCitizen:
             if not name.startswith("t_resnet"):  # checkpointed by timm, which counts a batch twice
                 torch.testing.assert_close(one, other)
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3 * one.grad.abs().max().item())
+            torch.testing.assert_close(
+                one.grad, other.grad, rtol=1e-3, atol=1e-3 * one.grad.abs().max().item()
+            )
 
     def test_every_parameter_has_a_layer_group(self, name):
         model = create(name)
@@ -189,7 +250,10 @@ class TestCitizen:
             torch.testing.assert_close(model(x), expected, atol=0, rtol=0)
 
     def test_torch_fx_traces_it(self, name):
-        model, x = create(name).eval(), torch.randn(2, 3, 224, 224) if name == "vanillanet_5" else image()
+        model, x = (
+            create(name).eval(),
+            torch.randn(2, 3, 224, 224) if name == "vanillanet_5" else image(),
+        )
         last = get_graph_node_names(model)[1][-1]
         traced = create_feature_extractor(model, [last])
         torch.testing.assert_close(traced(x)[last], model(x), atol=1e-5, rtol=1e-5)
@@ -198,42 +262,67 @@ class TestCitizen:
         if name in ("tdrl_vit_ti_distilled", "t_resnetrs50", "refined_vit_b"):
             return  # as tdrl_vit_ti, t_resnet50d and refined_vit_s
         model, x = create(name, **(dict(depth=1) if "tdrl" in name else {})).eval(), image()
-        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+        program = torch.export.export(
+            model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
+        )
         other = torch.cat([x, x[:1]])
         torch.testing.assert_close(program.module()(other), model(other), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("name", "dials"), [("t_cifar_resnet20", ("centre", "raw_locality", "gate")), ("convit_ti", ("position", "gate"))]
+    ("name", "dials"),
+    [("t_cifar_resnet20", ("centre", "raw_locality", "gate")), ("convit_ti", ("position", "gate"))],
 )
 def test_attention_is_exempt_from_decay(name, dials):
     model = create(name)
-    exempt = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, GPSA2d | GPSA) for p in dials}
-    assert exempt == {n for n in model.no_weight_decay() if "." in n}  # tokens and positions besides
+    exempt = {
+        f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, GPSA2d | GPSA) for p in dials
+    }
+    assert exempt == {
+        n for n in model.no_weight_decay() if "." in n
+    }  # tokens and positions besides
     groups = scaled_groups(model, OptimPart(weight_decay=0.1, gate_lr=1))
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     assert not any(id(p) in decayed for n, p in model.named_parameters() if n in exempt)
 
 
-TEXT = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=57, num_classes=2)
+TEXT = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=57, num_classes=2
+)
 WORDS = "body.embeddings.word_embeddings.weight"
 BACKBONE = dict(embed_dim=12, num_heads=3, depth=2, layout="plain", relative_bias=True)
 LAYERS = {
     "convit_ti": (
         SMALL["convit_ti"],
-        {"pos_embed": 3, "blocks.0.attn.gate": 2, "blocks.0.attn.position": 2, "blocks.1.attn.qkv.weight": 1},
+        {
+            "pos_embed": 3,
+            "blocks.0.attn.gate": 2,
+            "blocks.0.attn.position": 2,
+            "blocks.1.attn.qkv.weight": 1,
+        },
     ),
     "mask_rcnn": (
         dict(backbone_kwargs=BACKBONE | dict(relative_bias=False), num_classes=3),
-        {"backbone.patch_embed.proj.weight": 3, "backbone.pos_embed": 3, "backbone.blocks.0.norm1.weight": 2}
-        | {"backbone.blocks.1.norm1.weight": 1, "rpn.head.cls_logits.bias": 0, "pyramid.levels.0.1.0.weight": 0},
+        {
+            "backbone.patch_embed.proj.weight": 3,
+            "backbone.pos_embed": 3,
+            "backbone.blocks.0.norm1.weight": 2,
+        }
+        | {
+            "backbone.blocks.1.norm1.weight": 1,
+            "rpn.head.cls_logits.bias": 0,
+            "pyramid.levels.0.1.0.weight": 0,
+        },
     ),
     "upernet": (
         dict(backbone="tdrl_vit_ti", backbone_kwargs=BACKBONE),
         {"backbone.pos_embed": 3, "backbone.blocks.0.attn.relative_bias": 2}
         | {"head.classifier.weight": 0, "neck.scales.1.weight": 0},
     ),
-    "text_transformer": (TEXT, {WORDS: 3, "body.encoder.layer.1.output.dense.weight": 1, "head.fc.weight": 0}),
+    "text_transformer": (
+        TEXT,
+        {WORDS: 3, "body.encoder.layer.1.output.dense.weight": 1, "head.fc.weight": 0},
+    ),
     "text_transformer, distilbert": (
         TEXT | dict(family="distilbert"),
         {WORDS: 3, "body.transformer.layer.1.ffn.lin1.weight": 1, "head.fc.weight": 0},
@@ -247,13 +336,19 @@ def test_layer_decay_counts_the_layers_above(name):
     arguments, above = LAYERS[name]
     with torch.device("meta"):
         scales = learning_rate_scales(timm.create_model(name.partition(",")[0], **arguments), 0.5)
-    assert {parameter: scales[parameter] for parameter in above} == {key: 0.5**n for key, n in above.items()}
+    assert {parameter: scales[parameter] for parameter in above} == {
+        key: 0.5**n for key, n in above.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "count"),
     [
-        ("mask_rcnn", dict(backbone_kwargs=dict(layout="plain", num_heads=3)), 27_732_325),  # 27.7M in TDRL Table 2
+        (
+            "mask_rcnn",
+            dict(backbone_kwargs=dict(layout="plain", num_heads=3)),
+            27_732_325,
+        ),  # 27.7M in TDRL Table 2
         ("mask_rcnn", dict(backbone_kwargs=dict(layout="plain", num_heads=12)), 27_662_821),
         ("mask_rcnn", dict(backbone_kwargs=dict(num_heads=3)), 70_874_725),  # 70.8M
         ("mask_rcnn", dict(backbone_kwargs=dict(num_heads=12)), 70_805_221),

@@ -15,14 +15,20 @@ def vit():
 
 CASES = {
     "attention": (vit, iso.AttentionToGPSA, "blocks.*.attn"),
-    "convolutions": (lambda: timm.create_model("cifar_resnet20").eval(), iso.ConvToGPSA, "layer3.*.conv?"),
+    "convolutions": (
+        lambda: timm.create_model("cifar_resnet20").eval(),
+        iso.ConvToGPSA,
+        "layer3.*.conv?",
+    ),
 }
 
 
 def largest_move(model, steps=8):
     """Train a few steps; return how far the gates moved, as a share of the attention."""
     before = {name: gate.clone() for name, gate in iso.gates(model).items()}
-    optimizer = torch.optim.AdamW(iso.training.parameter_groups(model.train(), lr=1e-3, gate_lr=0.1))
+    optimizer = torch.optim.AdamW(
+        iso.training.parameter_groups(model.train(), lr=1e-3, gate_lr=0.1)
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 32, 32)).square().mean().backward()
@@ -43,7 +49,9 @@ def test_near_is_equal_within_its_tolerance_and_its_gates_move(name):
 
 
 def log(*gates):
-    return [{"loss": 1.0}] + [{"gating": {"blocks.0.attn": {"gates": list(each)}}} for each in gates]
+    return [{"loss": 1.0}] + [
+        {"gating": {"blocks.0.attn": {"gates": list(each)}}} for each in gates
+    ]
 
 
 @pytest.mark.parametrize(

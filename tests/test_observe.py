@@ -45,5 +45,7 @@ def test_who_runs_is_known_also_after_a_call_that_failed():
             outer["inner"][0](torch.ones(1), fail=True)
         assert running.innermost == ""
         outer["inner"](torch.ones(1))
-    assert [call.name for call in ended] == ["inner.0", "inner.1", "inner"], "a failed call has no output to show"
+    assert [call.name for call in ended] == ["inner.0", "inner.1", "inner"], (
+        "a failed call has no output to show"
+    )
     assert inside == ["inner"], "hooks of the model's own come first"

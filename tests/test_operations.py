@@ -25,8 +25,22 @@ NOT_LAUNCHED = {"_unsafe_view", "promote_types", "result_type", "can_cast"}
 NO_KERNEL = ("sym_", "is_", "empty", "new_empty")
 """Operations that launch nothing, and how the names of others begin, besides those that return a view."""
 
-SYNCHRONISING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}
-SYNCHRONISING |= {"unique_dim", "unique_consecutive", "unique_dim_consecutive", "allclose", "_assert_async"}
+SYNCHRONISING = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+}
+SYNCHRONISING |= {
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "allclose",
+    "_assert_async",
+}
 """Operations that wait for the device: the host needs a value, or a size that depends on one."""
 
 
@@ -44,8 +58,12 @@ class Launched(TorchDispatchMode):
             raise RuntimeError(f"{name} waits for the device")
         if space not in ("aten", "prim", "prims"):
             with self:
-                return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        views = any(each.alias_info and not each.alias_info.is_write for each in operation._schema.returns)
+                return operation.redispatch(
+                    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs
+                )
+        views = any(
+            each.alias_info and not each.alias_info.is_write for each in operation._schema.returns
+        )
         if not views and name not in NOT_LAUNCHED and not name.startswith(NO_KERNEL):
             self.names[name] += 1
         return operation(*args, **kwargs)
@@ -55,7 +73,9 @@ class Launched(TorchDispatchMode):
         return self.names.total()
 
 
-def launched(layer: nn.Module, x: torch.Tensor, train: bool = True, wait: bool = True) -> tuple[Counter, Counter]:
+def launched(
+    layer: nn.Module, x: torch.Tensor, train: bool = True, wait: bool = True
+) -> tuple[Counter, Counter]:
     """Return what the forward and the backward pass launch; in eval mode, what a second call launches, and nothing."""
     layer.train(train).zero_grad(set_to_none=True)
     if not train:
@@ -81,7 +101,10 @@ def saved_mib(layer: nn.Module, x: torch.Tensor) -> float:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in kept:
-            storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps its address from being reused
+            storages[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # the tensor keeps its address from being reused
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -107,7 +130,9 @@ def attention(rule=None) -> nn.Module:
 
 def block() -> nn.Module:
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_heads=12)
-    return iso.recast(vit, iso.LinearToPyramid(), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]).blocks[0]
+    return iso.recast(
+        vit, iso.LinearToPyramid(), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]
+    ).blocks[0]
 
 
 def conv(rule=None) -> nn.Module:
@@ -120,13 +145,23 @@ partial = functools.partial
 
 LAYERS = {
     "timm's attention": Row(attention, TOKENS, 3, 9, 3, 0.74),
-    "attention -> gated": Row(partial(attention, iso.AttentionToGPSA(init="paper")), TOKENS, 16, 38, 10, 0.91),
-    "attention -> refined": Row(partial(attention, iso.AttentionToRefined()), TOKENS, 11, 21, 9, 4.44),
-    "attention -> relative": Row(partial(attention, iso.AttentionToRelative()), TOKENS, 11, 18, 3, 3.08),
+    "attention -> gated": Row(
+        partial(attention, iso.AttentionToGPSA(init="paper")), TOKENS, 16, 38, 10, 0.91
+    ),
+    "attention -> refined": Row(
+        partial(attention, iso.AttentionToRefined()), TOKENS, 11, 21, 9, 4.44
+    ),
+    "attention -> relative": Row(
+        partial(attention, iso.AttentionToRelative()), TOKENS, 11, 18, 3, 3.08
+    ),
     "conv": Row(conv, MAP, 1, 1, 1, 0.39),
     "conv -> gated": Row(partial(conv, iso.ConvToGPSA(init="paper")), MAP, 22, 43, 10, 10.2),
-    "conv -> gated, window": Row(partial(conv, iso.ConvToGPSA(init="paper", content="window")), MAP, 22, 43, 10, 10.2),
-    "conv -> position": Row(partial(conv, iso.ConvToGPSA(init="paper", content="none")), MAP, 13, 25, 6, 0.41),
+    "conv -> gated, window": Row(
+        partial(conv, iso.ConvToGPSA(init="paper", content="window")), MAP, 22, 43, 10, 10.2
+    ),
+    "conv -> position": Row(
+        partial(conv, iso.ConvToGPSA(init="paper", content="none")), MAP, 13, 25, 6, 0.41
+    ),
     "ConViT-Ti": Row(partial(timm.create_model, "convit_ti"), IMAGE, 245, 507, 185, 30.1),
     "block with pyramids": Row(block, TOKENS, 89, 121, 10, 17.0),
 }
@@ -156,11 +191,17 @@ def test_no_more_operations(name):
 
 OTHERS = {
     "convolution block": (lambda: iso.layers.MBConv(8, 12, stride=2), (2, 8, 9, 9)),
-    "convolution block, LayerNorm": (lambda: iso.layers.LayerNormMBConv(8, 12, stride=2), (2, 8, 9, 9)),
+    "convolution block, LayerNorm": (
+        lambda: iso.layers.LayerNormMBConv(8, 12, stride=2),
+        (2, 8, 9, 9),
+    ),
     "LocalAttention": (lambda: iso.layers.LocalAttention(16, 4), (2, 12, 16)),
     "ExpandedAttention": (lambda: iso.layers.ExpandedAttention(16, 4), (2, 12, 16)),
     "SpatialAttention": (lambda: iso.layers.SpatialAttention(16, 4, grid_size=(3, 4)), (2, 12, 16)),
-    "window in tiles": (lambda: iso.layers.WindowGPSA2d(4, 4, padding=1, kernel_size=3), (1, 4, 18, 18)),
+    "window in tiles": (
+        lambda: iso.layers.WindowGPSA2d(4, 4, padding=1, kernel_size=3),
+        (1, 4, 18, 18),
+    ),
     "map of 24 x 24": (lambda: iso.layers.GPSA2d(4, 4, padding=1, kernel_size=3), (1, 4, 24, 24)),
     "PyramidLinear": (lambda: iso.layers.PyramidLinear(8, 8), (2, 12, 8)),
     "PyramidConv2d": (lambda: iso.layers.PyramidConv2d(8, 8, 1), (2, 8, 5, 5)),
@@ -180,7 +221,9 @@ def test_all_tensors_are_on_the_layer_s_device(name):
                 for key, each in tensors.items():
                     if each is not None:
                         fake = torch.empty(each.shape, dtype=each.dtype, device="cuda")
-                        tensors[key] = nn.Parameter(fake) if isinstance(each, nn.Parameter) else fake
+                        tensors[key] = (
+                            nn.Parameter(fake) if isinstance(each, nn.Parameter) else fake
+                        )
         for train in (True, False):
             layer.train(train)(torch.empty(size, device="cuda"))
 

@@ -45,7 +45,13 @@ class Attend(nn.Module):
 
     def edit(self, maps, mask):
         joint = maps.ndim == 3 and maps.shape[0] == B * H
-        scale = self.scale.repeat(B, 1, 1) if joint else self.scale if maps.ndim > 3 else self.scale.mean()
+        scale = (
+            self.scale.repeat(B, 1, 1)
+            if joint
+            else self.scale
+            if maps.ndim > 3
+            else self.scale.mean()
+        )
         return maps * scale + maps.square()
 
     def forward(self, x):
@@ -68,7 +74,9 @@ def slow(layer, x):
     return (maps * layer.scale + maps.square()) @ v
 
 
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of any mode, in strict export
+@pytest.mark.filterwarnings(
+    "ignore:While compiling, we found certain side effects"
+)  # of any mode, in strict export
 @pytest.mark.parametrize("form", FORMS)
 def test_an_edit_acts_in_every_form_compiled_exported_and_mapped(form):
     torch.manual_seed(0)
@@ -97,7 +105,11 @@ def test_the_map_that_is_read_is_the_one_that_weighs_values(form):
         assert deviation(maps @ v, out) < 1e-12
         assert deviation(torch.stack([applied.row(i) for i in range(N)], 2), maps) < 1e-12
         assert deviation(torch.cat(list(applied.chunks())), maps) < 1e-12
-        assert (maps.sum(-1) - 1).abs().max() > 0.1 if edited else deviation(applied.logits.map(), maps) < 1e-12
+        assert (
+            (maps.sum(-1) - 1).abs().max() > 0.1
+            if edited
+            else deviation(applied.logits.map(), maps) < 1e-12
+        )
 
 
 def test_talking_heads_belong_to_the_map_and_dropout_does_not():
@@ -130,17 +142,24 @@ def test_a_fused_call_is_that_of_torch_with_masks_shared_keys_and_empty_rows(flo
     mask = torch.randn(B, 4, N, N).masked_fill(~allowed, -torch.inf) if floating else allowed
     parts = [x.double().requires_grad_() for x in (q, k, v)]
     given = dict(attn_mask=mask.double() if floating else mask, scale=0.3, enable_gqa=True)
-    outs = [F.scaled_dot_product_attention(*parts, **given), FusedCall(*parts, **given).attend(lambda maps, _: maps)]
+    outs = [
+        F.scaled_dot_product_attention(*parts, **given),
+        FusedCall(*parts, **given).attend(lambda maps, _: maps),
+    ]
     assert deviation(*outs) < 1e-12
     assert not outs[1][0, :, 2].any()
-    for one, other in zip(*(torch.autograd.grad(y.square().sum(), parts) for y in outs), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(y.square().sum(), parts) for y in outs), strict=True
+    ):
         assert deviation(one, other) < 1e-12
 
 
 UNSEEN = {
     "torch.special": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
     "over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
-    "one operation": lambda q, k, v: nn.MultiheadAttention(W, 1).double()(*(x.flatten(0, 1) for x in (q, k, v)))[0],
+    "one operation": lambda q, k, v: nn.MultiheadAttention(W, 1).double()(
+        *(x.flatten(0, 1) for x in (q, k, v))
+    )[0],
 }
 
 
@@ -170,7 +189,9 @@ def test_threads_edit_their_own_calls_alone():
     plain, edited = Attend(FORMS["method"]), Attend(FORMS["method"])
     calls = [(call, call(X)) for call in (plain.attend, edited)]
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda pair: all(torch.equal(pair[0](X), pair[1]) for _ in range(30)), calls))
+        assert all(
+            pool.map(lambda pair: all(torch.equal(pair[0](X), pair[1]) for _ in range(30)), calls)
+        )
 
 
 class Scale(nn.Module):

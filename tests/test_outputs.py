@@ -41,5 +41,8 @@ def test_of_two_commands_one_writes(command, links, tmp_path, monkeypatch, capsy
             main([*run, *more])
         assert ended.value.code == status
         assert (written[0].read_bytes() == b"theirs") is bool(status)
-    assert f"{written[0].name} exists now: another command wrote it; give --overwrite" in capsys.readouterr().err
+    assert (
+        f"{written[0].name} exists now: another command wrote it; give --overwrite"
+        in capsys.readouterr().err
+    )
     assert not list(tmp_path.rglob("*.partial"))

@@ -45,22 +45,37 @@ def open_own(path, *arguments, **options):
 
 def same(model, other):
     ours, theirs = model.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def timm_script(network, ema=None, **settings):
     """A checkpoint as timm's train.py writes it."""
-    defaults = dict(model="resnet18", num_classes=None, img_size=None, input_size=None, gp=None, model_kwargs={})
-    args = argparse.Namespace(**{**defaults, **dict(mean=None, std=None, crop_pct=None), **settings})
+    defaults = dict(
+        model="resnet18", num_classes=None, img_size=None, input_size=None, gp=None, model_kwargs={}
+    )
+    args = argparse.Namespace(
+        **{**defaults, **dict(mean=None, std=None, crop_pct=None), **settings}
+    )
     averaged = {"state_dict_ema": ema.state_dict()} if ema else {}
-    return {"epoch": 1, "arch": args.model, "state_dict": network.state_dict(), "args": args, "metric": 5.0, **averaged}
+    return {
+        "epoch": 1,
+        "arch": args.model,
+        "state_dict": network.state_dict(),
+        "args": args,
+        "metric": 5.0,
+        **averaged,
+    }
 
 
 @pytest.mark.parametrize("wrap", [("",), ("module.", "_orig_mod."), ("model.",)])
 def test_prefixes_of_wrappers(tmp_path, wrap):
     model = cnn()
     state = {"".join(wrap) + name: tensor for name, tensor in model.state_dict().items()}
-    opened = open_own(save(tmp_path / "my.pth", {"model_state_dict": state, "epoch": 3}), arch="resnet18")
+    opened = open_own(
+        save(tmp_path / "my.pth", {"model_state_dict": state, "epoch": 3}), arch="resnet18"
+    )
     assert same(opened, model)
     assert opened.num_classes == 3
     assert not opened.training
@@ -77,7 +92,10 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
 def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
     own = nn.Sequential()
     own.add_module("model", nn.Linear(2, 2))
-    assert list(strip_wrappers(own.state_dict(), own.state_dict())) == ["model.weight", "model.bias"]
+    assert list(strip_wrappers(own.state_dict(), own.state_dict())) == [
+        "model.weight",
+        "model.bias",
+    ]
     assert list(strip_wrappers(own.state_dict())) == ["weight", "bias"]
     path = save(tmp_path / "own.pth", {f"module.{name}": t for name, t in own.state_dict().items()})
     assert iso.load_weights(own, path) == []
@@ -86,7 +104,9 @@ def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
 def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_path):
     last, averaged = cnn("cifar_resnet20"), cnn("cifar_resnet20")
     nn.init.ones_(averaged.linear.weight)
-    settings = dict(model="cifar_resnet20", img_size=96, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), crop_pct=1.0)
+    settings = dict(
+        model="cifar_resnet20", img_size=96, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), crop_pct=1.0
+    )
     path = save(tmp_path / "model_best.pth.tar", timm_script(last, averaged, **settings))
     model = open_own(path)
     assert same(model, averaged)
@@ -94,7 +114,11 @@ def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_pa
         "model_best.pth.tar: averaged weights (EMA, state_dict_ema); --no-ema (ema=False) takes state_dict",
     )
     config = evaluation_config(model)
-    assert (config["input_size"], config["mean"], config["crop_pct"]) == ((3, 96, 96), (0.5, 0.5, 0.5), 1.0)
+    assert (config["input_size"], config["mean"], config["crop_pct"]) == (
+        (3, 96, 96),
+        (0.5, 0.5, 0.5),
+        1.0,
+    )
     assert same(open_own(path, ema=False), last)
     iso.save(model, tmp_path / "own.safetensors")
     assert evaluation_config(iso.load(tmp_path / "own.safetensors")) == config
@@ -102,7 +126,9 @@ def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_pa
 
 def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     """torch.optim.swa_utils.AveragedModel adds a counter and a prefix; --model-kwargs of timm's script are its own."""
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, global_pool="avg", **VIT).eval()
+    model = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, global_pool="avg", **VIT
+    ).eval()
     averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
     settings = dict(model="vit_tiny_patch16_224", model_kwargs=VIT, gp="avg")
     content = {**timm_script(model, **settings), "model_ema": averaged}
@@ -111,25 +137,52 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     assert evaluation_config(opened)["input_size"] == (3, 96, 96)
     images = torch.randn(1, 3, 96, 96)
     torch.testing.assert_close(opened(images), model(images))
-    content = {"ema": model.state_dict(), "model": {name: 2 * t for name, t in model.state_dict().items()}}
-    assert same(open_own(save(tmp_path / "both.pth", content), arch=settings["model"], model_kwargs=VIT), model)
-    within = open_own(save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT)
-    assert notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
+    content = {
+        "ema": model.state_dict(),
+        "model": {name: 2 * t for name, t in model.state_dict().items()},
+    }
+    assert same(
+        open_own(save(tmp_path / "both.pth", content), arch=settings["model"], model_kwargs=VIT),
+        model,
+    )
+    within = open_own(
+        save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT
+    )
+    assert (
+        notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
+    )
 
 
 def test_tensors_that_the_model_cannot_hold(tmp_path):
-    tied, state = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), cnn("cifar_resnet20").state_dict()
+    tied, state = (
+        torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
+        cnn("cifar_resnet20").state_dict(),
+    )
     two = tied.state_dict()
     tied[1].weight = tied[0].weight
-    refused("different tensors 0.weight and 1.weight", iso.load, save(tmp_path / "two.pth", two), base=tied)
-    whole = save(tmp_path / "whole.pth", {**two, "1.weight": two["0.weight"], "0.bias": torch.ones(3).int()})
+    refused(
+        "different tensors 0.weight and 1.weight",
+        iso.load,
+        save(tmp_path / "two.pth", two),
+        base=tied,
+    )
+    whole = save(
+        tmp_path / "whole.pth", {**two, "1.weight": two["0.weight"], "0.bias": torch.ones(3).int()}
+    )
     refused(r"1 not of real numbers \(0.bias\)", iso.load, whole, base=tied)
     wide = iso.recast(tied, iso.LinearToPyramid(), where="1")
-    plain = save(tmp_path / "wide.pth", {name: 2 * tensor for name, tensor in wide.state_dict().items()})
+    plain = save(
+        tmp_path / "wide.pth", {name: 2 * tensor for name, tensor in wide.state_dict().items()}
+    )
     torch.testing.assert_close(iso.load(plain, base=wide).state_dict()["0.bias"], 2 * tied[0].bias)
     state["linear.weigth"] = state.pop("linear.weight")
     named = save(tmp_path / "typo.pth", state)
-    refused("1 missing \\(linear.weight\\); 1 unexpected \\(linear.weigth\\)", open_own, named, arch="cifar_resnet20")
+    refused(
+        "1 missing \\(linear.weight\\); 1 unexpected \\(linear.weigth\\)",
+        open_own,
+        named,
+        arch="cifar_resnet20",
+    )
 
 
 class TiedTokens(torch.nn.Module):
@@ -159,7 +212,9 @@ def test_tied_tensors_that_a_file_holds_once(tmp_path):
     assert len(stored) == len(model.state_dict()) - 4
     state = model.state_dict()
     for name, other in (("blocks.1.weight", "blocks.0.weight"), ("head.weight", "tokens.weight")):
-        renamed = dict(stored) | {name: state[name]}  # whichever of its names a tensor is stored under
+        renamed = dict(stored) | {
+            name: state[name]
+        }  # whichever of its names a tensor is stored under
         renamed.pop(other, None)
         opened = iso.load(save(tmp_path / f"{name}.pth", renamed), base=fresh)
         assert torch.equal(opened(tokens), model(tokens))
@@ -171,12 +226,23 @@ def test_tied_tensors_that_a_file_holds_once(tmp_path):
     del stored["blocks.0.bias"]
     stored = {key: value for key, value in stored.items() if value.shape != (7, 6)}
     lost = save(tmp_path / "lost.pth", stored)
-    refused(r"3 missing \(tokens.weight, head.weight, blocks.0.bias\)", iso.load, lost, base=TiedTokens())
+    refused(
+        r"3 missing \(tokens.weight, head.weight, blocks.0.bias\)",
+        iso.load,
+        lost,
+        base=TiedTokens(),
+    )
 
 
 def test_a_folder_that_transformers_saved(tmp_path):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    sizes = dict(
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
     config = transformers.BertConfig(**sizes, max_position_embeddings=8)
     model, fresh = (transformers.BertForMaskedLM(config).eval() for _ in range(2))
     model.save_pretrained(tmp_path)
@@ -189,14 +255,18 @@ class OtherNames(torch.nn.Linear):
     """A layer whose state has names that it does not load."""
 
     def state_dict(self, *args, **kwargs):
-        return {f"net.{name}": tensor for name, tensor in super().state_dict(*args, **kwargs).items()}
+        return {
+            f"net.{name}": tensor for name, tensor in super().state_dict(*args, **kwargs).items()
+        }
 
 
 class OwnNames(OtherNames):
     """The same, which loads them."""
 
     def load_state_dict(self, state, *args, **kwargs):
-        return super().load_state_dict({key.removeprefix("net."): value for key, value in state.items()})
+        return super().load_state_dict(
+            {key.removeprefix("net."): value for key, value in state.items()}
+        )
 
 
 def test_a_model_that_saves_other_names_than_it_loads_is_rejected(tmp_path):
@@ -213,7 +283,9 @@ def test_a_model_that_saves_other_names_than_it_loads_is_rejected(tmp_path):
 
 def test_harmless_classes_are_read_and_no_others(tmp_path):
     model = cnn("cifar_resnet20")
-    harmless = dict(best=np.float64(0.5), epoch=np.int64(3), date=datetime.datetime(2024, 1, 2), out=Path("x"))
+    harmless = dict(
+        best=np.float64(0.5), epoch=np.int64(3), date=datetime.datetime(2024, 1, 2), out=Path("x")
+    )
     content = {**timm_script(model, model="cifar_resnet20"), **harmless}
     torch.serialization.add_safe_globals([argparse.Namespace, np.dtype])
     allowed = torch.serialization.get_safe_globals()
@@ -252,12 +324,19 @@ def test_sizes_are_read_from_the_tensors(tmp_path):
     [
         ("deit_tiny_distilled_patch16_224", dict(img_size=64, depth=1)),
         ("convit_ti", dict(img_size=64, depth=2, local_up_to_layer=1)),
-        ("swin_tiny_patch4_window7_224", dict(img_size=64, depths=(1, 1), num_heads=(2, 4), embed_dim=16)),
+        (
+            "swin_tiny_patch4_window7_224",
+            dict(img_size=64, depths=(1, 1), num_heads=(2, 4), embed_dim=16),
+        ),
     ],
 )
 def test_architectures_of_other_families(tmp_path, name, arguments):
     model = timm.create_model(name, num_classes=3, **arguments).eval()
-    given = {key: value for key, value in arguments.items() if key != "img_size" or name.startswith("swin")}
+    given = {
+        key: value
+        for key, value in arguments.items()
+        if key != "img_size" or name.startswith("swin")
+    }
     opened = open_own(save(tmp_path / "m.pth", model.state_dict()), arch=name, model_kwargs=given)
     assert same(opened, model)
     iso.save(opened, tmp_path / "m.safetensors")
@@ -304,14 +383,23 @@ def test_modules_that_timm_cannot_build(tmp_path):
 
 def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(tmp_path):
     path = tmp_path / "m.safetensors"
-    for name, more in (("vit_tiny_patch16_224", dict(depth=1)), ("convit_ti", dict(depth=2, local_up_to_layer=1))):
+    for name, more in (
+        ("vit_tiny_patch16_224", dict(depth=1)),
+        ("convit_ti", dict(depth=2, local_up_to_layer=1)),
+    ):
         model = timm.create_model(name, img_size=96, num_classes=3, **more).eval()
         assert iso.verify(model, model, random_inputs(1, model)).passed
         iso.save(model, path)
         for one in (model, iso.load(path)):
             assert evaluation_config(one)["input_size"] == (3, 96, 96)
-    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (3, 288, 288)  # its weights' test size
-    flexible = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, img_size=96, depth=1)
+    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (
+        3,
+        288,
+        288,
+    )  # its weights' test size
+    flexible = timm.create_model(
+        "vit_tiny_patch16_224", dynamic_img_size=True, img_size=96, depth=1
+    )
     record_data(flexible, {"input_size": (3, 128, 128)})
     assert evaluation_config(flexible)["input_size"] == (3, 128, 128)
 
@@ -347,7 +435,12 @@ def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
     iso.save(iso.recast(own, iso.ConvToGPSA(), where="0"), tmp_path / "t.safetensors")
     opened = open_own("t.safetensors", arch="nets.mine:build", model_kwargs={"classes": 4})
     assert opened(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
-    assert same(open_model("nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})), own)
+    assert same(
+        open_model(
+            "nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})
+        ),
+        own,
+    )
     assert same(iso.load("w.pth", base="nets.mine:build", classes=4), own)
     assert str(tmp_path) not in sys.path
 
@@ -359,16 +452,24 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
     state = dict(model.state_dict())
     first = torch.randn(1, 1, 384)
     state |= {"register_tokens": state.pop("reg_token"), "mask_token": torch.zeros(1, 384)}
-    state |= {"cls_token": state["cls_token"] - first, "pos_embed": torch.cat([first, state["pos_embed"]], 1)}
+    state |= {
+        "cls_token": state["cls_token"] - first,
+        "pos_embed": torch.cat([first, state["pos_embed"]], 1),
+    }
     backbone = {f"backbone.{key}": tensor for key, tensor in state.items()}
-    heads = {"dino_head.mlp.0.weight": torch.zeros(3), "ibot_head.last_layer.weight_v": torch.zeros(3)}
+    heads = {
+        "dino_head.mlp.0.weight": torch.zeros(3),
+        "ibot_head.last_layer.weight_v": torch.zeros(3),
+    }
     other = {key: torch.zeros_like(tensor) for key, tensor in backbone.items()}
     for content in (state, backbone, {"student": other | heads, "teacher": backbone | heads}):
         file = save(tmp_path / "dino.pth", content)
         for given in ({}, {"img_size": 98}):
             opened = iso.load(file, base=name, depth=1, **given)
             torch.testing.assert_close(opened(x), model(x), atol=1e-3, rtol=1e-3)
-    refused(r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1)
+    refused(
+        r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1
+    )
     file = save(tmp_path / "timm.pth", model.state_dict())
     said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
     refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)
@@ -383,10 +484,14 @@ def test_files_that_timm_merged_open_and_get_norms_again(tmp_path, name):
     assert torch.equal(thin(x), merged(x))
     for each in (thin, merged):  # timm leaves the layers that it makes in train mode
         normed = iso.recast(each, iso.ConvToConvNorm())
-        assert not any(module.training for module in normed.modules() if isinstance(module, nn.BatchNorm2d))
+        assert not any(
+            module.training for module in normed.modules() if isinstance(module, nn.BatchNorm2d)
+        )
         torch.testing.assert_close(normed(x), merged(x), atol=1e-4, rtol=1e-4)
     iso.save(iso.recast(thin, iso.ConvToConvNorm()), tmp_path / "normed.safetensors")
-    torch.testing.assert_close(iso.load(tmp_path / "normed.safetensors")(x), merged(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        iso.load(tmp_path / "normed.safetensors")(x), merged(x), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_timm_model_of_ones_own_function_is_saved_with_its_edits(tmp_path, monkeypatch):
@@ -395,7 +500,10 @@ def test_a_timm_model_of_ones_own_function_is_saved_with_its_edits(tmp_path, mon
         "    return timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1, num_classes=3, attn_layer=Own)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    model, file = open_model("with_own_attention:build", pretrained=False), tmp_path / "new.safetensors"
+    model, file = (
+        open_model("with_own_attention:build", pretrained=False),
+        tmp_path / "new.safetensors",
+    )
     new, x = iso.recast(model, iso.LinearToPyramid(), where="head"), torch.randn(1, 3, 32, 32)
     iso.save(new, file)
     assert torch.equal(open_own(file, arch="with_own_attention:build")(x), new(x))

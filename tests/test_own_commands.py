@@ -18,19 +18,33 @@ def folder(tmp_path_factory):
     """A checkpoint of three classes, one of timm's script with averaged weights, a ViT built for 48, and photos."""
     top = tmp_path_factory.mktemp("own")
     model = cnn("cifar_resnet20")
-    torch.save({"state_dict": {f"module.{n}": t for n, t in model.state_dict().items()}}, top / "my.pth")
-    torch.save(timm_script(model, cnn("cifar_resnet20"), model="cifar_resnet20", img_size=32), top / "best.pth.tar")
+    torch.save(
+        {"state_dict": {f"module.{n}": t for n, t in model.state_dict().items()}}, top / "my.pth"
+    )
+    torch.save(
+        timm_script(model, cnn("cifar_resnet20"), model="cifar_resnet20", img_size=32),
+        top / "best.pth.tar",
+    )
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=48, depth=1)
     torch.save(vit.state_dict(), top / "vit.pth")
     iso.save(cnn("cifar_resnet20", in_chans=1), top / "grey.safetensors")
-    iso.save(iso.recast(torch.nn.Sequential(torch.nn.Linear(4, 4)), iso.LinearToPyramid()), top / "own.safetensors")
+    iso.save(
+        iso.recast(torch.nn.Sequential(torch.nn.Linear(4, 4)), iso.LinearToPyramid()),
+        top / "own.safetensors",
+    )
     (top / "code.yaml").write_text("model: {name: os:system}")
-    torch.save({name: tensor * float("nan") for name, tensor in model.state_dict().items()}, top / "nan.pth")
+    torch.save(
+        {name: tensor * float("nan") for name, tensor in model.state_dict().items()},
+        top / "nan.pth",
+    )
     images(top / "photos", each=4)
     return top
 
 
-OWN, VIT = "my.pth --arch cifar_resnet20", "vit.pth --arch vit_tiny_patch16_224 --model-kwargs depth=1"
+OWN, VIT = (
+    "my.pth --arch cifar_resnet20",
+    "vit.pth --arch vit_tiny_patch16_224 --model-kwargs depth=1",
+)
 SPLIT = "--data photos --split 0.25"
 FINETUNE = f"train finetune {SPLIT} --epochs 1 --optim.warmup_epochs 0"
 
@@ -52,12 +66,18 @@ def test_recast_verify_evaluate(folder):
     assert made["recast"] == ["layer3.2.conv1", "layer3.2.conv2"]
     verify = "verify my.pth t.safetensors --arch cifar_resnet20 --data photos"
     assert answer(folder, verify)[0]["passed"]
-    assert [row["name"][:9] for row in answer(folder, f"{verify} --size 24x16")[0]["inputs"]] == ["2x3x24x16"] * 2
+    assert [row["name"][:9] for row in answer(folder, f"{verify} --size 24x16")[0]["inputs"]] == [
+        "2x3x24x16"
+    ] * 2
     models = (OWN, "t.safetensors")
-    own, recast = (answer(folder, f"evaluate {model} --data photos --no-cost")[0] for model in models)
+    own, recast = (
+        answer(folder, f"evaluate {model} --data photos --no-cost")[0] for model in models
+    )
     assert own["images"] == recast["images"] == 12
     assert own["top1"] == recast["top1"]
-    assert answer(folder, f"evaluate t.safetensors {SPLIT} --no-cost")[0]["images"] == left_out(folder)
+    assert answer(folder, f"evaluate t.safetensors {SPLIT} --no-cost")[0]["images"] == left_out(
+        folder
+    )
 
 
 def test_the_script_of_timm_and_the_choice_of_weights(folder):
@@ -71,11 +91,17 @@ def test_the_other_commands(folder):
     rows, _ = answer(folder, f"bench {VIT} {quick}")
     assert rows[0]["height"] == rows[0]["width"] == 48
     rows, _ = answer(folder, f"bench {OWN} --num-classes 3 --against resnet18 {quick}")
-    assert [row["model"] for row in rows] == ["my.pth", "resnet18"]  # the options are those of the checkpoint alone
+    assert [row["model"] for row in rows] == [
+        "my.pth",
+        "resnet18",
+    ]  # the options are those of the checkpoint alone
     result, _ = answer(folder, f"robustness {VIT} --data photos --corruption fog --severity 1")
     assert (result["size"], result["images"]) == ([48, 48], 12)
     answer(folder, f"analyze {VIT} --image photos/pear/0.png --data photos --max-images 8")
-    answer(folder, f"recast {VIT} --rule LinearToPyramid --where blocks.*.mlp.fc? --out wide.safetensors")
+    answer(
+        folder,
+        f"recast {VIT} --rule LinearToPyramid --where blocks.*.mlp.fc? --out wide.safetensors",
+    )
     answer(folder, "fuse wide.safetensors --out thin.safetensors")
 
 
@@ -90,7 +116,10 @@ def test_train_on_the_folder(folder):
         assert not where or found == left_out(folder), command
     assert answer(folder, "evaluate runs/c --data photos --no-cost --split 1")[0]["images"] == 12
     said = refusal(
-        isomorph(*["evaluate", "runs/c/model.safetensors", "--data", "photos", "--split", "0.5"], folder=folder)
+        isomorph(
+            *["evaluate", "runs/c/model.safetensors", "--data", "photos", "--split", "0.5"],
+            folder=folder,
+        )
     )
     assert "--split 0.25 to test on the images left out" in said
     _, notes = answer(folder, "evaluate runs/c --no-cost")  # and the folder
@@ -157,7 +186,10 @@ def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder, mon
     _, notes = answer(folder, "evaluate net:build --data photos --no-cost --size 16")
     with monkeypatch.context() as patched:  # what needs --arch is seen without reading the tensors
         patched.setattr("isomorph.checkpoints.snapshot._checksum", None)
-        assert [needs_options(str(folder / f"runs/{name}")) for name in ("own", "plain")] == [True, True]
+        assert [needs_options(str(folder / f"runs/{name}")) for name in ("own", "plain")] == [
+            True,
+            True,
+        ]
     answer(folder, "fuse net:build --size 16 --out merged.safetensors")
     assert (
         "its weights are those that the function returns; images are prepared as for ImageNet: own size 224 x 224"

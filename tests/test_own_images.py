@@ -49,7 +49,10 @@ def test_train_and_val_and_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert [len(iso.data.open_source("~/photos", split)) for split in ("train", "test")] == [12, 6]
     shutil.rmtree(tmp_path / "photos" / "validation")
-    parts = [len(iso.data.open_source("~/photos", split, test_fraction=0.25)) for split in ("train", "test")]
+    parts = [
+        len(iso.data.open_source("~/photos", split, test_fraction=0.25))
+        for split in ("train", "test")
+    ]
     assert sum(parts) == 12
     assert min(parts) >= 3
 
@@ -58,7 +61,9 @@ def test_a_split_is_by_class_and_always_the_same(tmp_path):
     photos = images(tmp_path / "photos")
     images(tmp_path / "one", ["only"], each=1)
     shutil.move(tmp_path / "one" / "only", photos / "zucchini")
-    train, test = (iso.data.open_source(photos, split, test_fraction=0.4) for split in ("train", "test"))
+    train, test = (
+        iso.data.open_source(photos, split, test_fraction=0.4) for split in ("train", "test")
+    )
     assert np.bincount(train.labels)[3] == 1
     assert min(np.bincount(train.labels)) == 1 <= min(np.bincount(test.labels))
     assert not set(train.ids) & set(test.ids)
@@ -69,8 +74,15 @@ def test_a_split_is_by_class_and_always_the_same(tmp_path):
 
 def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
     def sides(folder, fraction=0.3):
-        parts = {split: iso.data.open_source(folder, split, test_fraction=fraction) for split in ("train", "test")}
-        return {image_name(part.images, i): split for split, part in parts.items() for i in range(len(part))}
+        parts = {
+            split: iso.data.open_source(folder, split, test_fraction=fraction)
+            for split in ("train", "test")
+        }
+        return {
+            image_name(part.images, i): split
+            for split, part in parts.items()
+            for i in range(len(part))
+        }
 
     photos = images(tmp_path / "photos", each=40)
     before = sides(photos)
@@ -80,24 +92,41 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
     assert len(after) == len(before) + 3
     assert all(after[name] == side for name, side in before.items())
     assert sides(photos.rename(tmp_path / "elsewhere")) == after
-    held_out, more = ({n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"} for f in (0.2, 0.4))
+    held_out, more = (
+        {n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"}
+        for f in (0.2, 0.4)
+    )
     assert held_out < more
     assert 15 < len(held_out) < 35 < len(more) < 65
 
 
 def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_path):
     photos = images(tmp_path / "photos")
-    model, before = network(split=(0.4, 15)), iso.data.open_source(photos, "test", test_fraction=0.4)
+    model, before = (
+        network(split=(0.4, 15)),
+        iso.data.open_source(photos, "test", test_fraction=0.4),
+    )
     assert len(open_test_images(model, str(photos), None)) == len(before)
     Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
-    with pytest.warns(DataWarning, match="has 16 images, that of training had 15: those that --split 0.4"):
+    with pytest.warns(
+        DataWarning, match="has 16 images, that of training had 15: those that --split 0.4"
+    ):
         assert abs(len(open_test_images(model, str(photos), None)) - len(before)) < 2
     assert len(open_test_images(model, str(photos), None, test_fraction=1)) == 16
     check_same_classes(model, CLASSES)
-    refused("class 0 is apple in the model and pear in the data", check_same_classes, model, ("pear", "apple", "plum"))
+    refused(
+        "class 0 is apple in the model and pear in the data",
+        check_same_classes,
+        model,
+        ("pear", "apple", "plum"),
+    )
     (photos / "quince").mkdir()
     refused(
-        "quince has no images; add some, or remove the folder", iso.data.open_source, photos, "train", test_fraction=0.4
+        "quince has no images; add some, or remove the folder",
+        iso.data.open_source,
+        photos,
+        "train",
+        test_fraction=0.4,
     )
 
 
@@ -113,7 +142,12 @@ def test_labels_follow_the_names_of_the_models_classes(tmp_path):
     assert sorted(set(part.labels.tolist())) == [0, 1]
     assert iso.evaluate(model, photos)["images"] == 10
     (photos / "plum").rename(photos / "Plum")
-    refused(r"the data has 2 \(Plum, apple\); rename the folders that differ \(Plum\)", iso.evaluate, model, photos)
+    refused(
+        r"the data has 2 \(Plum, apple\); rename the folders that differ \(Plum\)",
+        iso.evaluate,
+        model,
+        photos,
+    )
 
 
 class Own(nn.Module):
@@ -121,7 +155,10 @@ class Own(nn.Module):
 
     def __init__(self, form, classes=3):
         super().__init__()
-        self.net, self.form = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)), form
+        self.net, self.form = (
+            nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)),
+            form,
+        )
 
     def forward(self, x):
         return self.form(self.net(x))
@@ -170,7 +207,9 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     pixels = {source.images[i].stem: np.asarray(source.image(i)) for i in range(len(source))}
     assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
     assert np.array_equal(pixels["sixteen"], pixels["L"])
-    assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)["images"] == len(source)
+    assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)[
+        "images"
+    ] == len(source)
 
 
 @pytest.mark.parametrize("orientation", [2, 3, 5, 6, 9])
@@ -195,13 +234,17 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
     pair.check()
     assert np.array_equal(pair.example(0).image.permute(1, 2, 0), right)
     record = ImageRecord(1, "1.png", *right.size[::-1])
-    found = DetectionSource(tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False)
+    found = DetectionSource(
+        tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False
+    )
     assert np.array_equal(found.image(0), right)
     model, config = network(), evaluation_config(network())
     right.save(tmp_path / "right.png")
     pages = [iso.report.open_images([each], config)[0] for each in (path, tmp_path / "right.png")]
     assert torch.equal(pages[0].pixels, pages[1].pixels)
-    assert CLASSIFICATION.predict(model, path) == CLASSIFICATION.predict(model, tmp_path / "right.png")
+    assert CLASSIFICATION.predict(model, path) == CLASSIFICATION.predict(
+        model, tmp_path / "right.png"
+    )
     if orientation in (5, 6):
         Image.new("L", stored.size).save(tmp_path / "mask.png")
         refused("turned as EXIF data says", pair.check)
@@ -223,4 +266,6 @@ def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     folder = images(tmp_path / "photos", [other], each=1)
     (tmp_path / "maps" / other).mkdir(parents=True)
     torch.save(torch.zeros(2, 1, 2, 2), tmp_path / "maps" / other / "0.pt")
-    assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).label_map(0).shape == (2, 1, 2, 2)
+    assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).label_map(
+        0
+    ).shape == (2, 1, 2, 2)

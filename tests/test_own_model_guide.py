@@ -48,7 +48,14 @@ def test_every_block_of_the_guide(tmp_path, monkeypatch, capsys):
             exec(compile(text, str(GUIDE), "exec"), {"__name__": "__main__"})
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {
-        *("photos", "my_resnet18.pth", "my_tcnn.safetensors", "runs", "analysis.html", "comparison.html"),
+        *(
+            "photos",
+            "my_resnet18.pth",
+            "my_tcnn.safetensors",
+            "runs",
+            "analysis.html",
+            "comparison.html",
+        ),
         "net.safetensors",
     }
     metrics = json.loads((tmp_path / "runs" / "tcnn" / "log.jsonl").read_text().splitlines()[-1])

@@ -37,8 +37,14 @@ def test_wheel_has_every_file_of_the_package_and_its_metadata(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         sizes = {info.filename: info.file_size for info in wheel.infolist()}
         about = {name for name in sizes if ".dist-info/" in name}
-        metadata = message_from_bytes(wheel.read(next(name for name in about if name.endswith("METADATA"))))
-    files = (path for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        metadata = message_from_bytes(
+            wheel.read(next(name for name in about if name.endswith("METADATA")))
+        )
+    files = (
+        path
+        for path in (ROOT / "src").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     assert sizes.keys() - about == {path.relative_to(ROOT / "src").as_posix() for path in files}
     for suffix in (".j2", ".js", ".css", ".npz", "py.typed"):
         assert any(name.endswith(suffix) for name in sizes), suffix
@@ -48,7 +54,9 @@ def test_wheel_has_every_file_of_the_package_and_its_metadata(built):
     description, source = metadata.get_payload(), PROJECT["urls"]["Source"]
     assert description.startswith("# isomorph")
     targets = re.findall(r"\]\(([^)]+)\)", description)
-    assert all(target.startswith("https://") for target in targets)  # PyPI shows relative links broken
+    assert all(
+        target.startswith("https://") for target in targets
+    )  # PyPI shows relative links broken
     assert f"{source}/raw/v{iso.__version__}/docs/pictures/analyze.png" in targets
     for page in ("README.md", "docs/start/install.md"):
         assert f"git clone {source} " in (ROOT / page).read_text()
@@ -75,9 +83,22 @@ def test_wheel_works_in_an_empty_folder(built, tmp_path):
     venv.create(home, with_pip=False)
     programs = home / ("Scripts" if os.name == "nt" else "bin")
     site = sysconfig.get_path("purelib", vars={"base": str(home)})
-    Path(site, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read again
-    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--force-reinstall", str(next(built.glob("*.whl")))], check=True, capture_output=True)
+    Path(site, "outer.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # its own .pth files are not read again
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(programs / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
+    subprocess.run(
+        [*pip, "--force-reinstall", str(next(built.glob("*.whl")))], check=True, capture_output=True
+    )
     Image.new("RGB", (32, 32), (200, 100, 50)).save(folder / "x.png")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ISOMORPH_DATA")}
 
@@ -87,7 +108,9 @@ def test_wheel_works_in_an_empty_folder(built, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert str(home) in run("python", "-c", "from importlib.util import find_spec; print(find_spec('isomorph').origin)")
+    assert str(home) in run(
+        "python", "-c", "from importlib.util import find_spec; print(find_spec('isomorph').origin)"
+    )
     assert iso.__version__ in run("isomorph", "--version")
     recast = "recast cifar_resnet20 --no-pretrained --where layer3.0.conv2 --out tcnn.safetensors"
     analyze = "analyze tcnn.safetensors --image x.png --out page.html"
@@ -107,4 +130,6 @@ def test_citation_names_the_version_and_the_five_papers():
     assert len(citation["references"]) == 5
     page = (ROOT / "docs" / "citing.md").read_text()
     for paper in citation["references"]:
-        assert all(word in page for word in paper["title"].split(":")[-1].split()[-3:]), paper["title"]
+        assert all(word in page for word in paper["title"].split(":")[-1].split()[-3:]), paper[
+            "title"
+        ]

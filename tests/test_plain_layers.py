@@ -25,7 +25,8 @@ CONVS = {
 
 @pytest.mark.parametrize("name", CONVS)
 @pytest.mark.parametrize(
-    ("rule", "back", "atol"), [(iso.ConvToGPSA(), iso.revert, 2e-5), (iso.LinearToPyramid(), iso.fuse, 1e-10)]
+    ("rule", "back", "atol"),
+    [(iso.ConvToGPSA(), iso.revert, 2e-5), (iso.LinearToPyramid(), iso.fuse, 1e-10)],
 )
 def test_convolutions_of_another_form_keep_their_function(name, rule, back, atol):
     torch.manual_seed(0)
@@ -42,7 +43,11 @@ def test_convolutions_of_another_form_keep_their_function(name, rule, back, atol
 
 
 def test_reverted_convolutions_are_saved(tmp_path):
-    model, x, where = timm.create_model("test_nfnet", num_classes=3).eval(), torch.randn(1, 3, 65, 64), "stages.*.conv2"
+    model, x, where = (
+        timm.create_model("test_nfnet", num_classes=3).eval(),
+        torch.randn(1, 3, 65, 64),
+        "stages.*.conv2",
+    )
     nn.init.normal_(model.get_classifier().weight)
     once = iso.revert(iso.recast(model, iso.ConvToGPSA(), where))
     first = iso.edits(once)[-1].names[0]
@@ -55,7 +60,9 @@ def test_reverted_convolutions_are_saved(tmp_path):
         torch.testing.assert_close(reverted(x), model(x), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [lambda: PositionalEncodingFourier(8, 16), lambda: convit.GPSA(16, 4)])
+@pytest.mark.parametrize(
+    "make", [lambda: PositionalEncodingFourier(8, 16), lambda: convit.GPSA(16, 4)]
+)
 def test_the_weight_of_a_pyramid_can_be_read(make):
     """Networks read dtype and device of a layer's weight."""
     model = nn.Sequential(make()).eval()
@@ -66,14 +73,19 @@ def test_the_weight_of_a_pyramid_can_be_read(make):
     pyramid = wide.get_submodule(where)
     noisy(pyramid)
     for name in ("weight", "bias"):
-        torch.testing.assert_close(getattr(pyramid, name), getattr(pyramid.fuse(), name), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            getattr(pyramid, name), getattr(pyramid.fuse(), name), atol=1e-5, rtol=1e-5
+        )
     evaluated = pyramid.weight
     assert torch.equal(pyramid.train().weight, evaluated)  # with running statistics
     assert pyramid.half().weight.dtype == torch.float16
 
 
 ATTENTION = {
-    "beit": (lambda: beit.Attention(16, 4, qkv_bias=True, window_size=(4, 4)), torch.randn(2, 17, 16)),
+    "beit": (
+        lambda: beit.Attention(16, 4, qkv_bias=True, window_size=(4, 4)),
+        torch.randn(2, 17, 16),
+    ),
     "eva": (lambda: eva.EvaAttention(16, 4, scale_norm=False), torch.randn(2, 17, 16)),
     "swin v2": (lambda: swin_transformer_v2.WindowAttention(16, (4, 4), 4), torch.randn(2, 16, 16)),
 }
@@ -89,5 +101,7 @@ def test_a_qkv_with_separate_biases_becomes_a_pyramid_that_is_called(name, where
     torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(iso.fuse(wide)(x), model(x), atol=1e-5, rtol=1e-5)
     wide.train()(x).square().sum().backward()
-    gradients = [p.grad for n, p in wide.named_parameters() if ".branches." in n and p.grad is not None]
+    gradients = [
+        p.grad for n, p in wide.named_parameters() if ".branches." in n and p.grad is not None
+    ]
     assert max(gradient.abs().max() for gradient in gradients) > 0

@@ -19,7 +19,17 @@ from same_networks import IMAGE, PAIRS, VIT, OwnViT, give_random_weights, hf_vit
 
 DIRECTIONS = ("to the second", "to the first")
 # Pairs of full width, which take seconds: benchmarks/port_pairs.py runs all of them.
-FULL_WIDTH = ("ResNet,", "ResNeXt", "RegNet", "Mobile", "Efficient", "MNASNet", "Inception", "Swin", "VGG")
+FULL_WIDTH = (
+    "ResNet,",
+    "ResNeXt",
+    "RegNet",
+    "Mobile",
+    "Efficient",
+    "MNASNet",
+    "Inception",
+    "Swin",
+    "VGG",
+)
 # Pairs that differ in a setting that is not a weight: its name.
 SETTINGS = {
     "ViT with eps 1e-12, timm and transformers": "eps",
@@ -246,10 +256,16 @@ class ReadsPositions(nn.Module):
             self.table = nn.Linear(3, 4)
         else:
             self.table = nn.Parameter(torch.randn(4, 3))
-        self.register_buffer("places", torch.randn(6, 3, generator=torch.Generator().manual_seed(0)))
+        self.register_buffer(
+            "places", torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+        )
 
     def forward(self, x):
-        scores = self.table(self.places).T if self.by_layer else (self.table[:, None] * self.places).sum(-1)
+        scores = (
+            self.table(self.places).T
+            if self.by_layer
+            else (self.table[:, None] * self.places).sum(-1)
+        )
         weights = scores.softmax(-1) * self.gates.sigmoid()[:, None]
         return self.layer(x).mT @ weights.T
 
@@ -274,7 +290,9 @@ def test_pairs_are_narrow():
     assert hf_vit().config.image_size == IMAGE["image_size"]
 
 
-@pytest.mark.parametrize("name", ["PoolFormer, timm and transformers", "MaxViT, timm and torchvision"])
+@pytest.mark.parametrize(
+    "name", ["PoolFormer, timm and transformers", "MaxViT, timm and torchvision"]
+)
 def test_implementations_of_other_functions_are_named(name):
     source, target, batch = make(name)
     report = iso.port_weights(source, target, batch, partial=True)

@@ -18,7 +18,9 @@ def photo(tmp_path_factory):
 
 def predict(photo, *arguments):
     image = () if "--image" in arguments else ("--image", photo)
-    return isomorph("predict", "cifar_resnet20", "--no-pretrained", "--device", "cpu", *image, *arguments)
+    return isomorph(
+        "predict", "cifar_resnet20", "--no-pretrained", "--device", "cpu", *image, *arguments
+    )
 
 
 def test_the_five_likeliest_classes(photo):

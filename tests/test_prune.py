@@ -10,7 +10,14 @@ from torch import nn
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.layers import GPSA, GPSA2d, PositionalAttention, PositionalConv2d, ViTGPSA, ViTPositionalAttention
+from isomorph.layers import (
+    GPSA,
+    GPSA2d,
+    PositionalAttention,
+    PositionalConv2d,
+    ViTGPSA,
+    ViTPositionalAttention,
+)
 from isomorph.layers.grid import window_centres
 from isomorph.surgery.prune import Prune
 from test_gpsa import perturbed
@@ -18,7 +25,11 @@ from test_gpsa import perturbed
 WHOLE = {
     "map": (lambda: GPSA2d(20, 6, 3, 2, 0), (2, 20, 9, 8), PositionalConv2d),
     "tokens": (lambda: GPSA(36, 9, (5, 7), qkv_bias=True), (2, 35, 36), PositionalAttention),
-    "ViT with prefix tokens": (lambda: ViTGPSA(36, 6, (5, 7), True, 2), (2, 37, 36), ViTPositionalAttention),
+    "ViT with prefix tokens": (
+        lambda: ViTGPSA(36, 6, (5, 7), True, 2),
+        (2, 37, 36),
+        ViTPositionalAttention,
+    ),
 }
 
 
@@ -36,7 +47,9 @@ def test_a_closed_layer_is_position_alone(case):
     torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
     for name in ("position_share", "locality", "centre"):
         torch.testing.assert_close(getattr(pruned, name), getattr(whole, name))
-    expected, actual = (torch.autograd.grad(layer(x).square().sum(), x) for layer in (whole, pruned))
+    expected, actual = (
+        torch.autograd.grad(layer(x).square().sum(), x) for layer in (whole, pruned)
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     pruned(x).sum().backward()
     assert all(p.grad is not None for p in pruned.parameters())
@@ -53,11 +66,15 @@ def test_a_layer_on_its_taps_becomes_the_convolution():
     conv = nn.Conv2d(8, 6, 3, 2, 1)
     layer = iso.ConvToGPSA().build(iso.surgery.Site(conv))
     assert becomes() == "convolution"
-    torch.testing.assert_close(Prune("convolution").build(iso.surgery.Site(layer)).weight, conv.weight)
+    torch.testing.assert_close(
+        Prune("convolution").build(iso.surgery.Site(layer)).weight, conv.weight
+    )
     layer.centre.data[0] = torch.tensor([0.0, 1.0])  # two heads on one tap: still a convolution
     both = iso.prune(nn.Sequential(layer))[0]
     assert type(both) is nn.Conv2d
-    torch.testing.assert_close(both(torch.ones(1, 8, 9, 7)), layer(torch.ones(1, 8, 9, 7)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        both(torch.ones(1, 8, 9, 7)), layer(torch.ones(1, 8, 9, 7)), atol=1e-4, rtol=1e-4
+    )
     layer.centre.data[0] = torch.tensor([0.0, 2.0])  # outside of the window: not one
     assert becomes() == "position"
     layer.centre.data[0] = torch.tensor([0.4, 1.0])  # between two pixels
@@ -78,7 +95,9 @@ def small_tcnn(gate=9.0, locality=5.0):
 
 
 def small_convit():
-    vit = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=3, local_up_to_layer=2).eval()
+    vit = timm.create_model(
+        "convit_ti", img_size=32, patch_size=8, depth=3, local_up_to_layer=2
+    ).eval()
     vit.blocks[0].attn.set_gating(gate=9.0)
     return vit
 
@@ -94,7 +113,10 @@ def small_vit():
 
 
 MODELS = {
-    "T-CNN": (lambda: small_tcnn(4.0), {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"}),
+    "T-CNN": (
+        lambda: small_tcnn(4.0),
+        {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"},
+    ),
     "model with its own edits": (
         lambda: timm.create_model("t_cifar_resnet20", init="exact"),
         {"layer3.1.conv1": "Conv2d"},
@@ -102,7 +124,11 @@ MODELS = {
     "ConViT": (small_convit, {"blocks.0.attn": "PositionalAttention", "blocks.1.attn": "GPSA"}),
     "ViT": (
         small_vit,
-        {"blocks.0.attn": "ViTPositionalAttention", "blocks.1.attn": "Attention", "blocks.2.attn": "ViTGPSA"},
+        {
+            "blocks.0.attn": "ViTPositionalAttention",
+            "blocks.1.attn": "Attention",
+            "blocks.2.attn": "ViTGPSA",
+        },
     ),
 }
 

@@ -14,7 +14,16 @@ import torch
 import isomorph as iso
 from refusals import refused
 
-NAMESPACES = ("analysis", "data", "deployment", "evaluation", "layers", "report", "surgery", "training")
+NAMESPACES = (
+    "analysis",
+    "data",
+    "deployment",
+    "evaluation",
+    "layers",
+    "report",
+    "surgery",
+    "training",
+)
 """Namespaces whose names users call; `iso.models` is reached through timm's registry."""
 
 
@@ -22,7 +31,10 @@ def public_names() -> dict[str, object]:
     """Classes and functions that users call, by their names below `iso`."""
     found = {name: getattr(iso, name) for name in iso.__all__}
     for namespace in NAMESPACES:
-        found |= {f"{namespace}.{name}": getattr(found[namespace], name) for name in found[namespace].__all__}
+        found |= {
+            f"{namespace}.{name}": getattr(found[namespace], name)
+            for name in found[namespace].__all__
+        }
     return {name: value for name, value in found.items() if callable(value)}
 
 
@@ -39,11 +51,24 @@ def test_a_namespace_shows_its_public_names_only():
 
 
 def test_a_misspelt_name_is_said():
-    with pytest.raises(AttributeError, match=r"no attribute 'ConvToGSPA'; did you mean ConvToGPSA\?"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'ConvToGSPA'; did you mean ConvToGPSA\?"
+    ):
         _ = iso.ConvToGSPA
-    refused(r"no argument 'corruption'; did you mean corruptions\?", iso.robustness, None, corruption=["fog"])
+    refused(
+        r"no argument 'corruption'; did you mean corruptions\?",
+        iso.robustness,
+        None,
+        corruption=["fog"],
+    )
     layer = torch.nn.Linear(2, 2)
-    refused("where is a Linear; give the name", iso.recast, torch.nn.Sequential(layer), iso.LinearToPyramid(), layer)
+    refused(
+        "where is a Linear; give the name",
+        iso.recast,
+        torch.nn.Sequential(layer),
+        iso.LinearToPyramid(),
+        layer,
+    )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -56,7 +81,9 @@ def test_every_public_name_has_an_example_that_runs(name, tmp_path, monkeypatch)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     torch.manual_seed(0)
     lines: list[str] = []
-    assert doctest.DocTestRunner(optionflags=options).run(example, out=lines.append).failed == 0, "".join(lines)
+    assert doctest.DocTestRunner(optionflags=options).run(example, out=lines.append).failed == 0, (
+        "".join(lines)
+    )
 
 
 SCRIPT = """
@@ -86,17 +113,81 @@ iso.ConvToGPSA(inits="exact")
 """
 
 UNREAD = (
-    *("timm", "torchvision", "datasets", "sklearn", "scipy", "cv2", "numba", "pyarrow", "PIL", "pandas", "sympy"),
-    *("torchmetrics", "imagecorruptions", "webdataset", "tensorboard", "onnx", "onnxruntime", "onnxscript"),
+    *(
+        "timm",
+        "torchvision",
+        "datasets",
+        "sklearn",
+        "scipy",
+        "cv2",
+        "numba",
+        "pyarrow",
+        "PIL",
+        "pandas",
+        "sympy",
+    ),
+    *(
+        "torchmetrics",
+        "imagecorruptions",
+        "webdataset",
+        "tensorboard",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+    ),
     *("transformers", "tokenizers", "diffusers", "pycocotools", "torch_fidelity"),
-    *("huggingface_hub", "httpx", "httpcore", "anyio", "click", "filelock", "matplotlib", "pyparsing", "onnx_ir"),
+    *(
+        "huggingface_hub",
+        "httpx",
+        "httpcore",
+        "anyio",
+        "click",
+        "filelock",
+        "matplotlib",
+        "pyparsing",
+        "onnx_ir",
+    ),
     *("rich", "numpy", "jinja2", "cyclopts", "yaml", "triton", "networkx", "mpmath"),
-    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._export", "torch._refs", "torch._decomp"),
-    *("torch._prims", "torch._higher_order_ops", "torch._subclasses", "torch._numpy", "torch.fx", "torch.distributed"),
-    *("torch.onnx", "torch.export", "torch.ao", "torch.jit", "torch.sparse", "torch.testing", "torch.masked"),
+    *(
+        "torch._dynamo",
+        "torch._inductor",
+        "torch._functorch",
+        "torch._export",
+        "torch._refs",
+        "torch._decomp",
+    ),
+    *(
+        "torch._prims",
+        "torch._higher_order_ops",
+        "torch._subclasses",
+        "torch._numpy",
+        "torch.fx",
+        "torch.distributed",
+    ),
+    *(
+        "torch.onnx",
+        "torch.export",
+        "torch.ao",
+        "torch.jit",
+        "torch.sparse",
+        "torch.testing",
+        "torch.masked",
+    ),
     *("torch.nested", "torch.profiler", "torch.cuda", "torch.xpu", "torch.mps"),
-    *("torch.distributions", "torch.package", "torch._native", "torch._library", "torch._precompile"),
-    *("torch._torch_docs", "torch._tensor_docs", "torch.linalg", "torch.overrides", "torch.compiler"),
+    *(
+        "torch.distributions",
+        "torch.package",
+        "torch._native",
+        "torch._library",
+        "torch._precompile",
+    ),
+    *(
+        "torch._torch_docs",
+        "torch._tensor_docs",
+        "torch.linalg",
+        "torch.overrides",
+        "torch.compiler",
+    ),
 )
 """Packages that say nothing about the types of isomorph's public names; reading them takes mypy as long again."""
 
@@ -109,9 +200,21 @@ def test_a_users_script_passes_strict_mypy(tmp_path):
     )
     (tmp_path / "right.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(WRONG)
-    command = ["-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent", "right.py", "wrong.py"]
+    command = [
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-incremental",
+        "--follow-imports=silent",
+        "right.py",
+        "wrong.py",
+    ]
     sources = str(Path(iso.__file__).parents[1])
     environment = {"MYPYPATH": sources, "PATH": ""}
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert "right.py" not in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("wrong.py") == done.stdout.count("error:") == 2, done.stdout + done.stderr
+    assert done.stdout.count("wrong.py") == done.stdout.count("error:") == 2, (
+        done.stdout + done.stderr
+    )

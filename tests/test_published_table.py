@@ -37,7 +37,13 @@ def write_run(folder, recipe, *epochs, overrides=(), **fields):
 
 
 def done(epochs, top1=50.0, **more):
-    measured = {"top1": top1, "top5": 70.0, "images": 100, "train_top1": 30.0, "seconds": 7200} | more
+    measured = {
+        "top1": top1,
+        "top5": 70.0,
+        "images": 100,
+        "train_top1": 30.0,
+        "seconds": 7200,
+    } | more
     return ({"epoch": 0, "loss": None, "top1": 0.1}, {"epoch": epochs, "loss": 2.0, **measured})
 
 
@@ -53,7 +59,10 @@ def test_rows_and_columns_of_every_table(name):
     table = TABLES[name]
     assert set(table.columns) <= COLUMNS.keys()
     assert table.rows
-    assert all(row.values.keys() == set(table.columns) or "not in the paper" in row.label for row in table.rows)
+    assert all(
+        row.values.keys() == set(table.columns) or "not in the paper" in row.label
+        for row in table.rows
+    )
     for chart in table.charts:
         assert {chart["x"], chart["y"], chart.get("by", chart["x"])} <= set(table.columns)
         assert published_charts(name, [chart], table.rows)
@@ -86,13 +95,20 @@ def test_every_published_recipe_has_a_row(paper):
         source = recipe.get("source", "")
         if not source.startswith(f"{paper} ") or own.search(source) or name.endswith("_g2sd"):
             continue
-        rows = [row for table in TABLES.values() for row in table.rows if name in (row.recipe, row.before)]
+        rows = [
+            row
+            for table in TABLES.values()
+            for row in table.rows
+            if name in (row.recipe, row.before)
+        ]
         assert rows, name
         for number in re.findall(r"(?:Table|Fig\.) \d+|B\.\d", source):
             known = f"{paper} {number}"
             if known in TABLES:
                 here = [row for row in TABLES[known].rows if name in (row.recipe, row.before)]
-                evaluated = [row for row in TABLES[known].rows if any(name in line for line in row.commands)]
+                evaluated = [
+                    row for row in TABLES[known].rows if any(name in line for line in row.commands)
+                ]
                 assert here or evaluated, (name, known)
 
 
@@ -156,8 +172,14 @@ def test_each_command_starts_from_the_one_before():
     rows = {row.label: row for row in find_table("TDRL Fig. 5").rows}
     first, fuse, last = rows["-V-4"].commands
     assert first == "isomorph train tdrl_fig5_v_4_g2sd"
-    assert fuse == "isomorph fuse runs/tdrl_fig5_v_4_g2sd/model.safetensors --out tdrl_fig5_v_4_g2sd-fused.safetensors"
-    assert last == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors"
+    assert (
+        fuse
+        == "isomorph fuse runs/tdrl_fig5_v_4_g2sd/model.safetensors --out tdrl_fig5_v_4_g2sd-fused.safetensors"
+    )
+    assert (
+        last
+        == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors"
+    )
     *_, own_crop, calibrated = find_table("Refiner Table 5").rows[-1].commands
     assert "--rfc" not in own_crop
     assert "--rfc 1.130 --rfc-fill black" in calibrated
@@ -181,8 +203,24 @@ def test_names_are_read_in_any_spelling(name, known):
 @pytest.mark.parametrize(
     ("field", "recipes"),
     [
-        ("keep_every", ["tcnn_resnetrs270", "deit_s_100pct", "convit_s", "deit_s_distilled", "deit_ti", "convit_ti"]),
-        ("monitor_every", [f"tdrl_{arm}_g2sd" for arm in ("plain", "fig3_none", "fig3_rescale", "fig3_batchnorm")]),
+        (
+            "keep_every",
+            [
+                "tcnn_resnetrs270",
+                "deit_s_100pct",
+                "convit_s",
+                "deit_s_distilled",
+                "deit_ti",
+                "convit_ti",
+            ],
+        ),
+        (
+            "monitor_every",
+            [
+                f"tdrl_{arm}_g2sd"
+                for arm in ("plain", "fig3_none", "fig3_rescale", "fig3_batchnorm")
+            ],
+        ),
     ],
 )
 def test_runs_of_figures_along_training_write_what_they_draw(field, recipes):
@@ -207,7 +245,14 @@ def test_measured_next_to_expected_with_a_chart_by_fraction(tmp_path):
         "ConViT Table 2",
         write_run(tmp_path / "a", "convit_s_10pct", *done(3000)),
         write_run(tmp_path / "b", "deit_s_10pct", *done(3000, 40.0)),
-        write_run(tmp_path / "seed1", "convit_s_10pct", *done(3000, 52.0), name="mine", seed=1, source=source),
+        write_run(
+            tmp_path / "seed1",
+            "convit_s_10pct",
+            *done(3000, 52.0),
+            name="mine",
+            seed=1,
+            source=source,
+        ),
         write_run(tmp_path / "other", "coatnet_0", *done(300, 80.0)),
     )
     rows = {row.label: row for row in table.rows}
@@ -220,7 +265,10 @@ def test_measured_next_to_expected_with_a_chart_by_fraction(tmp_path):
     assert line[head.index("differs from the row")] == ""
     (chart,) = published_charts(table.name, table.charts, table.rows)
     assert chart.lines["ConViT-S, published"].x == [5, 10, 30, 50, 100]
-    assert (chart.lines["ConViT-S, measured"].x, chart.lines["ConViT-S, measured"].y) == ([10], [51.0])
+    assert (chart.lines["ConViT-S, measured"].x, chart.lines["ConViT-S, measured"].y) == (
+        [10],
+        [51.0],
+    )
 
 
 DIFFERENT = {
@@ -231,10 +279,23 @@ DIFFERENT = {
     "data.size": ["data.size=[96,96]"],
     "augment.mixup, drop_path": ["drop_path=0", "augment.mixup=0"],
     "optim.clip_grad, optim.lr, optim.warmup_epochs and 1 more field": [
-        *("optim.clip_grad=1", "optim.lr=1e-4", "optim.weight_decay=0", "seed=3", "scale.accumulate=2"),
+        *(
+            "optim.clip_grad=1",
+            "optim.lr=1e-4",
+            "optim.weight_decay=0",
+            "seed=3",
+            "scale.accumulate=2",
+        ),
         "optim.warmup_epochs=1",
     ],
-    "": ["seed=3", "data.root=/data", "data.workers=2", "evaluate_every=5", "scale.accumulate=8", "amp=none"],
+    "": [
+        "seed=3",
+        "data.root=/data",
+        "data.workers=2",
+        "evaluate_every=5",
+        "scale.accumulate=8",
+        "amp=none",
+    ],
 }
 
 
@@ -272,14 +333,23 @@ def test_a_run_in_progress_is_not_the_row(tmp_path):
 def test_a_recipe_has_a_row_in_every_table_of_its(tmp_path):
     assert tables_of("tdrl_plain_100ep") >= ["TDRL Fig. 2", "TDRL Fig. 3"]
     folder = write_run(tmp_path / "run", "coatnet_2", *done(300, 84.0))
-    for name in ("CoAtNet Table 4", "CoAtNet Table 6", "CoAtNet Table 7", "CoAtNet Table 9", "CoAtNet Table 13"):
+    for name in (
+        "CoAtNet Table 4",
+        "CoAtNet Table 6",
+        "CoAtNet Table 7",
+        "CoAtNet Table 9",
+        "CoAtNet Table 13",
+    ):
         assert sum(len(row.runs) for row in filled(name, folder).rows) == 1
 
 
 def test_runs_from_other_weights_are_in_their_rows(tmp_path):
     weights = "tdrl_fig5_v_8_g2sd-fused.safetensors"
     overrides = [f"model.weights={weights}"]
-    table = filled("TDRL Fig. 5", write_run(tmp_path / "run", "tdrl_fused_100ep", *done(100), overrides=overrides))
+    table = filled(
+        "TDRL Fig. 5",
+        write_run(tmp_path / "run", "tdrl_fused_100ep", *done(100), overrides=overrides),
+    )
     assert [row.label for row in table.rows if row.runs] == ["-V-8"]
 
 
@@ -291,13 +361,17 @@ def test_other_metrics_and_the_mean_of_glue(tmp_path):
         row = {"epoch": epochs, key: 70.0 + i, "seconds": 10}
         folders.append(write_run(tmp_path / task, f"glue_{task}", row))
     table = filled("Refiner Table 6", *folders)
-    mean = next(row for row in table.rows if row.values["part"] == "average" and row.label == "BERT-small")
+    mean = next(
+        row for row in table.rows if row.values["part"] == "average" and row.label == "BERT-small"
+    )
     assert mean.values["score"] == 75.1
     assert [result.measured["score"] for result in mean.runs] == [73.5]
     without_one = filled("Refiner Table 6", *folders[1:])
     assert not any(row.runs for row in without_one.rows if row.values["part"] == "average")
     assert MEASURED["precision1"] == ("top1",)
-    box = filled("TDRL Table 2", write_run(tmp_path / "d", "vitdet_tdrl_ti", {"epoch": 100, "box_ap": 46.0}))
+    box = filled(
+        "TDRL Table 2", write_run(tmp_path / "d", "vitdet_tdrl_ti", {"epoch": 100, "box_ap": 46.0})
+    )
     (result,) = next(row for row in box.rows if row.runs).runs
     assert result.measured == {"box_ap": 46.0}
 
@@ -305,7 +379,9 @@ def test_other_metrics_and_the_mean_of_glue(tmp_path):
 # evaluations
 
 FULL = {"imagenet": 50_000, "imagenet-a": 7_500, "imagenet-r": 30_000, "imagenet-sketch": 50_889}
-FULL |= {f"imagenet-v2-{part}": 10_000 for part in ("matched-frequency", "threshold-0.7", "top-images")}
+FULL |= {
+    f"imagenet-v2-{part}": 10_000 for part in ("matched-frequency", "threshold-0.7", "top-images")
+}
 
 
 def write_evaluation(path, model, size=None, images=FULL, **top1):
@@ -313,7 +389,10 @@ def write_evaluation(path, model, size=None, images=FULL, **top1):
     rows = []
     for suite, value in top1.items():
         name = suite.replace("_", "-").replace("threshold-0-7", "threshold-0.7")
-        rows.append({"suite": name, "top1": value, "images": images[name]} | ({"size": [size, size]} if size else {}))
+        rows.append(
+            {"suite": name, "top1": value, "images": images[name]}
+            | ({"size": [size, size]} if size else {})
+        )
     path.write_text(json.dumps({"model": model, "rows": rows, "cost": []}))
     return path
 
@@ -326,9 +405,13 @@ def measured_rows(table):
     return {row.label: [result.measured for result in row.runs] for row in table.rows if row.runs}
 
 
-@pytest.mark.parametrize("model", ["runs/tcnn_resnetrs50/model.safetensors", "runs/tcnn_resnetrs50"])
+@pytest.mark.parametrize(
+    "model", ["runs/tcnn_resnetrs50/model.safetensors", "runs/tcnn_resnetrs50"]
+)
 def test_evaluations_are_in_the_rows_of_their_models(model, tmp_path):
-    suites = write_evaluation(tmp_path / "s.json", model, 224, imagenet=80.0, imagenet_a=18.0, imagenet_r=40.0)
+    suites = write_evaluation(
+        tmp_path / "s.json", model, 224, imagenet=80.0, imagenet_a=18.0, imagenet_r=40.0
+    )
     corrupted = tmp_path / "c.json"
     cells = {"suite": "imagenet-c", "cells": [], "images": 50_000, "mean_top1": 47.0, "mce": 66.0}
     corrupted.write_text(json.dumps({"model": model} | cells))
@@ -343,31 +426,47 @@ def test_evaluations_are_in_the_rows_of_their_models(model, tmp_path):
 def test_evaluations_of_other_sizes_and_ratios_are_not_the_row(tmp_path):
     model = "runs/tcnn_resnetrs350/model.safetensors"
     files = [
-        write_evaluation(tmp_path / f"{size}.json", model, size, imagenet=80.0 + size / 100) for size in (320, 416)
+        write_evaluation(tmp_path / f"{size}.json", model, size, imagenet=80.0 + size / 100)
+        for size in (320, 416)
     ]
     assert measured_rows(evaluated("T-CNN Fig. 7", *files)) == {"T-ResNet350-RS": [{"top1": 84.16}]}
     path = tmp_path / "rfc.json"
     row = {"suite": "imagenet", "top1": 85.9, "images": 50_000, "rfc": 1.13, "rfc_fill": "black"}
-    path.write_text(json.dumps({"model": "runs/refined_vit_l_448", "rows": [row, row | {"rfc": 1.2}], "cost": []}))
-    assert measured_rows(evaluated("Refiner Table 5", path)) == {"Refined-ViT-448": [{"rfc_top1": 85.9}]}
+    path.write_text(
+        json.dumps(
+            {"model": "runs/refined_vit_l_448", "rows": [row, row | {"rfc": 1.2}], "cost": []}
+        )
+    )
+    assert measured_rows(evaluated("Refiner Table 5", path)) == {
+        "Refined-ViT-448": [{"rfc_top1": 85.9}]
+    }
 
 
 def test_real_labels_are_added_to_what_a_run_measured(tmp_path):
     run = write_run(tmp_path / "refined_vit_s_384", "refined_vit_s_384", *done(30, 84.0))
     path = tmp_path / "refined_vit_s_384-real.json"
     row = {"suite": "real", "top1": 88.0, "images": 46_837}  # of 50,000: those with a label
-    path.write_text(json.dumps({"model": "runs/refined_vit_s_384/model.safetensors", "rows": [row], "cost": []}))
+    path.write_text(
+        json.dumps({"model": "runs/refined_vit_s_384/model.safetensors", "rows": [row], "cost": []})
+    )
     table = table_with_evaluations(filled("Refiner Table 7", run), read_evaluations([path]))
     (filled_row,) = [row for row in table.rows if row.runs]
     assert (filled_row.label, filled_row.values["size"]) == ("Refined-ViT-S", 384)
     head, *body = published_table(table.columns, table.rows)
-    lines = [line for line in body if line[head.index("ReaL top-1 (%)")] == "88.9" and line[head.index("run")] != "-"]
+    lines = [
+        line
+        for line in body
+        if line[head.index("ReaL top-1 (%)")] == "88.9" and line[head.index("run")] != "-"
+    ]
     measured = [
-        [line[head.index(f"measured {column}")] for column in ("top-1 (%)", "ReaL top-1 (%)")] for line in lines
+        [line[head.index(f"measured {column}")] for column in ("top-1 (%)", "ReaL top-1 (%)")]
+        for line in lines
     ]
     assert measured == [["84.00 (75.6 to 89.9)", "-"], ["-", "88.00"]]
     *_, command = filled_row.commands
-    assert command.startswith("isomorph evaluate runs/refined_vit_s_384/model.safetensors --suite real ")
+    assert command.startswith(
+        "isomorph evaluate runs/refined_vit_s_384/model.safetensors --suite real "
+    )
 
 
 def test_every_printed_real_accuracy_of_a_run_has_its_command():
@@ -378,22 +477,38 @@ def test_every_printed_real_accuracy_of_a_run_has_its_command():
 
 def test_robustness_of_tdrl(tmp_path):
     values = dict(imagenet=78.0, imagenet_a=14.0, imagenet_r=41.0, imagenet_sketch=28.0)
-    values |= dict(imagenet_v2_matched_frequency=67.0, imagenet_v2_threshold_0_7=75.0, imagenet_v2_top_images=80.0)
-    table = evaluated("TDRL Table 6", write_evaluation(tmp_path / "v.json", "runs/tdrl_vit_ti_300ep", **values))
+    values |= dict(
+        imagenet_v2_matched_frequency=67.0,
+        imagenet_v2_threshold_0_7=75.0,
+        imagenet_v2_top_images=80.0,
+    )
+    table = evaluated(
+        "TDRL Table 6", write_evaluation(tmp_path / "v.json", "runs/tdrl_vit_ti_300ep", **values)
+    )
     (found,) = measured_rows(table)["TDRL"]
     assert found == dict(zip(table.columns, values.values(), strict=True))
 
 
 def test_parts_of_suites_and_random_weights_do_not_count(tmp_path):
-    part = write_evaluation(tmp_path / "p.json", "deit_s", 224, images={"imagenet": 100}, imagenet=70.0)
+    part = write_evaluation(
+        tmp_path / "p.json", "deit_s", 224, images={"imagenet": 100}, imagenet=70.0
+    )
     random = write_evaluation(tmp_path / "r.json", "deit_s (random weights)", imagenet=0.1)
-    found = {row.label: row.runs for row in evaluated("T-CNN Table 2", part, random).rows if row.runs}
-    assert [result.differs for result in found["DeiT-S"]] == ["100 of 50,000 images of imagenet", "random weights"]
+    found = {
+        row.label: row.runs for row in evaluated("T-CNN Table 2", part, random).rows if row.runs
+    }
+    assert [result.differs for result in found["DeiT-S"]] == [
+        "100 of 50,000 images of imagenet",
+        "random weights",
+    ]
 
 
 def test_files_that_are_not_evaluations(tmp_path):
     path = tmp_path / "x.json"
-    for text, message in (("[", "is not a result"), ('{"model": "m", "top1": 3}', "evaluate m with --suite")):
+    for text, message in (
+        ("[", "is not a result"),
+        ('{"model": "m", "top1": 3}', "evaluate m with --suite"),
+    ):
         path.write_text(text)
         refused(message, read_evaluations, [path])
 
@@ -404,12 +519,19 @@ def test_command_line(tmp_path):
     assert "TDRL B.9" in listed.stdout
     empty = isomorph("table", "T-CNN Table 3", folder=tmp_path)
     assert "80.84" in empty.stdout
-    assert "isomorph train tcnn_resnet50_320 --model.weights runs/tcnn_late_400/model.safetensors" in empty.stdout
+    assert (
+        "isomorph train tcnn_resnet50_320 --model.weights runs/tcnn_late_400/model.safetensors"
+        in empty.stdout
+    )
     page = isomorph("table", "ConViT Table 2", run, "--out", "table.html", folder=tmp_path)
     assert "50.00 (40.4 to 59.6)" in page.stdout
     assert "ConViT-S, published" in (tmp_path / "table.html").read_text()
-    file = write_evaluation(tmp_path / "deit.json", "runs/deit_s/model.safetensors", 224, imagenet=79.0)
+    file = write_evaluation(
+        tmp_path / "deit.json", "runs/deit_s/model.safetensors", 224, imagenet=79.0
+    )
     shown = isomorph("table", "T-CNN Table 2", file, folder=tmp_path).stdout
     assert "79.00" in shown
-    rows = json.loads(isomorph("table", "ConViT Table 2", run, "--json", folder=tmp_path).stdout)["rows"]
+    rows = json.loads(isomorph("table", "ConViT Table 2", run, "--json", folder=tmp_path).stdout)[
+        "rows"
+    ]
     assert next(row for row in rows if row["runs"])["runs"][0]["measured"]["top1"] == 50.0

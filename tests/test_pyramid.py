@@ -38,7 +38,10 @@ def by_branches(layer):
 
     def run(x):
         parts = layer.pyramids if isinstance(layer, JointPyramid) else [layer]
-        return torch.cat([part(x) if type(part) is nn.Linear else references.pyramid(part, x) for part in parts], -1)
+        return torch.cat(
+            [part(x) if type(part) is nn.Linear else references.pyramid(part, x) for part in parts],
+            -1,
+        )
 
     return run
 
@@ -90,7 +93,12 @@ def test_one_unit_that_does_not_widen_equals_its_layers(affine, scale):
     layer = PyramidLinear(9, 5, "naive-W1", affine=affine, rescale_by=scale)
     assert layer.costs_less_by_outputs(torch.zeros(1))
     agree(layer, (4, 7, 9))
-    same(step(layer.train(), layer, torch.randn(4, 9).double())[3:4], [torch.zeros(5).double()], rtol=0, atol=0)
+    same(
+        step(layer.train(), layer, torch.randn(4, 9).double())[3:4],
+        [torch.zeros(5).double()],
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
@@ -101,7 +109,9 @@ def test_conv_equals_the_branches(name, layout):
     agree(layer, (3, 6, 8, 12), rtol=1e-10, atol=1e-8)
 
 
-@pytest.mark.parametrize("window", [((3, 3), (1, 1)), ((2, 5), (1, 2)), ((5, 4), (2, 6)), ((7, 7), (3, 3))])
+@pytest.mark.parametrize(
+    "window", [((3, 3), (1, 1)), ((2, 5), (1, 2)), ((5, 4), (2, 6)), ((7, 7), (3, 3))]
+)
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_sums_over_patches_by_lag(window, groups):
     """Equal to sums over formed patches; and a tap that reads almost only zeros keeps a positive variance."""
@@ -123,7 +133,10 @@ def test_sums_over_patches_by_lag(window, groups):
 def test_joint_layers_equal_their_parts(rectify, bias):
     """Pyramids rectified in any way, and linear layers, side by side."""
     kinds = dict(b="batchnorm", r="rescale", n="none")
-    parts = [PyramidLinear(5, 7, rectify=kinds[k]) if k in kinds else nn.Linear(5, 6, bias) for k in rectify]
+    parts = [
+        PyramidLinear(5, 7, rectify=kinds[k]) if k in kinds else nn.Linear(5, 6, bias)
+        for k in rectify
+    ]
     agree(JointPyramid(parts), (4, 7, 5))
 
 
@@ -150,7 +163,9 @@ def test_absent_statistics_and_those_that_are_not_tracked():
 
 
 def test_joint_pyramids_measure_once(monkeypatch):
-    joint = JointPyramid([PyramidLinear(5, 9, rectify=r) for r in ("batchnorm", "batchnorm", "rescale")])
+    joint = JointPyramid(
+        [PyramidLinear(5, 9, rectify=r) for r in ("batchnorm", "batchnorm", "rescale")]
+    )
     calls, measure = [], moments.MeasureMoments.apply
     monkeypatch.setattr(moments.MeasureMoments, "apply", lambda *a: calls.append(a) or measure(*a))
     joint(torch.randn(4, 7, 5))
@@ -206,7 +221,9 @@ def test_half_precision():
     assert layer(x.bfloat16()).dtype == layer.eval().fuse().weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("layer", [PyramidLinear(5, 9, "P-W2S", "batchnorm"), PyramidLinear(5, 4, "naive-W1")])
+@pytest.mark.parametrize(
+    "layer", [PyramidLinear(5, 9, "P-W2S", "batchnorm"), PyramidLinear(5, 4, "naive-W1")]
+)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_counts_a_batch_once(reentrant, layer):
     layer = copy.deepcopy(layer).double()
@@ -244,7 +261,9 @@ JOINED = [PyramidLinear(16, 24, "P-W2S", "batchnorm"), nn.Linear(16, 8)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [JointPyramid(JOINED), PyramidConv2d(3, 8, 4, 4), PyramidConv2d(3, 8, 3, 1, 1)])
+@pytest.mark.parametrize(
+    "layer", [JointPyramid(JOINED), PyramidConv2d(3, 8, 4, 4), PyramidConv2d(3, 8, 3, 1, 1)]
+)
 def test_compiles_whole_and_exports(layer):
     torch.compiler.reset()
     twin = copy.deepcopy(layer)
@@ -262,11 +281,18 @@ def test_a_compiler_may_fuse_all_products_with_a_vector():
 
     def read(graph, _):
         nodes = [node for node in graph.graph.nodes if "bmm" in str(node.target)]
-        sizes.extend(size for node in nodes for each in node.args[-2:] for size in each.meta["val"].shape[-2:])
+        sizes.extend(
+            size
+            for node in nodes
+            for each in node.args[-2:]
+            for size in each.meta["val"].shape[-2:]
+        )
         return make_boxed_func(graph)
 
     layer = JointPyramid([PyramidLinear(16, 24, "P-W2S", "batchnorm"), PyramidLinear(16, 24)])
-    torch.compile(layer, backend=aot_autograd(fw_compiler=read))(torch.randn(40, 16)).sum().backward()
+    torch.compile(layer, backend=aot_autograd(fw_compiler=read))(
+        torch.randn(40, 16)
+    ).sum().backward()
     assert min(sizes) > 1
     assert len(sizes) > 40
 
@@ -276,10 +302,13 @@ def test_layouts_and_widths():
     assert BranchLayout.parse("R-D2W4") == BranchLayout((2, 2, 2, 2), skip=False)
     assert BranchLayout.parse("naive-W8") == BranchLayout((1,) * 8, skip=False, last=False)
     shapes = [
-        [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)] for branch in PyramidLinear(4, 6).branches
+        [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)]
+        for branch in PyramidLinear(4, 6).branches
     ]
     assert shapes == [[(4, 4), (6, 4)], [(4, 4), (6, 4), (6, 6)]]
-    assert PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192  # no squeeze through 3 channels
+    assert (
+        PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
+    )  # no squeeze through 3 channels
 
 
 REFUSED = [
@@ -313,18 +342,28 @@ def test_one_token_is_batchnorms_own_error(layer, x):
     assert layer.eval()(torch.randn(x)).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["hook", "pre-hook", "backward hook", "parametrization", "adapter", "hook on a part"])
+@pytest.mark.parametrize(
+    "kind", ["hook", "pre-hook", "backward hook", "parametrization", "adapter", "hook on a part"]
+)
 def test_layers_that_are_not_plain_run_one_after_the_other(kind):
     """Whatever is attached to a layer inside a pyramid takes effect, in train and eval mode, and is not fused away."""
-    joint = JointPyramid([PyramidLinear(5, 5, rectify=r) for r in ("batchnorm", "rescale")]).double()
+    joint = JointPyramid(
+        [PyramidLinear(5, 5, rectify=r) for r in ("batchnorm", "rescale")]
+    ).double()
     layer, calls = joint.pyramids[1].branches[1][2], []
     if kind == "parametrization":
         nn.utils.parametrizations.weight_norm(layer)
     elif kind == "adapter":
         joint.pyramids[1].branches[1][2] = nn.Sequential(layer, nn.Linear(5, 5).double())
     else:
-        register = {"pre-hook": layer.register_forward_pre_hook, "backward hook": layer.register_full_backward_hook}
-        register |= {"hook": layer.register_forward_hook, "hook on a part": joint.pyramids[0].register_forward_hook}
+        register = {
+            "pre-hook": layer.register_forward_pre_hook,
+            "backward hook": layer.register_full_backward_hook,
+        }
+        register |= {
+            "hook": layer.register_forward_hook,
+            "hook on a part": joint.pyramids[0].register_forward_hook,
+        }
         register[kind](lambda *_: calls.append(1))
     twin = copy.deepcopy(joint)
     for mode in (True, False):
@@ -340,12 +379,15 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
 
 
 @pytest.mark.parametrize(
-    ("module", "shape"), [(nn.Linear(5, 9), (4, 7, 5)), (nn.Conv2d(4, 8, 3, padding=1, groups=2), (3, 4, 6, 5))]
+    ("module", "shape"),
+    [(nn.Linear(5, 9), (4, 7, 5)), (nn.Conv2d(4, 8, 3, padding=1, groups=2), (3, 4, 6, 5))],
 )
 def test_the_papers_own_form_is_the_same(module, shape):
     """`form="branches"`: the same state, output, gradients and statistics, and the same fused layer."""
     branched, closed = (
-        iso.recast(nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form=form), "0")[0]
+        iso.recast(
+            nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form=form), "0"
+        )[0]
         for form in ("branches", "closed")
     )
     assert branched.form == "branches"

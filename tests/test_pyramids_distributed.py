@@ -20,7 +20,9 @@ def build(kind):
     """A layer and its whole batch, the same in every process."""
     torch.manual_seed(0)
     if kind == "conv":
-        return PyramidConv2d(3, 6, 4, 4, rectify="batchnorm").double(), torch.randn(8, 3, 8, 8, dtype=torch.float64) + 1
+        return PyramidConv2d(3, 6, 4, 4, rectify="batchnorm").double(), torch.randn(
+            8, 3, 8, 8, dtype=torch.float64
+        ) + 1
     layer = JointPyramid([PyramidLinear(5, 7, rectify="batchnorm"), PyramidLinear(5, 6)]).double()
     return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
 
@@ -31,7 +33,12 @@ def step(layer, x):
     y = layer(x)
     weights = torch.linspace(-1, 2, y[0].numel(), dtype=y.dtype).view(y.shape[1:])
     (y * weights).square().sum().backward()
-    return y.detach(), x.grad, [p.grad for p in layer.parameters()], [b.clone() for b in layer.buffers()]
+    return (
+        y.detach(),
+        x.grad,
+        [p.grad for p in layer.parameters()],
+        [b.clone() for b in layer.buffers()],
+    )
 
 
 def work(rank, kind, sync, port, folder):
@@ -54,7 +61,9 @@ def on_two_processes(kind, sync, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(work, (kind, sync, port, folder), nprocs=2, start_method=SERVER.get_start_method())
+    mp.start_processes(
+        work, (kind, sync, port, folder), nprocs=2, start_method=SERVER.get_start_method()
+    )
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -81,6 +90,8 @@ def test_without_synchronisation_each_process_has_its_own(tmp_path):
     twins = [copy.deepcopy(layer) for _ in SHARES]
     alone = [step(twin, part) for twin, part in zip(twins, batch.split(SHARES), strict=True)]
     mean = [sum(grads) / 2 for grads in zip(*(part[2] for part in alone), strict=True)]
-    for (y, dx, grads, buffers), own in zip(on_two_processes("linear", False, tmp_path), alone, strict=True):
+    for (y, dx, grads, buffers), own in zip(
+        on_two_processes("linear", False, tmp_path), alone, strict=True
+    ):
         close([y, dx, buffers], [own[0], own[1], own[3]])
         close(grads, mean)

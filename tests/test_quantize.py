@@ -16,14 +16,18 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.surgery.comparison import Fidelity
 
-quantize_module = importlib.import_module("isomorph.deployment.quantize")  # the function has the name of its module
+quantize_module = importlib.import_module(
+    "isomorph.deployment.quantize"
+)  # the function has the name of its module
 
 
 @pytest.fixture(scope="module")
 def vit():
     """A small ViT with pyramids."""
     torch.manual_seed(0)
-    net = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=5)
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=5
+    )
     with torch.no_grad():
         net.head.weight.normal_()
     return iso.recast(net, iso.LinearToPyramid("P-W1S"), where="blocks.*.mlp.fc?").eval()
@@ -73,21 +77,36 @@ def test_outputs_are_close_and_the_file_says_what_it_is(vit, images, quantized, 
     assert artefact.pretrained_cfg["input_size"] == (3, 16, 16)
     with torch.no_grad():
         exact = vit(images)
-        noise = 10 * torch.log10(exact.square().sum() / (exact - artefact(images)).square().sum()).item()
+        noise = (
+            10
+            * torch.log10(exact.square().sum() / (exact - artefact(images)).square().sum()).item()
+        )
     assert noise == pytest.approx(report.output_sqnr, abs=0.01)
     assert noise > decibels
     assert report.megabytes < report.float_megabytes
     assert 0 < report.float_difference < 1e-5
-    assert iso.evaluate(artefact, [(images, vit(images).argmax(1))])["top1"] == pytest.approx(report.agreement)
+    assert iso.evaluate(artefact, [(images, vit(images).argmax(1))])["top1"] == pytest.approx(
+        report.agreement
+    )
 
 
 def test_every_layer_is_listed_with_its_precision(quantized):
     layers = {(layer.name, layer.operator): layer for layer in quantized["static"].layers}
-    precisions = {name: layer.precision for (name, _), layer in layers.items() if name != "blocks.0.attn"}
-    expected = ["patch_embed.proj", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"]
+    precisions = {
+        name: layer.precision for (name, _), layer in layers.items() if name != "blocks.0.attn"
+    }
+    expected = [
+        "patch_embed.proj",
+        "blocks.0.attn.qkv",
+        "blocks.0.attn.proj",
+        "blocks.0.mlp.fc1",
+        "blocks.0.mlp.fc2",
+    ]
     assert precisions == dict.fromkeys([*expected, "head"], "int8")
     products = [layer for layer in quantized["static"].layers if layer.name == "blocks.0.attn"]
-    assert [(layer.precision, layer.reason) for layer in products] == [("float", "a product of two activations")] * 2
+    assert [(layer.precision, layer.reason) for layer in products] == [
+        ("float", "a product of two activations")
+    ] * 2
     assert {layer.precision for layer in quantized["weights"].layers} == {"int8 w", "float"}
 
 
@@ -95,31 +114,50 @@ def test_weights_are_integers_with_a_scale_for_each_output_channel(vit, quantize
     for mode, largest in (("static", 64), ("weights", 127)):
         graph = onnx.load(quantized[mode].path).graph
         tensors = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
-        head = next(name for name in tensors if name.startswith("head.weight") and name.endswith("_quantized"))
+        head = next(
+            name
+            for name in tensors
+            if name.startswith("head.weight") and name.endswith("_quantized")
+        )
         assert np.abs(tensors[head]).max() <= largest
         scale = tensors[head.replace("_quantized", "_scale")]
         weight = vit.head.weight.detach().numpy()
         assert scale == pytest.approx(np.abs(weight).max(1) / largest)
         integers = tensors[head].T if tensors[head].shape != weight.shape else tensors[head]
         assert np.abs(integers * scale[:, None] - weight).max() <= scale.max() / 2 + 1e-6
-        large = [name for name, tensor in tensors.items() if tensor.dtype == np.float32 and tensor.size > 1000]
+        large = [
+            name
+            for name, tensor in tensors.items()
+            if tensor.dtype == np.float32 and tensor.size > 1000
+        ]
         assert large == []
 
 
 def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, monkeypatch):
     exported_already(monkeypatch, graphs)
     report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", float_layers=["blocks.*.mlp.*"])
-    kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
+    kept = {
+        (layer.name, layer.precision)
+        for layer in report.layers
+        if layer.reason == "chosen by float_layers"
+    }
     assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
     tied = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 48), torch.nn.Linear(48, 48))
     tied[2].weight = tied[1].weight  # which ONNX stores under one name
     monkeypatch.undo()
-    report = iso.quantize(tied, [torch.randn(4, 3, 4, 4)], tmp_path / "tied.onnx", size=4, float_layers=["1"])
-    assert [(layer.name, layer.precision) for layer in report.layers] == [("1", "float"), ("2", "int8")]
+    report = iso.quantize(
+        tied, [torch.randn(4, 3, 4, 4)], tmp_path / "tied.onnx", size=4, float_layers=["1"]
+    )
+    assert [(layer.name, layer.precision) for layer in report.layers] == [
+        ("1", "float"),
+        ("2", "int8"),
+    ]
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
 
 
-def test_images_that_the_model_does_not_expect_are_noted(vit, images, graphs, quantized, tmp_path, monkeypatch):
+def test_images_that_the_model_does_not_expect_are_noted(
+    vit, images, graphs, quantized, tmp_path, monkeypatch
+):
     """Pixels from 0 to 255, and a batch of which all have one class; agreement is perfect for both."""
     exported_already(monkeypatch, graphs)
     for given, said in (
@@ -191,7 +229,9 @@ def test_only_rows_of_classes_have_a_class(what, tmp_path):
     assert iso.verify(net, iso.deployment.open_artefact(report.path), images).passed
 
 
-def test_reports_are_json_and_torch_draws_as_before(vit, images, quantized, graphs, tmp_path, monkeypatch):
+def test_reports_are_json_and_torch_draws_as_before(
+    vit, images, quantized, graphs, tmp_path, monkeypatch
+):
     exported_already(monkeypatch, graphs)
     torch.manual_seed(0)
     state = torch.get_rng_state()

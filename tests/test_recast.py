@@ -20,7 +20,10 @@ def test_where_takes_globs_predicates_and_the_root():
     cnn = resnet()
     assert iso.targets(cnn, CONV, "layer3.0.*") == ["layer3.0.conv1", "layer3.0.conv2"]
     assert iso.targets(cnn, CONV, ["conv1", "layer1.2.conv2"]) == ["conv1", "layer1.2.conv2"]
-    assert len(iso.targets(cnn, CONV, lambda name, module: getattr(module, "out_channels", 0) == 64)) == 6
+    assert (
+        len(iso.targets(cnn, CONV, lambda name, module: getattr(module, "out_channels", 0) == 64))
+        == 6
+    )
     gpsa = iso.recast(nn.Conv2d(4, 4, 3, padding=1), CONV, where="")
     assert isinstance(gpsa, iso.layers.GPSA2d)
     assert iso.edits(gpsa)[0].names == ("",)
@@ -45,23 +48,36 @@ def test_unstride_keeps_weights_modes_and_shortcuts():
     cnn.layer4[1].bn2.eval().requires_grad_(False)
     new, x = iso.unstride(cnn, "layer4"), torch.randn(1, 3, 64, 96)
     norms = new.layer4[1].bn1, new.layer4[1].bn2
-    assert [(norm.training, norm.weight.requires_grad) for norm in norms] == [(True, True), (False, False)]
+    assert [(norm.training, norm.weight.requires_grad) for norm in norms] == [
+        (True, True),
+        (False, False),
+    ]
     assert [net.eval().forward_features(x).shape[-2:] for net in (cnn, new)] == [(2, 3), (4, 6)]
-    assert all(torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items())
+    assert all(
+        torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items()
+    )
     assert isinstance(iso.edits(new)[0].rule, Unstride)
     flat = iso.unstride(resnet(), "layer3")  # its shortcuts are average pools
     assert flat.forward_features(torch.randn(1, 3, 32, 24)).shape == (1, 64, 16, 12)
     iso.verify(flat, iso.recast(flat, CONV, "layer3.*.conv?"), torch.randn(1, 3, 32, 24))
     refused("BlurPool2d", iso.unstride, timm.create_model("resnetblur50"), "layer4")
     refused(r"layer1: .*no stride to remove", iso.unstride, resnet(), "layer1")
-    refused("a detector needs", iso.unstride, timm.create_model("mask_rcnn", backbone="resnet18"), "*")
+    refused(
+        "a detector needs", iso.unstride, timm.create_model("mask_rcnn", backbone="resnet18"), "*"
+    )
     refused("still makes", iso.unstride, timm.create_model("convnextv2_atto"), "stages.3")
-    refused("unstride before recasting", iso.unstride, timm.create_model("hrnet_w18_small"), "stage3")
+    refused(
+        "unstride before recasting", iso.unstride, timm.create_model("hrnet_w18_small"), "stage3"
+    )
 
 
 def test_an_anneal_goes_from_exact_to_paper_then_lets_go():
     schedule = iso.Anneal(4)
-    assert [schedule.at(n) for n in (0, 2, 4)] == [(20.0, 15.0), pytest.approx((20**0.5, 8.0)), (1.0, 1.0)]
+    assert [schedule.at(n) for n in (0, 2, 4)] == [
+        (20.0, 15.0),
+        pytest.approx((20**0.5, 8.0)),
+        (1.0, 1.0),
+    ]
     model = iso.recast(resnet(), CONV, "conv1")
     schedule.apply(model, 2)
     torch.testing.assert_close(model.conv1.locality, torch.full((9,), 20**0.5))
@@ -76,7 +92,9 @@ CHANGES = {
     "a layer with random values": lambda cnn: iso.recast(cnn, iso.LinearToPyramid(), "linear"),
     "fuse": lambda cnn: iso.fuse(iso.recast(cnn, iso.LinearToPyramid(), "linear")),
     "insert": lambda cnn: iso.insert(cnn, iso.layers.MapAttention, "layer3.2"),
-    "revert": lambda cnn: iso.revert(iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.0.conv1")),
+    "revert": lambda cnn: iso.revert(
+        iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.0.conv1")
+    ),
     "prune": lambda cnn: iso.prune(iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.0.conv1")),
     "unstride": lambda cnn: iso.unstride(cnn, "layer3"),
 }

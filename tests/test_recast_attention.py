@@ -26,7 +26,9 @@ def vit(**options):
 def test_the_grid_follows_the_image():
     model, x = vit(dynamic_img_size=True), torch.randn(1, 3, 64, 160)
     new = iso.recast(model, iso.AttentionToGPSA(locality=2.0, gate=0.0), WHERE)
-    iso.verify(model, iso.recast(model, iso.AttentionToGPSA(), WHERE), [torch.randn(1, 3, 64, 64), x])
+    iso.verify(
+        model, iso.recast(model, iso.AttentionToGPSA(), WHERE), [torch.randn(1, 3, 64, 64), x]
+    )
     by_hand = copy.deepcopy(new)
     by_hand.patch_embed._forward_pre_hooks.clear()
     for grid, same in (((4, 10), True), ((10, 4), False)):
@@ -47,11 +49,17 @@ def test_class_tokens_have_no_place():
     layer, x = new.blocks[0].attn, torch.randn(1, 17, 48)
     attention = layer.attention(x)
     assert attention[..., 1:, 0].abs().max() < 1e-12  # no patch looks at the class token
-    q, k, _ = layer.to_attention(atol=torch.inf).qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+    q, k, _ = (
+        layer.to_attention(atol=torch.inf).qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+    )
     torch.testing.assert_close(attention[:, :, 0], torch.softmax(q @ k.mT / 4, dim=-1)[:, :, 0])
     torch.testing.assert_close(attention.sum(-1), torch.ones(1, 3, 17))
     middle = 1 + 2 * 4 + 2
-    assert attention[0, :, middle].argmax(-1).tolist() == [middle - 1, middle, middle + 1]  # a 1 x 3 window
+    assert attention[0, :, middle].argmax(-1).tolist() == [
+        middle - 1,
+        middle,
+        middle + 1,
+    ]  # a 1 x 3 window
 
 
 def test_the_initialisation_of_the_paper():
@@ -66,13 +74,26 @@ def test_the_initialisation_of_the_paper():
 
 def test_a_convit_is_a_recast_vit_and_is_recast_saved_and_loaded(tmp_path):
     """The named model, and a ViT without a class token recast as in the paper, are one function."""
-    shape = dict(embed_dim=36, num_heads=9, depth=3, class_token=False, global_pool="avg", num_classes=5, img_size=64)
+    shape = dict(
+        embed_dim=36,
+        num_heads=9,
+        depth=3,
+        class_token=False,
+        global_pool="avg",
+        num_classes=5,
+        img_size=64,
+    )
     plain = timm.create_model("convit_ti", local_up_to_layer=0, **shape).eval()
     by_hand = iso.recast(plain, iso.AttentionToGPSA("paper"), "blocks.[01].attn")
-    named, x = timm.create_model("convit_ti", local_up_to_layer=2, **shape).eval(), torch.randn(2, 3, 96, 64)
+    named, x = (
+        timm.create_model("convit_ti", local_up_to_layer=2, **shape).eval(),
+        torch.randn(2, 3, 96, 64),
+    )
     named.load_state_dict(by_hand.state_dict())
     torch.testing.assert_close(named(x), by_hand(x))
-    new = iso.recast(timm.create_model("convit_ti", num_classes=3), iso.AttentionToGPSA(), "blocks.1*.attn").eval()
+    new = iso.recast(
+        timm.create_model("convit_ti", num_classes=3), iso.AttentionToGPSA(), "blocks.1*.attn"
+    ).eval()
     iso.save(new, tmp_path / "new.safetensors")
     assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
 
@@ -94,7 +115,9 @@ def test_it_stands_beside_the_other_forms():
 
 def test_relative_scores_are_those_of_the_slow_formula():
     layer = Attention(12, 3, qkv_bias=True).double().eval()
-    new = iso.recast(nn.Sequential(layer), iso.AttentionToRelative(grid_size=(3, 4), prefix_tokens=2), "0")[0]
+    new = iso.recast(
+        nn.Sequential(layer), iso.AttentionToRelative(grid_size=(3, 4), prefix_tokens=2), "0"
+    )[0]
     table = nn.init.normal_(new.relative_bias)  # (nh, 5, 7): offsets -2..2 and -3..3
     x = torch.randn(2, 14, 12, dtype=torch.float64)
     q, k, v = layer.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
@@ -103,7 +126,9 @@ def test_relative_scores_are_those_of_the_slow_formula():
         rows, columns = i // 4 - j // 4, i % 4 - j % 4
         scores[:, :, 2 + i, 2 + j] += table[:, rows + 2, columns + 3]
     torch.testing.assert_close(new.attention(x), scores.softmax(-1))
-    torch.testing.assert_close(new(x), layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(
+        new(x), layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    )
 
 
 def test_the_table_of_relative_scores_follows_the_image():

@@ -105,12 +105,20 @@ def test_the_input_model_is_untouched_and_its_dtype_device_mode_and_format_are_k
         assert {p.dtype for p in new.parameters()} == {dtype}
         assert not any(p.requires_grad for p in new.parameters())
         assert all(module.training for module in new.modules())
-        assert all(p.is_contiguous(memory_format=torch.channels_last) for p in new.parameters() if p.ndim == 4)
+        assert all(
+            p.is_contiguous(memory_format=torch.channels_last)
+            for p in new.parameters()
+            if p.ndim == 4
+        )
     old = copy.deepcopy(plain(name))
     for number, parameter in enumerate(old.parameters()):
         parameter.requires_grad_(number % 2 == 0)
-    kept, before = (dict(model.named_parameters()) for model in (iso.recast(old, row.rule, row.where), old))
-    assert all(kept[key].requires_grad == before[key].requires_grad for key in kept.keys() & before.keys())
+    kept, before = (
+        dict(model.named_parameters()) for model in (iso.recast(old, row.rule, row.where), old)
+    )
+    assert all(
+        kept[key].requires_grad == before[key].requires_grad for key in kept.keys() & before.keys()
+    )
     new = iso.recast(copy.deepcopy(plain(name)).to("meta"), row.rule, row.where)
     assert {p.device.type for p in new.parameters()} == {"meta"}
     assert not any(module.training for module in new.modules())
@@ -161,7 +169,9 @@ def test_the_way_back_after_use(name):
     if row.back is iso.revert and row.whole:
         assert iso.edits(back) == ()
         assert repr(back) == repr(old)
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in back.modules())
+        assert not any(
+            module._forward_pre_hooks or module._forward_hooks for module in back.modules()
+        )
 
 
 ENCODER = functools.partial(nn.TransformerEncoderLayer, 16, 4, 16, batch_first=True)
@@ -185,7 +195,9 @@ def test_called_inside_a_parent_with_a_fast_path(name, tmp_path):
     """That of nn.TransformerEncoderLayer, and of its encoder, which packs what a mask leaves."""
     make, rule, where, way = INSIDE[name]
     old, x = disturb(make()).requires_grad_(False), torch.randn(2, 16, 16, dtype=torch.float64)
-    masks = [{}] + [{"src_key_padding_mask": torch.arange(16).expand(2, 16) > 12}] * ("encoder" in name)
+    masks = [{}] + [{"src_key_padding_mask": torch.arange(16).expand(2, 16) > 12}] * (
+        "encoder" in name
+    )
     new = iso.recast(old, rule, where)
     iso.save(new, tmp_path / "new.safetensors")
     loaded = iso.load(tmp_path / "new.safetensors", base=copy.deepcopy(old)).eval()
@@ -202,5 +214,7 @@ def test_every_class_of_the_tables_has_a_row():
     rejected = {name for name in FACTS if "Outlook" in name or "Shifted" in name}
     edited = {name for name, facts in FACTS.items() if facts and not facts.no_map} - rejected
     rows = [row.make() for row in LAYERS.values()]
-    assert edited <= {f"{type(part).__module__}.{type(part).__name__}" for row in rows for part in row.modules()}
+    assert edited <= {
+        f"{type(part).__module__}.{type(part).__name__}" for row in rows for part in row.modules()
+    }
     assert len(FACTS) <= 40

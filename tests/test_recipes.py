@@ -42,15 +42,34 @@ PEAK, START = {"optim.schedule_from": "peak"}, {"optim.schedule_from": "start"}
 REPEATED = START | {"augment.repeats": 3}
 PUBLISHED = {
     "tdrl_vit_ti_g2sd": PEAK  # G2SD's code
-    | {"optim.lr": 2.4e-3, "optim.betas": (0.9, 0.95), "optim.warmup_epochs": 10, "optim.min_lr": 2.5e-6}
+    | {
+        "optim.lr": 2.4e-3,
+        "optim.betas": (0.9, 0.95),
+        "optim.warmup_epochs": 10,
+        "optim.min_lr": 2.5e-6,
+    }
     | {"optim.clip_grad": 3.0, "optim.weight_decay": 0.05},
     # MAE's, then Swin's
-    "tdrl_vit_s_100ep": {"optim.lr": 2e-3, "data.batch_size": 1024, "optim.layer_decay": 0.65, "drop_path": 0.1},
+    "tdrl_vit_s_100ep": {
+        "optim.lr": 2e-3,
+        "data.batch_size": 1024,
+        "optim.layer_decay": 0.65,
+        "drop_path": 0.1,
+    },
     "tdrl_vit_ti_100ep": PEAK,
-    "tdrl_swin_t": {"optim.warmup_epochs": 20, "optim.clip_grad": 5.0, "optim.lr": 1e-3, "optim.min_lr": 1e-5},
+    "tdrl_swin_t": {
+        "optim.warmup_epochs": 20,
+        "optim.clip_grad": 5.0,
+        "optim.lr": 1e-3,
+        "optim.min_lr": 1e-5,
+    },
     "tdrl_deit_b": REPEATED,
     "tdrl_vit_ti_300ep_distilled": {"model.name": "tdrl_vit_ti_distilled", "distill.token": True}
-    | {"distill.kind": "hard", "distill.share": 0.5, "distill.kwargs": {"global_pool": "avg", "num_classes": 1000}},
+    | {
+        "distill.kind": "hard",
+        "distill.share": 0.5,
+        "distill.kwargs": {"global_pool": "avg", "num_classes": 1000},
+    },
     "coatnet_0": PEAK,  # "peak learning rate"
     "convit_s": REPEATED | {"optim.gate_lr": 1e-3},  # timm's default
     "deit_s_10pct": START,
@@ -66,7 +85,13 @@ PUBLISHED = {
     "refiner_b_deit": {"augment.repeats": 3},
     "refined_vit_s": START,
     "refined_vit_m_released_384": START  # DeiT's fine-tuning
-    | {"optim.lr": 5e-6, "optim.min_lr": 5e-6, "optim.weight_decay": 1e-8, "epochs": 30, "data.batch_size": 512}
+    | {
+        "optim.lr": 5e-6,
+        "optim.min_lr": 5e-6,
+        "optim.weight_decay": 1e-8,
+        "epochs": 30,
+        "data.batch_size": 512,
+    }
     | {"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0},
 }
 
@@ -79,24 +104,49 @@ def test_fields_are_those_of_the_papers_and_their_code(name):
 
 @pytest.mark.parametrize(("letter", "with_maps", "without"), [("s", 0.2, 0.1), ("l", 0.25, 0.2)])
 def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without):
-    for name, drop_path, pairs in (("released", with_maps, 12), ("released_image_labels", without, 2)):
+    for name, drop_path, pairs in (
+        ("released", with_maps, 12),
+        ("released_image_labels", without, 2),
+    ):
         recipe = iso.load_recipe(f"refined_vit_{letter}_{name}")
-        assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0.8, 1.0, 1)
+        assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (
+            0.8,
+            1.0,
+            1,
+        )
         assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
         assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
-        assert bool(recipe.token_labels) == recipe.model.kwargs.get("dense_head", True) == (pairs == 12)
+        assert (
+            bool(recipe.token_labels)
+            == recipe.model.kwargs.get("dense_head", True)
+            == (pairs == 12)
+        )
 
 
 def test_figure_8_of_convit_is_a_grid():
     """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
-    points = [fields["model"]["kwargs"] for fields in convit.RECIPES.values() if "Fig. 8" in fields["source"]]
-    cells = [(point.get("local_up_to_layer", 10), point.get("locality_strength", 1.0)) for point in points]
-    assert sorted(cells) == [(0, 1.0), *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0))]
+    points = [
+        fields["model"]["kwargs"]
+        for fields in convit.RECIPES.values()
+        if "Fig. 8" in fields["source"]
+    ]
+    cells = [
+        (point.get("local_up_to_layer", 10), point.get("locality_strength", 1.0))
+        for point in points
+    ]
+    assert sorted(cells) == [
+        (0, 1.0),
+        *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0)),
+    ]
 
 
 # networks
 
-BUILT = [name for name in RECIPES if "resnet" in name or name in convit.RECIPES or name in refiner.RECIPES]
+BUILT = [
+    name
+    for name in RECIPES
+    if "resnet" in name or name in convit.RECIPES or name in refiner.RECIPES
+]
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -107,7 +157,13 @@ def test_every_network_is_built(name):
     count = Counter(type(module) for module in model.modules())
     frozen = {n.rpartition(".")[2] for n, p in model.named_parameters() if not p.requires_grad}
     if "resnet" in name:
-        layers = 0 if recipe.model.recast is None else 4 if recipe.model.name in ("resnetrs270", "resnetrs350") else 3
+        layers = (
+            0
+            if recipe.model.recast is None
+            else 4
+            if recipe.model.name in ("resnetrs270", "resnetrs350")
+            else 3
+        )
         assert count[iso.layers.GPSA2d] == layers
     elif name in convit.RECIPES:
         layers = 0 if name.startswith("vit") else recipe.model.kwargs.get("local_up_to_layer", 10)
@@ -116,7 +172,12 @@ def test_every_network_is_built(name):
         all_of_it = {"gate", "position", "weight", "bias"}
         assert frozen == dict(b={"gate"}, d={"gate"}, f=all_of_it, g=all_of_it).get(row, set())
     else:
-        published = {"refiner_vit_12b": 86, "refiner_vit_16b": 24, "refiner_vit_24b": 36, "refiner_vit_32b": 48}
+        published = {
+            "refiner_vit_12b": 86,
+            "refiner_vit_16b": 24,
+            "refiner_vit_24b": 36,
+            "refiner_vit_32b": 48,
+        }
         wanted = published.get(name.removesuffix("_dla"))
         assert wanted is None or count_parameters(model) / 1e6 == pytest.approx(wanted, rel=0.03)
 
@@ -138,7 +199,11 @@ def test_coatnet_rotates_as_far_as_google_does():
     assert seen == [60.0]
 
 
-SHAPES = {"cosine": lambda t: (1 + math.cos(math.pi * t)) / 2, "linear": lambda t: 1 - t, "constant": lambda t: 1}
+SHAPES = {
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+    "linear": lambda t: 1 - t,
+    "constant": lambda t: 1,
+}
 
 
 @pytest.mark.parametrize("begin", ["peak", "start"])
@@ -147,7 +212,12 @@ def test_rates_follow_the_formula(schedule, begin):
     """MAE's, from the peak: min + (peak - min) (1 + cos(pi (epoch - warm-up) / (epochs - warm-up))) / 2."""
     low, warmup = 0.0 if schedule == "constant" else 1e-5, 2.5
     optim = OptimPart(
-        lr=1e-3, min_lr=low, schedule=schedule, warmup_epochs=warmup, schedule_from=begin, betas=(0.9, 0.8)
+        lr=1e-3,
+        min_lr=low,
+        schedule=schedule,
+        warmup_epochs=warmup,
+        schedule_from=begin,
+        betas=(0.9, 0.8),
     )
     optimizer = build_optimizer(nn.Linear(2, 2), optim)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.8)}
@@ -191,9 +261,17 @@ def test_a_warm_up_takes_at_least_a_step():
         ),
         ("digits_annealed", ["epochs=30"], {"anneal.epochs": 1.5, "shortened": ""}),
         ("tcnn_late_0", ["epochs=2"], {"model.recast_epoch": 0}),
-        ("tcnn_late_100", ["epochs=2"], {"model.recast_epoch": 1}),  # a recast stays one in the middle
+        (
+            "tcnn_late_100",
+            ["epochs=2"],
+            {"model.recast_epoch": 1},
+        ),  # a recast stays one in the middle
         ("tcnn_late_100", ["epochs=1"], {"model.recast_epoch": 0}),
-        ("convit_s", ["epochs=1"], {"evaluate_every": 1, "keep_every": [1], "optim.warmup_epochs": 0.01667}),
+        (
+            "convit_s",
+            ["epochs=1"],
+            {"evaluate_every": 1, "keep_every": [1], "optim.warmup_epochs": 0.01667},
+        ),
     ],
 )
 def test_fewer_epochs_shorten_the_schedules_that_are_not_given(name, given, wanted):
@@ -207,7 +285,12 @@ def test_fewer_epochs_shorten_the_schedules_that_are_not_given(name, given, want
 def test_all_problems_at_once_with_the_closest_name():
     wrong = ["optim.weigth_decay=0", "optim.lr=-1", "data.source=cifar", "epochs=x", "modle.name=a"]
     said = refused("5 problems", iso.load_recipe, "cifar_exact", wrong)
-    for words in ("did you mean weight_decay?", "did you mean model?", "optim.lr: ", "'cifar' is not a"):
+    for words in (
+        "did you mean weight_decay?",
+        "did you mean model?",
+        "optim.lr: ",
+        "'cifar' is not a",
+    ):
         assert words in said
 
 
@@ -255,7 +338,10 @@ def test_files(suffix, text, tmp_path):
         ("epochs: " + "1" * 6000, "cannot read recipe"),
         ("name: 2024-13-45", "month must be in 1..12"),
         (b"\xff", "cannot read recipe"),
-        ("model: {name: cifar_resnet20}\nepochs: ten\noptim: {warmup_epochs: two}\nanneal: 3\n", "3 problems"),
+        (
+            "model: {name: cifar_resnet20}\nepochs: ten\noptim: {warmup_epochs: two}\nanneal: 3\n",
+            "3 problems",
+        ),
     ],
 )
 def test_text_that_no_recipe_has(text, expected, tmp_path):
@@ -317,7 +403,9 @@ REAL = (
     "optim.lr optim.gate_lr optim.weight_decay optim.momentum optim.min_lr optim.clip_grad optim.warmup_epochs"
     " augment.mixup augment.smoothing checkpoint_minutes ema drop_path data.fraction mask.ratio"
 )
-NUMBERS = [(WHOLE, value) for value in ("1e30", "9" * 400)] + [(REAL, value) for value in (".nan", "-.inf", "inf")]
+NUMBERS = [(WHOLE, value) for value in ("1e30", "9" * 400)] + [
+    (REAL, value) for value in (".nan", "-.inf", "inf")
+]
 
 
 @pytest.mark.parametrize(("fields", "value"), NUMBERS)
@@ -328,23 +416,58 @@ def test_numbers_have_bounds_and_are_finite(fields, value):
 
 
 def test_unknown_names_and_rates_of_the_public_groups():
-    refused("there is no recipe 'cifar_exat'; did you mean cifar_exact", iso.load_recipe, "cifar_exat")
-    refused("gate_lr.* 100.* 100x", iso.training.parameter_groups, timm.create_model("cifar_resnet20"), gate_lr="100")
-    recipe = validate(dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x")))
-    assert recipe.optim.gate_lr == 100  # a result may be that large, and a stored recipe is read again
+    refused(
+        "there is no recipe 'cifar_exat'; did you mean cifar_exact", iso.load_recipe, "cifar_exat"
+    )
+    refused(
+        "gate_lr.* 100.* 100x",
+        iso.training.parameter_groups,
+        timm.create_model("cifar_resnet20"),
+        gate_lr="100",
+    )
+    recipe = validate(
+        dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x"))
+    )
+    assert (
+        recipe.optim.gate_lr == 100
+    )  # a result may be that large, and a stored recipe is read again
     assert validate(recipe.model_dump()) == recipe
 
 
 def test_weights_are_asked_for_before_anything_is_written(tmp_path):
-    for name in ("tcnn_resnet50_224", "refined_vit_s_384", "coatnet_0_384", "tdrl_fused_100ep", "digits_exact"):
+    for name in (
+        "tcnn_resnet50_224",
+        "refined_vit_s_384",
+        "coatnet_0_384",
+        "tdrl_fused_100ep",
+        "digits_exact",
+    ):
         with pytest.raises(iso.UserError, match=f"{name} .*--model.weights FILE"):
-            iso.train(iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False)
+            iso.train(
+                iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False
+            )
     assert not list(tmp_path.iterdir())
-    for name in ("tdrl_vit_ti_scratch", "digits_cnn", "refined_vit_s", "coatnet_0", "tcnn_late_400"):
+    for name in (
+        "tdrl_vit_ti_scratch",
+        "digits_cnn",
+        "refined_vit_s",
+        "coatnet_0",
+        "tcnn_late_400",
+    ):
         assert iso.load_recipe(name).model.start == "random"
 
 
 def test_label_maps_need_a_model_that_classifies_its_patches(tmp_path):
-    changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
-    changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null", "data.workers=0"]
+    changes = [
+        "token_labels.weight=0.5",
+        "data.source=digits",
+        f"out={tmp_path}",
+        "model.kwargs.depth=2",
+    ]
+    changes += [
+        "data.size=[32,32]",
+        "model.kwargs.img_size=32",
+        "data.crop_pct=null",
+        "data.workers=0",
+    ]
     refused("classifies its patches", Run, iso.load_recipe("refiner_plain_b", changes))

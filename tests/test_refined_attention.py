@@ -8,7 +8,13 @@ from timm.layers import Attention, LayerNorm
 import references
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.refined.attention import ReusedAttention
-from isomorph.layers.refined.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
+from isomorph.layers.refined.refiner import (
+    CrossKernel,
+    Expansion,
+    MapConvolution,
+    Refiner,
+    SpatialRefiner,
+)
 from test_operations import saved_mib
 from torch_citizens import TorchCitizens
 
@@ -28,7 +34,9 @@ MASKED = [name for name in FORMS if name != "spatial"]
 def build(name, init="paper", **more):
     kind, refiner, arguments = FORMS[name]
     placed = dict(grid_size=(2, 4), prefix_tokens=1) if kind is SpatialAttention else {}
-    return kind(DIM, HEADS, refine=refiner(HEADS, init=init, **arguments), qkv_bias=True, **placed, **more).double()
+    return kind(
+        DIM, HEADS, refine=refiner(HEADS, init=init, **arguments), qkv_bias=True, **placed, **more
+    ).double()
 
 
 def outcome(layer, run, x):
@@ -36,7 +44,9 @@ def outcome(layer, run, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()
     y = run(x)
-    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)).sum().backward()
+    (
+        y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    ).sum().backward()
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
@@ -50,11 +60,18 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_the_paper(name, init, recompute):
     layer, x = build(name, init, recompute=recompute), torch.randn(3, 9, DIM, dtype=torch.float64)
-    same(outcome(layer, layer, x), outcome(layer, lambda t: references.refined_attention(layer, t), x))
-    torch.testing.assert_close(layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12)
+    same(
+        outcome(layer, layer, x),
+        outcome(layer, lambda t: references.refined_attention(layer, t), x),
+    )
+    torch.testing.assert_close(
+        layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "local"])  # which forms no map to drop from
+@pytest.mark.parametrize(
+    "name", [name for name in FORMS if name != "local"]
+)  # which forms no map to drop from
 def test_dropout_comes_between_softmax_and_refiner(name):
     layer, x = build(name, attn_drop=0.5), torch.randn(3, 9, DIM, dtype=torch.float64)
     found = []
@@ -88,9 +105,13 @@ def test_nothing_leaks_across_padding(name, where):
     real = real if where == "end" else real.flip(1)
     y = layer(x, attn_mask=real)
     torch.testing.assert_close(y, layer(x, attn_mask=real[:, None, None]), rtol=0, atol=0)
-    torch.testing.assert_close(y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12
+    )
     for i, _n in enumerate(lengths):
-        torch.testing.assert_close(y[i][real[i]], layer(x[i : i + 1, real[i]])[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            y[i][real[i]], layer(x[i : i + 1, real[i]])[0], rtol=0, atol=1e-12
+        )
     other = torch.where(real[..., None], x, torch.randn_like(x) * 100)
     torch.testing.assert_close(layer(other, attn_mask=real)[real], y[real], rtol=0, atol=1e-12)
     x.requires_grad_()
@@ -102,10 +123,14 @@ def test_nothing_leaks_across_padding(name, where):
 
 def test_all_of_timms_attention_is_kept():
     """Norms of queries, keys and output, gate, head width, dropout: with the identity it is that layer."""
-    arguments = dict(qk_norm=True, scale_norm=True, gated=True, norm_layer=LayerNorm, attn_head_dim=5, dim_out=7)
+    arguments = dict(
+        qk_norm=True, scale_norm=True, gated=True, norm_layer=LayerNorm, attn_head_dim=5, dim_out=7
+    )
     layer = RefinedAttention(12, 3, refine=Refiner(3), qkv_bias=True, **arguments)
     plain = Attention(12, 3, qkv_bias=True, **arguments)
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("refine")})
+    plain.load_state_dict(
+        {k: v for k, v in layer.state_dict().items() if not k.startswith("refine")}
+    )
     x = torch.randn(2, 6, 12)
     torch.testing.assert_close(layer(x), plain(x), atol=1e-5, rtol=1e-5)
 
@@ -131,7 +156,9 @@ def test_memory_of_base_width_at_224():
     assert saved_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
     maps = 2 * 12 * 197**2 * 4 / 2**20
     assert saved_mib(RefinedAttention(768, 12), x) > plain + 1.5 * maps
-    shared = (timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True))  # map passed on
+    shared = (
+        timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True)
+    )  # map passed on
     kept, recomputed = (saved_mib(model, torch.randn(2, 3, 224, 224)) for model in shared)
     assert recomputed < kept - 1.1 * 2 * 12 * 197**2 * 4 / 2**20
     few, many = (saved_mib(LocalAttention(96, 3), torch.randn(1, n, 96)) for n in (512, 1024))
@@ -147,7 +174,12 @@ class TestEverywhere(TorchCitizens):
     def test_compiles_and_exports_for_any_batch(self, name):
         torch._dynamo.reset()  # it compiles one code object eight times at most
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
-        same(outcome(self.layer, compiled, self.x), outcome(self.layer, self.layer, self.x), atol=1e-5, rtol=1e-5)
+        same(
+            outcome(self.layer, compiled, self.x),
+            outcome(self.layer, self.layer, self.x),
+            atol=1e-5,
+            rtol=1e-5,
+        )
         for recompute in (False, True):
             layer, more = build(name, recompute=recompute).float().eval(), torch.randn(5, 9, DIM)
             sizes = ({0: torch.export.Dim("B")},)

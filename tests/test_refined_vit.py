@@ -36,7 +36,11 @@ def perturbed(name, **arguments):
         (dict(share=0, ratio=0, kernel=0), Attention, Attention),
         (dict(share=0, reduce=False), ExpandedAttention, ExpandedAttention),
         (dict(share=0, span="spatial"), SpatialAttention, SpatialAttention),
-        (dict(share=1, span="spatial", class_token=False, global_pool="avg"), SpatialAttention, ReusedAttention),
+        (
+            dict(share=1, span="spatial", class_token=False, global_pool="avg"),
+            SpatialAttention,
+            ReusedAttention,
+        ),
         (dict(share=1, recompute=True, span="row+column"), RefinedAttention, ReusedAttention),
     ],
 )
@@ -46,7 +50,11 @@ def test_forms(form, first, second, tmp_path):
     x = torch.randn(2, 3, 24, 40)
     y = model(x)
     y.square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in model.named_parameters() if "attn" in n)
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0
+        for n, p in model.named_parameters()
+        if "attn" in n
+    )
     maps = iso.attention_maps(model, x)
     assert len(maps) == 4
     torch.testing.assert_close(copy.deepcopy(model)(x), y)
@@ -75,16 +83,26 @@ def test_a_plain_checkpoint_becomes_the_same_function(tmp_path):
     iso.load_weights(refined, tmp_path / "plain.pth")
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(refined.eval()(x), plain(x), atol=1e-5, rtol=1e-5)
-    refused("share=0", checkpoint_filter_fn, plain.state_dict(), timm.create_model("refined_vit_b", share=1, **shape))
+    refused(
+        "share=0",
+        checkpoint_filter_fn,
+        plain.state_dict(),
+        timm.create_model("refined_vit_b", share=1, **shape),
+    )
     with pytest.raises(iso.UserError):  # drawn refiners are not what the checkpoint computes
-        iso.load_weights(timm.create_model("refined_vit_b", init="paper", **shape), tmp_path / "plain.pth")
+        iso.load_weights(
+            timm.create_model("refined_vit_b", init="paper", **shape), tmp_path / "plain.pth"
+        )
 
 
 @pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
 def test_positions_follow_the_size(name, tmp_path):
     """Fine-tuning at another size starts from the resized embedding; the same at a call, at creation and in place."""
     model, x = perturbed(name), torch.randn(1, 3, 64, 48)
-    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "small.pth")
+    torch.save(
+        {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}},
+        tmp_path / "small.pth",
+    )
     larger = timm.create_model(name, **{**SMALL, "img_size": (64, 48)})
     iso.load_weights(larger, tmp_path / "small.pth")
     torch.testing.assert_close(larger.eval()(x), model(x))
@@ -119,7 +137,9 @@ def released(state, x, heads, depth, patch):
     for i, (stride, padding) in enumerate(((2, 3), (1, 1), (1, 1)), start=1):
         y = F.conv2d(y, state[f"patch_embed.conv{i}.weight"], stride=stride, padding=padding)
         y = F.relu(norm_maps(y, state, f"patch_embed.bn{i}"))
-    y = F.conv2d(y, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch // 2)
+    y = F.conv2d(
+        y, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch // 2
+    )
     y = y.flatten(2).transpose(1, 2)
     y = torch.cat([state["cls_token"].expand(len(y), -1, -1), y], 1) + state["pos_embed"]
     previous, C = None, y.shape[-1]
@@ -144,10 +164,14 @@ def released(state, x, heads, depth, patch):
             weights = previous
         else:
             v, dla = by_head(linear(t, f"{name}.attn.qkv")), f"{name}.attn.DLA"
-            z = F.relu6(norm_maps(F.conv2d(previous, state[f"{dla}.conv_exp.weight"]), state, f"{dla}.bn1"))
+            z = F.relu6(
+                norm_maps(F.conv2d(previous, state[f"{dla}.conv_exp.weight"]), state, f"{dla}.bn1")
+            )
             z = F.conv2d(z, state[f"{dla}.depth_sep_conv.weight"], padding=1, groups=z.shape[1])
             z = F.relu6(norm_maps(z, state, f"{dla}.bn2"))
-            z = previous + norm_maps(F.conv2d(z, state[f"{dla}.conv_pro.weight"]), state, f"{dla}.bn3")
+            z = previous + norm_maps(
+                F.conv2d(z, state[f"{dla}.conv_pro.weight"]), state, f"{dla}.bn3"
+            )
             weights = norm_maps(z, state, f"{name}.attn.adapt_bn") * scale
         y = y + linear((weights @ v).transpose(1, 2).flatten(2), f"{name}.attn.proj") / 0.5
         t = F.gelu(linear(layer_norm(y * 0.5, f"{name}.norm2"), f"{name}.mlp.fc1"))
@@ -157,8 +181,13 @@ def released(state, x, heads, depth, patch):
 
 
 def test_the_released_function():
-    model, x = perturbed("refined_vit_s_released").double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    torch.testing.assert_close(model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12)
+    model, x = (
+        perturbed("refined_vit_s_released").double(),
+        torch.randn(2, 3, 32, 32, dtype=torch.float64),
+    )
+    torch.testing.assert_close(
+        model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12
+    )
     fused = iso.fuse(model)
     assert not [n for n, m in fused.named_modules() if isinstance(m, nn.BatchNorm2d) and "DLA" in n]
     torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-10)
@@ -171,9 +200,13 @@ def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
     torch.save(given.state_dict(), tmp_path / "given.pth")
     overlay = dict(file=str(tmp_path / "given.pth"))
     shape = {key: value for key, value in SMALL.items() if key != "num_classes"}
-    made = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, num_classes=7, **shape)
+    made = timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, num_classes=7, **shape
+    )
     torch.testing.assert_close(made.blocks[1].mlp.fc1.weight, given.blocks[1].mlp.fc1.weight)
-    torch.testing.assert_close(made.patch_embed.conv1.weight, given.patch_embed.conv1.weight.sum(1, keepdim=True))
+    torch.testing.assert_close(
+        made.patch_embed.conv1.weight, given.patch_embed.conv1.weight.sum(1, keepdim=True)
+    )
     other = timm.create_model(name, **SMALL, dense_head=True)
     iso.load_weights(other, tmp_path / "given.pth", fresh_head=True)
     torch.testing.assert_close(other.norm.weight, given.norm.weight)

@@ -84,12 +84,43 @@ REJECTED = {
     "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),
     "no model": (lambda: "resnet18", CONV, "*", "'resnet18' is not a model"),
     # what it selects
-    "one glob of two": (cnn, CONV, ["layer3.*.conv1", "layr2.*.conv1"], "'layr2.*.conv1' in where", NEAR, "layer2"),
-    "a predicate": (cnn, CONV, lambda *_: False, "<lambda> matches no module; its layers: conv1, ", " 4 more"),
-    "a norm": (cnn, CONV, "layer3.*.bn1", "recasts Conv2d", "only other classes", f"{NEAR}layer3.*.conv1"),
-    "a block that is missing": (vit, PYRAMID, ["blocks.0.attn.v", "blocks.7.attn.v"], "'blocks.7.attn.v' in where"),
+    "one glob of two": (
+        cnn,
+        CONV,
+        ["layer3.*.conv1", "layr2.*.conv1"],
+        "'layr2.*.conv1' in where",
+        NEAR,
+        "layer2",
+    ),
+    "a predicate": (
+        cnn,
+        CONV,
+        lambda *_: False,
+        "<lambda> matches no module; its layers: conv1, ",
+        " 4 more",
+    ),
+    "a norm": (
+        cnn,
+        CONV,
+        "layer3.*.bn1",
+        "recasts Conv2d",
+        "only other classes",
+        f"{NEAR}layer3.*.conv1",
+    ),
+    "a block that is missing": (
+        vit,
+        PYRAMID,
+        ["blocks.0.attn.v", "blocks.7.attn.v"],
+        "'blocks.7.attn.v' in where",
+    ),
     # convolutions
-    "another forward": (alone(lambda: Restandardised(4, 4, 3)), CONV, "0", "0: ", "overrides forward of nn.Conv2d"),
+    "another forward": (
+        alone(lambda: Restandardised(4, 4, 3)),
+        CONV,
+        "0",
+        "0: ",
+        "overrides forward of nn.Conv2d",
+    ),
     "weight norm": (alone(lambda: normed(nn.Conv2d(4, 4, 3))), CONV, "0", "param"),
     "an even kernel": (conv(2), CONV, "0", "0: ", "2x2", "even"),
     "dilation": (conv(3, dilation=2), CONV, "0", "dilation=(2, 2)"),
@@ -97,16 +128,50 @@ REJECTED = {
     # linear layers
     "a weight that is read": (Beit, PYRAMID, "qkv", "Beit reads its weight"),
     "outputs by head": (alone(ByHead), PYRAMID, "0.q", "orders the outputs by head"),
-    "a pyramid": (once(PYRAMID, where="*.attn.v"), PYRAMID, "*.attn.v", "blocks.0.attn.v: ", "already a pyramid"),
+    "a pyramid": (
+        once(PYRAMID, where="*.attn.v"),
+        PYRAMID,
+        "*.attn.v",
+        "blocks.0.attn.v: ",
+        "already a pyramid",
+    ),
     # attention
-    "no grid, gated": (alone(attention), GATED, "0", "grid of its tokens is unknown", "AttentionToGPSA grid_size"),
-    "two grids": (lambda: nn.ModuleList([vit(), vit()]), GATED, "1.blocks.*.attn", "several patch embeddings"),
+    "no grid, gated": (
+        alone(attention),
+        GATED,
+        "0",
+        "grid of its tokens is unknown",
+        "AttentionToGPSA grid_size",
+    ),
+    "two grids": (
+        lambda: nn.ModuleList([vit(), vit()]),
+        GATED,
+        "1.blocks.*.attn",
+        "several patch embeddings",
+    ),
     "dropped patches": (lambda: vit(patch_drop_rate=0.25), GATED, "blocks.*.attn", "drops patches"),
-    "dropout, hooks": (alone(lambda: attention(hooked(nn.Dropout()))), REFINED, "0", "attn_drop has hooks", "remove"),
-    "pyramids inside": (once(PYRAMID, alone(attention), "0.qkv"), REFINED, "0", "JointPyramid", "not an nn.Linear"),
+    "dropout, hooks": (
+        alone(lambda: attention(hooked(nn.Dropout()))),
+        REFINED,
+        "0",
+        "attn_drop has hooks",
+        "remove",
+    ),
+    "pyramids inside": (
+        once(PYRAMID, alone(attention), "0.qkv"),
+        REFINED,
+        "0",
+        "JointPyramid",
+        "not an nn.Linear",
+    ),
     "twice, an edit": (once(REFINED, of("swin"), "0"), GATED, "0", "edited already", "revert"),
     "no map": (alone(lambda: xcit.XCA(C, 4)), REFINED, "0", "0: ", "XCA attends between channels"),
-    "a hidden mask": (alone(lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4)), REFINED, "0", "hide their mask"),
+    "a hidden mask": (
+        alone(lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4)),
+        REFINED,
+        "0",
+        "hide their mask",
+    ),
     "batches counted twice": (of("shvit"), RECOMPUTED, "0", "twice in the BatchNorm"),
 }
 
@@ -131,7 +196,11 @@ def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, r
     new = iso.recast(net, rule)
     names = iso.edits(new)[0].names
     assert set(names) <= set(found.accepted)
-    assert all(any(f"{name}.".startswith(f"{taken}.") for taken in names) for name in found.accepted if name)
+    assert all(
+        any(f"{name}.".startswith(f"{taken}.") for taken in names)
+        for name in found.accepted
+        if name
+    )
     noted = [note for note in iso.surgery.notes(new) if note.startswith("not recast, as ")]
     assert len(noted) == bool(found.rejected)
     assert not found.rejected or next(iter(found.rejected)) in noted[0]
@@ -145,6 +214,12 @@ def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, r
 def test_exclude_is_checked_as_where_is_and_targets_are_not_nested():
     found = iso.targets(cnn(), CONV, "layer3.*", exclude=lambda name, _: "conv2" in name)
     assert found == [f"layer3.{i}.conv1" for i in range(3)]
-    refused("'layr3' in where matches no module; nearest names: layer3", iso.targets, cnn(), CONV, exclude=["layr3"])
+    refused(
+        "'layr3' in where matches no module; nearest names: layer3",
+        iso.targets,
+        cnn(),
+        CONV,
+        exclude=["layr3"],
+    )
     refused("matches no module", iso.targets, cnn(), CONV, "layer3.*", exclude="layer3")
     refused("is inside target layer3", iso.unstride, cnn(), ["layer3", "layer3.0"])

@@ -25,7 +25,10 @@ def build(kind=RelativeAttention, dtype=torch.float64, **kwargs):
 @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
 @pytest.mark.parametrize("wider", [{}, dict(dim_out=18, attn_head_dim=6)])
 def test_equals_the_paper_with_gradients(kind, grid, wider):
-    layer, x = build(kind, **wider), torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True)
+    layer, x = (
+        build(kind, **wider),
+        torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True),
+    )
     expected = references.relative_attention(layer, x, post=kind is PostRelativeAttention)
     wanted = torch.autograd.grad(expected.square().sum(), [x, *layer.parameters()])
     actual = layer(x)
@@ -53,7 +56,9 @@ def test_a_table_alone_is_a_convolution():
     layer = build(PostRelativeAttention)
     with torch.no_grad():
         layer.relative_bias.zero_()
-        layer.relative_bias[:, 3 - 1, 2 + 1] = 1.0  # query - key = (-1, 1): the key lies one below, one to the left
+        layer.relative_bias[:, 3 - 1, 2 + 1] = (
+            1.0  # query - key = (-1, 1): the key lies one below, one to the left
+        )
         values = torch.randn(1, 3, 12, 4, dtype=torch.float64)
         bias = layer.position_bias((4, 3), torch.float64)
         moved = relative_attention.convolve_values(bias, values).unflatten(2, (4, 3))
@@ -68,7 +73,9 @@ def test_resizing_a_table_keeps_its_middle_and_constants():
     larger = resize_table(table, (9, 8))
     assert larger.shape == (3, 17, 15)
     torch.testing.assert_close(larger[:, 8, 7], table[:, 3, 2])
-    torch.testing.assert_close(resize_table(torch.full_like(table, 2.0), (2, 9)).unique(), table.new_tensor([2.0]))
+    torch.testing.assert_close(
+        resize_table(torch.full_like(table, 2.0), (2, 9)).unique(), table.new_tensor([2.0])
+    )
     assert resize_table(table, (4, 3)) is table
     layer = build().eval()
     layer.set_grid_size((9, 8))

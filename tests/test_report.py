@@ -46,7 +46,10 @@ NAN = math.nan
 
 
 def small_vit(**changes):
-    arguments = dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5) | changes
+    arguments = (
+        dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+        | changes
+    )
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
 
@@ -55,7 +58,9 @@ def unpacked(text, heads, queries):
     data = zlib.decompress(base64.b64decode(text))
     split = heads * queries * 2 * 4
     low, high = np.moveaxis(np.frombuffer(data[:split], "<f4").reshape(heads, queries, 1, 2), -1, 0)
-    return low + np.frombuffer(data[split:], np.uint8).reshape(heads, queries, -1) * (high - low) / 255
+    return (
+        low + np.frombuffer(data[split:], np.uint8).reshape(heads, queries, -1) * (high - low) / 255
+    )
 
 
 class TestMaps:
@@ -91,15 +96,30 @@ class TestMaps:
 MODELS = {
     "gated": lambda: iso.recast(small_vit(), iso.AttentionToGPSA(init="paper"), "blocks.[01].attn"),
     "refined": lambda: iso.recast(
-        small_vit(class_token=False, global_pool="avg"), iso.AttentionToRefined(init="paper"), "blocks.*.attn"
+        small_vit(class_token=False, global_pool="avg"),
+        iso.AttentionToRefined(init="paper"),
+        "blocks.*.attn",
     ),
-    "t-cnn": lambda: iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?"),
+    "t-cnn": lambda: iso.recast(
+        timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?"
+    ),
     "cnn": lambda: timm.create_model("cifar_resnet20"),
     "coatnet": lambda: timm.create_model(
-        "coatnet_0", layout="C-T-T-T", depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 16), head_dim=8, img_size=(32, 48)
+        "coatnet_0",
+        layout="C-T-T-T",
+        depths=(2, 1, 1, 1, 1),
+        widths=(8, 8, 16, 16, 16),
+        head_dim=8,
+        img_size=(32, 48),
     ),
 }
-CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic"}
+CONFIG = {
+    "mean": (0.5,) * 3,
+    "std": (0.5,) * 3,
+    "crop_pct": 1.0,
+    "crop_mode": "center",
+    "interpolation": "bicubic",
+}
 SMALL = CONFIG | {"input_size": (3, 32, 48)}
 
 
@@ -107,18 +127,24 @@ SMALL = CONFIG | {"input_size": (3, 32, 48)}
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
     sections = report.analyze_sections(
-        [report.PageModel(name, model, SMALL)], [report.PageImage(n, torch.rand(3, 32, 48)) for n in "ab"]
+        [report.PageModel(name, model, SMALL)],
+        [report.PageImage(n, torch.rand(3, 32, 48)) for n in "ab"],
     )
     titles = [section.title for section in sections]
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
     assert sections[0].finding.startswith(f"{name} predicts ")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn"))
-    once = ["Cost per pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
+    once = (
+        ["Cost per pass"] if name == "refined" else []
+    )  # its kernels are composed once a pass, whatever the batch
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
-        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Attention entropy"}
+        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {
+            "Nonlocality",
+            "Attention entropy",
+        }
     assert report.write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
@@ -130,7 +156,12 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
     wide = iso.recast(small_vit(), iso.LinearToPyramid(layout, init="paper"), where).eval()
     images = [report.PageImage("x", torch.rand(3, 32, 48))]
     sections = report.analyze_sections([report.PageModel("wide", wide, SMALL)], images)
-    charts = {chart.title: chart.series["wide"] for section in sections for chart in section.charts if chart.title}
+    charts = {
+        chart.title: chart.series["wide"]
+        for section in sections
+        for chart in section.charts
+        if chart.title
+    }
     batch = normalise_images(images, SMALL)
     for name, matrix in iso.analysis.branch_similarity(wide, batch).items():
         matrices = matrix if matrix.ndim == 3 else matrix[None]
@@ -147,10 +178,16 @@ def test_a_page_of_two_models_begins_with_its_finding():
     gated = iso.recast(model, iso.AttentionToGPSA(grid_size=None), "blocks.*.attn").eval()
     loader = [(torch.randn(16, 3, 32, 48), None)]
     subjects = [report.PageModel("a", model, SMALL), report.PageModel("b", gated, SMALL)]
-    sections = report.analyze_sections(subjects, images, report.AnalyzeOptions(cka_batches={"a": loader, "b": loader}))
-    assert re.search(r"outputs of b and a are at most \S+e-0\d apart|same outputs", sections[0].finding)
+    sections = report.analyze_sections(
+        subjects, images, report.AnalyzeOptions(cka_batches={"a": loader, "b": loader})
+    )
+    assert re.search(
+        r"outputs of b and a are at most \S+e-0\d apart|same outputs", sections[0].finding
+    )
     assert re.search("equal within 1e-[56] in all 9 heads", sections[0].finding)
-    (between,) = next(section.charts for section in sections if section.title == "Layer similarity (CKA)")
+    (between,) = next(
+        section.charts for section in sections if section.title == "Layer similarity (CKA)"
+    )
     assert torch.tensor(between.values).diagonal().allclose(torch.ones(3), atol=1e-4)
     page = render_page("t", sections[0].finding, sections)
     assert page.count(sections[0].finding) == 1
@@ -161,12 +198,17 @@ def test_a_page_says_what_a_model_does_not_give():
     images = [report.PageImage("x", torch.rand(3, 32, 48))]
     broken = small_vit(reg_tokens=2)
     broken.head.weight.data[0, 0] = NAN
-    for model, said in ((small_vit(reg_tokens=2, num_classes=0), "a gives no classes."), (broken, "a are not finite")):
+    for model, said in (
+        (small_vit(reg_tokens=2, num_classes=0), "a gives no classes."),
+        (broken, "a are not finite"),
+    ):
         first, *others = report.analyze_sections([report.PageModel("a", model, SMALL)], images)
         assert said in first.finding
         assert first.viewer.data["registers"] == 2
         assert first.viewer.data["images"][0]["predictions"] == [""]
-        assert "Attention to class token and registers" in [c.title for section in others for c in section.charts]
+        assert "Attention to class token and registers" in [
+            c.title for section in others for c in section.charts
+        ]
 
 
 class TestPage:
@@ -189,13 +231,27 @@ class TestPage:
         assert dots.table()[1:] == [["l", "1, 2", "-"], ["m", "-", "3"]]
 
 
-CELLS = {("snow", 1): 40.0, ("snow", 2): 20.0, ("fog", 1): 50.0, ("saturate", 1): 1.0, ("clean", 0): 90.0}
-OTHER_CELLS = {("snow", 1): 37.0, ("snow", 2): 17.0, ("fog", 1): 55.0, ("saturate", 1): 9.0, ("clean", 0): 80.0}
+CELLS = {
+    ("snow", 1): 40.0,
+    ("snow", 2): 20.0,
+    ("fog", 1): 50.0,
+    ("saturate", 1): 1.0,
+    ("clean", 0): 90.0,
+}
+OTHER_CELLS = {
+    ("snow", 1): 37.0,
+    ("snow", 2): 17.0,
+    ("fog", 1): 55.0,
+    ("saturate", 1): 9.0,
+    ("clean", 0): 80.0,
+}
 
 
 def test_the_robustness_page_has_the_suites_means():
     """Uneven cells are averaged as in the summary; the extra corruption is drawn, and in no mean."""
-    told = robustness_summary({key: {"top1": top1} for key, top1 in CELLS.items() if key[1]}, None, imagenet=False)
+    told = robustness_summary(
+        {key: {"top1": top1} for key, top1 in CELLS.items() if key[1]}, None, imagenet=False
+    )
     assert robustness_table({"net": CELLS})[1] == ["net", "90.00", "3", f"{told['mean_top1']:.2f}"]
     bars, levels, cells = robustness_charts({"net": CELLS})
     assert bars.series == {"net": told["by_corruption"]}
@@ -219,7 +275,10 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
     folder.mkdir(parents=True)
     recipe = {"name": "r", "model": {"name": "net"}, "epochs": 4, "optim": {"lr": lr}}
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    rows = [{"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "images": 100, "seconds": 2.0} for e in range(1, epochs + 1)]
+    rows = [
+        {"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "images": 100, "seconds": 2.0}
+        for e in range(1, epochs + 1)
+    ]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     steps = [{"epoch": 1, "step": s, "loss": 1 / s, "lr": lr} for s in range(1, 30)]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
@@ -229,8 +288,12 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
 class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
         broken = write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')
-        last, curves, recipes = report.compare_sections(report.read_run_logs([write_run(tmp_path / "a"), broken]))
-        reached = "a reaches the best top-1, 30.00 % (95% interval 21.9 to 39.6), 10.00 points above b"
+        last, curves, recipes = report.compare_sections(
+            report.read_run_logs([write_run(tmp_path / "a"), broken])
+        )
+        reached = (
+            "a reaches the best top-1, 30.00 % (95% interval 21.9 to 39.6), 10.00 points above b"
+        )
         doubt = " (less than chance may do with 100 images)"
         assert last.finding == f"{reached}{doubt}, each in its best epoch on the test images."
         assert last.details.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
@@ -247,9 +310,20 @@ class TestRuns:
         line = curve([*rows, {"step": 3, "loss": NAN}, {"step": None, "loss": 1}], "step", "loss")
         assert len(line.x) == MAX_CURVE_POINTS
         assert set(line.y) == {0.5}
-        monitored = {"step": 1, "max_logit": {"x": 1.0, "y": 4.0}, "entropy": {"x": 1.0, "y": 4.0, "z": None}}
-        assert [curve([monitored], "step", key).y for key in ("max_logit", "entropy")] == [[4.0], [2.5]]
-        assert flatten_recipe({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
+        monitored = {
+            "step": 1,
+            "max_logit": {"x": 1.0, "y": 4.0},
+            "entropy": {"x": 1.0, "y": 4.0, "z": None},
+        }
+        assert [curve([monitored], "step", key).y for key in ("max_logit", "entropy")] == [
+            [4.0],
+            [2.5],
+        ]
+        assert flatten_recipe({"a": {"b": [1], "c": {}}, "d": None}) == {
+            "a.b": "[1]",
+            "a.c": "{}",
+            "d": "null",
+        }
 
 
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
@@ -261,8 +335,14 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [report.PageModel("a", small_vit(), a), report.PageModel("b", small_vit(), b)]
     loaders = open_test_loaders(subjects, ImageOptions(data="given", max_images=36))[0]
-    seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
-    plain = [seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects]
+    seen = {
+        name: [torch.cat(part) for part in zip(*loader, strict=True)]
+        for name, loader in loaders.items()
+    }
+    plain = [
+        seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1)
+        for s in subjects
+    ]
     assert plain[0].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain[1], plain[0], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
@@ -271,7 +351,9 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save("a.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(
+        "a.png"
+    )
     return tmp_path
 
 
@@ -287,7 +369,9 @@ class TestCommands:
         """A head that loses its centre hides no other: its span is no number, its way ends where it was last."""
         for name in ("gated", "plain"):
             write_run(folder / name)
-        gated = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1, num_classes=2)
+        gated = timm.create_model(
+            "convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1, num_classes=2
+        )
         layer = gated.blocks[0].attn
         for epoch, gate in ((1, 4.0), (3, -1.0)):
             with torch.no_grad():
@@ -302,33 +386,59 @@ class TestCommands:
         found = gating_histories(folders, logs, NO_OPTIONS)
         assert list(found) == ["gated"]
         sections = {section.title: section for section in report.compare_sections(logs, found)}
-        assert any("epoch-2.safetensors" in line for line in sections["Final results"].details.lines)
+        assert any(
+            "epoch-2.safetensors" in line for line in sections["Final results"].details.lines
+        )
         section = sections["Gates, spans and centres along training"]
         assert "gated: heads without a centre at the end" in section.text
         gates, spans, ways = section.charts
-        assert list(gates.lines) == list(spans.lines) == list(ways.series) == list(found["gated"].gates)
+        assert (
+            list(gates.lines)
+            == list(spans.lines)
+            == list(ways.series)
+            == list(found["gated"].gates)
+        )
         line = gates.lines["blocks.0.attn"]
         assert line.x == [1, 3]
         assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
         assert line.low == pytest.approx(line.y) == line.high
-        assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (layer.num_heads - 1)
+        assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (
+            layer.num_heads - 1
+        )
         done("compare gated plain --out page.html")
         assert "Gates along training: gated" in (folder / "page.html").read_text()
 
     def test_compare_follows_attention_along_training(self, folder, capsys):
         """ConViT Fig. 5: of every model that was kept, on the run's own test images; --json has every head."""
-        shape = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=4, num_classes=10, pretrained=False)
+        shape = dict(
+            img_size=16,
+            patch_size=4,
+            embed_dim=12,
+            depth=2,
+            num_heads=4,
+            num_classes=10,
+            pretrained=False,
+        )
         write_run(folder / "convit")
         recipe = {"name": "convit", "data": {"source": "digits", "root": None}}
         (folder / "convit/recipe.json").write_text(json.dumps(recipe))
         for epoch, alpha in ((1, 2.0), (4, 0.1)):
-            model = timm.create_model("convit_ti", local_up_to_layer=1, locality_strength=alpha, **shape)
+            model = timm.create_model(
+                "convit_ti", local_up_to_layer=1, locality_strength=alpha, **shape
+            )
             record_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
             iso.save(model, folder / f"convit/epoch-{epoch}.safetensors")
-        iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors")
-        done("compare convit cnn --along nonlocality entropy --max-images 40 --out page.html --json")
+        iso.save(
+            timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors"
+        )
+        done(
+            "compare convit cnn --along nonlocality entropy --max-images 40 --out page.html --json"
+        )
         found = json.loads(capsys.readouterr().out)["along"]
-        assert {key: list(runs) for key, runs in found.items()} == {"nonlocality": ["convit"], "entropy": ["convit"]}
+        assert {key: list(runs) for key, runs in found.items()} == {
+            "nonlocality": ["convit"],
+            "entropy": ["convit"],
+        }
         course = found["nonlocality"]["convit"]
         assert course["epochs"] == [1, 4]
         source = sample_images(open_source("digits", "test"), 40)
@@ -338,14 +448,22 @@ class TestCommands:
             assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
         page = (folder / "page.html").read_text()
         assert "Nonlocality along training: convit" in page
-        assert "no nonlocality and no entropy along training" in page  # the CNN, whose recipe has no data
+        assert (
+            "no nonlocality and no entropy along training" in page
+        )  # the CNN, whose recipe has no data
 
     def test_compare_draws_accuracy_against_cost(self, folder, capsys):
         """CoAtNet Fig. 2 and 3: the models of runs, and those that have been evaluated, by MACs and parameters."""
         for name in ("a", "gone"):
             write_run(folder / name)
         iso.save(timm.create_model("cifar_resnet20"), folder / "a/model.safetensors")
-        row = {"model": "coatnet_0", "data": "cifar10", "top1": 81.6, "macs": 4.2e9, "parameters": 25e6}
+        row = {
+            "model": "coatnet_0",
+            "data": "cifar10",
+            "top1": 81.6,
+            "macs": 4.2e9,
+            "parameters": 25e6,
+        }
         Path("x.json").write_text(json.dumps(row))
         Path("y.json").write_text(json.dumps(row | {"top1": 80.0, "weights": "random"}))
         done("compare a gone --evaluated x.json y.json --out page.html --json")
@@ -359,10 +477,14 @@ class TestCommands:
 
     def test_analyze_tells_how_features_evolve(self, folder, capsys):
         """F_k of both models on ten draws of 32 test images, the same for both; a table, and JSON."""
-        net = timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=2, img_size=32, num_classes=10)
+        net = timm.create_model(
+            "vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=2, img_size=32, num_classes=10
+        )
         record_data(net, CONFIG | {"input_size": (3, 32, 32), "source": "digits"})
         iso.save(net, "vit.safetensors")
-        done("analyze vit.safetensors --against vit.safetensors --image a.png --data digits --evolution --json")
+        done(
+            "analyze vit.safetensors --against vit.safetensors --image a.png --data digits --evolution --json"
+        )
         first, second = json.loads(capsys.readouterr().out)["evolution"].values()
         assert first == second
         assert list(first) == ["blocks.0", "blocks.1", "blocks.2"]
@@ -370,5 +492,7 @@ class TestCommands:
         draws = random_draw_indices(len(source))
         assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
         loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
-        assert first["blocks.1"] == pytest.approx(iso.analysis.feature_evolution(model, loader)["blocks.1"])
+        assert first["blocks.1"] == pytest.approx(
+            iso.analysis.feature_evolution(model, loader)["blocks.1"]
+        )
         refused("31 images are too few", random_draw_indices, 31)

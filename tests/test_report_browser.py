@@ -46,8 +46,13 @@ def page(tmp_path_factory):
     vit = small_vit(reg_tokens=1)
     for block in vit.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.4)  # attention that is far from uniform
-    models = [vit, iso.recast(vit, iso.AttentionToGPSA(init="paper", grid_size=None), "blocks.[01].attn")]
-    images = [report.PageImage(f"image {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
+    models = [
+        vit,
+        iso.recast(vit, iso.AttentionToGPSA(init="paper", grid_size=None), "blocks.[01].attn"),
+    ]
+    images = [
+        report.PageImage(f"image {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)
+    ]
     path = write(tmp_path_factory.mktemp("page"), dict(zip(NAMES, models, strict=True)), images)
     batch = normalise_images(images, CONFIG)
     classes = [name_classes(model, model(batch)) for model in models]
@@ -58,12 +63,16 @@ def write(folder, models, images, config=CONFIG):
     sections = report.analyze_sections(
         [report.PageModel(name, model, config) for name, model in models.items()], images
     )
-    report.write_page(folder / "page.html", " and ".join(models), sections[0].finding, sections, "A footer.")
+    report.write_page(
+        folder / "page.html", " and ".join(models), sections[0].finding, sections, "A footer."
+    )
     return folder / "page.html"
 
 
 def show(tab, folder, *sections):
-    report.write_page(folder / "page.html", "Charts", "A finding.", sections, "Made by:\nisomorph compare a b")
+    report.write_page(
+        folder / "page.html", "Charts", "A finding.", sections, "Made by:\nisomorph compare a b"
+    )
     tab.open(folder / "page.html")
 
 
@@ -72,7 +81,9 @@ def tile(layer, model, head):
 
 
 def texts(tab, selector):
-    return tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+    return tab.run(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
+    )
 
 
 def readout(tab, pattern=""):
@@ -118,14 +129,20 @@ class TestAttention:
         script = "Object.assign(document.createElement('script'), {textContent: 'window.bad = 1'})"
         tab.run(f"document.body.append({script})")
         assert tab.run("window.bad") is None
-        assert tab.run("fetch('http://127.0.0.1:9/').then(() => 'went', () => 'refused')") == "refused"
+        assert (
+            tab.run("fetch('http://127.0.0.1:9/').then(() => 'went', () => 'refused')") == "refused"
+        )
         tab.events.clear()  # the console says that both are refused
 
     def test_numbers_under_the_pointer_are_the_models(self, tab, page):
         """Of the image, layer and query that the mouse has chosen: a patch, or a token before the patches."""
         path, maps, classes = page
         tab.open(path)
-        assert texts(tab, "fieldset:has([name='Query-0']) label") == ["Patch", "Class token", "Register 1"]
+        assert texts(tab, "fieldset:has([name='Query-0']) label") == [
+            "Patch",
+            "Class token",
+            "Register 1",
+        ]
         cases = (
             (1, 2, (3, 5), 0, 2, (0, 2)),
             (0, 0, 0, 1, 0, (3, 1)),
@@ -144,11 +161,16 @@ class TestAttention:
             tab.hover(tile(layer, model, head) + " canvas", *at(key))
             start += f"Head {head + 1} attends to row {key[0] + 1}, column {key[1] + 1} with "
             assert readout(tab).startswith(start)
-            rows = [of[f"blocks.{layer}.attn"][image, head, query if query in (0, 1) else token(query)] for of in maps]
+            rows = [
+                of[f"blocks.{layer}.attn"][image, head, query if query in (0, 1) else token(query)]
+                for of in maps
+            ]
             for row, name in zip(rows, NAMES, strict=True):
                 shown = float(re.search(rf"([\d.e-]+) \({re.escape(name)}\)", readout(tab))[1])
                 assert abs(shown - row[token(key)]) <= level(row)
-            assert readout(tab, ";") == pytest.approx(rows[model][:2].sum().item(), abs=2 * level(rows[model]))
+            assert readout(tab, ";") == pytest.approx(
+                rows[model][:2].sum().item(), abs=2 * level(rows[model])
+            )
             told = [f"{name} predicts {of[image]}" for name, of in zip(NAMES, classes, strict=True)]
             assert texts(tab, ".predictions p") == told
             tab.click(".pick", *at((1, 1)))  # unpins the patch, or pins one instead of the token
@@ -165,9 +187,14 @@ class TestAttention:
         assert table[[0, 85, 255]].tolist() == [[0, 0, 4], [114, 31, 129], [252, 253, 191]]  # magma
         for shared, query in enumerate(((0, 0), (2, 1))):
             choose(tab, "Colour scale", shared)
-            assert texts(tab, ".scale span") == ["0", ("largest in the map", "largest shown")[shared]]
+            assert texts(tab, ".scale span") == [
+                "0",
+                ("largest in the map", "largest shown")[shared],
+            ]
             tab.hover(".pick", *at(query))
-            rows = np.stack([of["blocks.1.attn"][0, :, token(query), 2:].unflatten(1, GRID) for of in page[1]])
+            rows = np.stack(
+                [of["blocks.1.attn"][0, :, token(query), 2:].unflatten(1, GRID) for of in page[1]]
+            )
             change = rows[1] - rows[0]
             drawn = [pixels(tab, tile(1, model, 0) + " canvas") for model in range(3)]
             selected = pixels(tab, ".pick")  # the map of the selected head, over the image
@@ -175,12 +202,22 @@ class TestAttention:
                 if position == query:
                     continue  # the frame is drawn there
                 for row, image in zip(rows[[0, 1, 1], 0], (*drawn[:2], selected), strict=True):
-                    y, x = (int(share * size) for share, size in zip(at(position), image.shape, strict=False))
+                    y, x = (
+                        int(share * size)
+                        for share, size in zip(at(position), image.shape, strict=False)
+                    )
                     wanted = int(255 * row[position] / (rows if shared else row).max())
-                    assert (abs(table[max(0, wanted - 1) : wanted + 3] - image[y, x]).max(1) <= 1).any()
-                y, x = (int(share * size) for share, size in zip(at(position), drawn[2].shape, strict=False))
+                    assert (
+                        abs(table[max(0, wanted - 1) : wanted + 3] - image[y, x]).max(1) <= 1
+                    ).any()
+                y, x = (
+                    int(share * size)
+                    for share, size in zip(at(position), drawn[2].shape, strict=False)
+                )
                 if abs(change[0][position]) > 0.1 * abs(change[0]).max():
-                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[0][position] > 0)  # red is more
+                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (
+                        change[0][position] > 0
+                    )  # red is more
 
         choose(tab, "Colours", 1)
         assert texts(tab, ".scale span")[0] == "up to largest / 255"
@@ -188,7 +225,9 @@ class TestAttention:
         for position in np.ndindex(*GRID):
             if position == query:
                 continue
-            y, x = (int(share * size) for share, size in zip(at(position), image.shape, strict=False))
+            y, x = (
+                int(share * size) for share, size in zip(at(position), image.shape, strict=False)
+            )
             share = max(1e-9, (rows[0, 0][position] / rows.max()).item())
             wanted = int(255 * max(0, 1 + np.log(share) / np.log(255)))
             if share > 0.1:  # where a level of the stored map is less than a step of the colours
@@ -209,12 +248,18 @@ class TestAttention:
         assert svg.count("<image ") == 1 + 9
         assert "head 3" in svg
         image = Image.open(io.BytesIO(tab.save("the attention maps as PNG", tmp_path / "png")[1]))
-        sides = [float(re.search(rf'<svg [^>]*{side}="([\d.]+)"', svg)[1]) for side in ("width", "height")]
+        sides = [
+            float(re.search(rf'<svg [^>]*{side}="([\d.]+)"', svg)[1])
+            for side in ("width", "height")
+        ]
         assert image.size == pytest.approx([3 * side for side in sides], abs=3)
         assert np.asarray(image).std() > 10
         tab.click(tile(1, 2, 0))
         assert texts(tab, ".scale span")[0] == "negative"
-        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [[5, 48, 97], [103, 0, 31]]  # RdBu
+        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [
+            [5, 48, 97],
+            [103, 0, 31],
+        ]  # RdBu
 
     def test_mouse_keys_and_touch(self, tab, page):
         tab.open(page[0])
@@ -225,8 +270,13 @@ class TestAttention:
             ).groups()
             return int(row), int(column), bool(pinned)
 
-        pressed = f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed') === 'true'"
-        for query, pinned in (((2, 4), (3, 5, True)), ((1, 3), (1, 1, False))):  # the second click unpins
+        pressed = (
+            f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed') === 'true'"
+        )
+        for query, pinned in (
+            ((2, 4), (3, 5, True)),
+            ((1, 3), (1, 1, False)),
+        ):  # the second click unpins
             tab.click(".pick", *at(query))
             tab.hover(".pick", *at((0, 0)))
             assert place() == pinned
@@ -247,7 +297,13 @@ class TestAttention:
         for key in ("ArrowRight", "ArrowUp", "ArrowDown", "ArrowUp", "ArrowLeft"):
             tab.press(key)
             seen.append(place())
-        assert seen == [(1, 2, True), (1, 2, True), (2, 2, True), (1, 2, True), (1, 1, True)]  # the border holds
+        assert seen == [
+            (1, 2, True),
+            (1, 2, True),
+            (2, 2, True),
+            (1, 2, True),
+            (1, 1, True),
+        ]  # the border holds
         assert (pixels(tab, tile(1, 0, 0) + " canvas") == before).all()
         tab.press("Escape")
         assert not tab.run(pressed)
@@ -255,7 +311,10 @@ class TestAttention:
         seen = []
         for key in "[[]]]":
             tab.press(key)
-            seen.append(texts(tab, ".layer output")[0][7] + tab.run("document.querySelector('[type=range]').value"))
+            seen.append(
+                texts(tab, ".layer output")[0][7]
+                + tab.run("document.querySelector('[type=range]').value")
+            )
         assert seen == ["00", "00", "11", "22", "22"]
 
         tab.touch(".pick", at((0, 1)))
@@ -269,25 +328,43 @@ class TestAttention:
         for width, dark in ((1280, False), (768, True), (390, False)):
             tab.screen(width, 900, dark)
             tab.open(page[0])
-            top, bottom = tab.run("(b => [b.top, b.bottom])(document.querySelector('.lead').getBoundingClientRect())")
+            top, bottom = tab.run(
+                "(b => [b.top, b.bottom])(document.querySelector('.lead').getBoundingClientRect())"
+            )
             assert 0 < top < bottom < 450
             for i in (1, 0):
                 choose(tab, "Show", i)
                 assert len(texts(tab, ".tile")) == (27 if i else 9)
-                assert tab.run("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+                assert tab.run("[document.documentElement.scrollWidth, innerWidth]") == [
+                    width,
+                    width,
+                ]
             shot = np.asarray(Image.open(tab.picture(tmp_path / "page.png")))
             assert (shot[2, 2, :3].mean() < 60) == dark
             assert shot[..., :3].reshape(-1, 3).std(0).max() > 10  # something is drawn
 
     def test_windows_lie_where_they_are_in_the_image(self, tab, tmp_path):
         """A shifted layer of a Swin, on a grid that its windows do not fill."""
-        arguments = dict(img_size=(40, 48), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=2)
+        arguments = dict(
+            img_size=(40, 48),
+            window_size=4,
+            embed_dim=8,
+            depths=(2,),
+            num_heads=(2,),
+            num_classes=2,
+        )
         model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
-        config, image = CONFIG | {"input_size": (3, 40, 48)}, report.PageImage("x", torch.rand(3, 40, 48))
+        config, image = (
+            CONFIG | {"input_size": (3, 40, 48)},
+            report.PageImage("x", torch.rand(3, 40, 48)),
+        )
         tab.open(write(tmp_path, {"Swin": model}, [image], config))
         name, query, batch = "layers.0.blocks.1.attn", 8 * 12 + 5, normalise_images([image], config)
         windows = attention_windows(model, batch)[name]
-        maps, keys = windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, query], windows.keys_of(query)
+        maps, keys = (
+            windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, query],
+            windows.keys_of(query),
+        )
         tab.click(".pick", *at((8, 5), (10, 12)))
         for key in (keys[keys >= 0][0].item(), query, 0):
             tab.hover(tile(1, 0, 1) + " canvas", *at(divmod(key, 12), (10, 12)))
@@ -302,7 +379,10 @@ class TestCharts:
         report.Panel("Loss", "step", "loss", LOSS),
         report.Bars("Top-1", "%", {"a": {"fog": 41.5, "snow": 12.0}, "b": {"fog": 40.0}}),
         report.Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
-        report.Paths("Centres", {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]}),
+        report.Paths(
+            "Centres",
+            {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]},
+        ),
         report.Matrix("CKA", "r", "c", ["r1", "r2"], ["c1", "c2"], [[1.0, 0.25], [0.5, 0.125]]),
         report.Scatter("Cost", "GMACs", "%", COST),
     )
@@ -324,12 +404,19 @@ class TestCharts:
     def test_their_numbers_are_read_out_and_saved(self, tab, tmp_path):
         tab.screen(1280, 900, dark=True)
         table = [["", "best top-1 (%)", "NLL"], ["run", "93.11", "0.2"]]
-        show(tab, tmp_path, report.Section("Results", table=table), report.Section("C", charts=self.CHARTS))
+        show(
+            tab,
+            tmp_path,
+            report.Section("Results", table=table),
+            report.Section("C", charts=self.CHARTS),
+        )
         assert texts(tab, ".reading") == [self.HINT, *[""] * 5]
         assert texts(tab, ".charts h3") == list(self.READINGS)
         assert all(name in texts(tab, ".chart > svg")[-1] for name in ("small", "large", "other"))
         for number, (keys, expected) in enumerate(self.READINGS.values()):
-            tab.run(f"document.querySelectorAll('.chart > svg')[{number}].focus({{preventScroll: true}})")
+            tab.run(
+                f"document.querySelectorAll('.chart > svg')[{number}].focus({{preventScroll: true}})"
+            )
             for key in keys:
                 tab.press(key)
             assert texts(tab, ".reading")[number] == expected
@@ -340,10 +427,14 @@ class TestCharts:
             ("granted", "Copied"),
         ):
             tab.run("getSelection().removeAllRanges()")
-            tab.send("Browser.setPermission", permission={"name": "clipboard-write"}, setting=setting)
+            tab.send(
+                "Browser.setPermission", permission={"name": "clipboard-write"}, setting=setting
+            )
             tab.click("#command + .save button")
             tab.wait(f"document.querySelector('#command + .save button').textContent === '{told}'")
-            assert tab.run("getSelection().toString()") == ("isomorph compare a b" if setting == "denied" else "")
+            assert tab.run("getSelection().toString()") == (
+                "isomorph compare a b" if setting == "denied" else ""
+            )
         tab.send("Browser.setPermission", permission={"name": "clipboard-read"}, setting="granted")
         assert tab.run("navigator.clipboard.readText()") == "isomorph compare a b"
 

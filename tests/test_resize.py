@@ -14,7 +14,9 @@ from same_networks import give_random_weights, hf_vit, timm_vit
 X = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("sizes", [((8, 8), (12, 12)), ((8, 8), (16, 10)), ((8, 8), (5, 5)), ((4, 6), (4, 9))])
+@pytest.mark.parametrize(
+    "sizes", [((8, 8), (12, 12)), ((8, 8), (16, 10)), ((8, 8), (5, 5)), ((4, 6), (4, 9))]
+)
 def test_filters_give_of_patches_what_they_gave_of_resized_ones(sizes):
     old, new = sizes
     filters = torch.randn(5, 3, *old, dtype=torch.float64)
@@ -22,7 +24,9 @@ def test_filters_give_of_patches_what_they_gave_of_resized_ones(sizes):
     patches = torch.randn(7, 3, *new, dtype=torch.float64)
     inverse = torch.linalg.pinv(resizing_matrix(old, new))
     smaller = (patches.flatten(2) @ inverse.T).reshape(7, 3, *old)
-    torch.testing.assert_close(F.conv2d(patches, resized), F.conv2d(smaller, filters), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        F.conv2d(patches, resized), F.conv2d(smaller, filters), atol=1e-12, rtol=1e-12
+    )
 
 
 def test_an_enlarged_patch_keeps_its_embedding():

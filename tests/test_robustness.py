@@ -15,7 +15,12 @@ from isomorph.lab.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
 from isomorph.lab.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, corrupt, corruption_seed
 from isomorph.lab.data.loaders import eval_loader, eval_transform
 from isomorph.lab.data.sources import Source
-from isomorph.lab.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
+from isomorph.lab.evaluation.robustness.scores import (
+    ALEXNET,
+    ALEXNET_CLEAN,
+    compare_to_baseline,
+    robustness_summary,
+)
 from refusals import refused
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
@@ -41,7 +46,12 @@ BY_SEVERITY = {
 
 def cells_of(errors):
     return {
-        (name, i + 1): {"corruption": name, "severity": i + 1, "top1": 100 * (1 - error), "images": 7}
+        (name, i + 1): {
+            "corruption": name,
+            "severity": i + 1,
+            "top1": 100 * (1 - error),
+            "images": 7,
+        }
         for name, row in errors.items()
         for i, error in enumerate(row)
     }
@@ -49,8 +59,12 @@ def cells_of(errors):
 
 def source_of(number=12, classes=10, side=32):
     rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)) for _ in range(number)]
-    return Source(pictures, [i % classes for i in range(number)], [f"class {i}" for i in range(classes)])
+    pictures = [
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)) for _ in range(number)
+    ]
+    return Source(
+        pictures, [i % classes for i in range(number)], [f"class {i}" for i in range(classes)]
+    )
 
 
 @pytest.fixture
@@ -65,7 +79,9 @@ class Brightness(nn.Module):
     def __init__(self, classes=1000, side=224, fixed=False):
         super().__init__()
         self.num_classes, self.middle = classes, nn.Parameter(torch.zeros(()))
-        self.pretrained_cfg = dict(input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3, fixed_input_size=fixed)
+        self.pretrained_cfg = dict(
+            input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3, fixed_input_size=fixed
+        )
         self.sizes = set()
 
     def forward(self, x):
@@ -86,7 +102,9 @@ def test_alexnet_is_a_hundred_by_definition():
     found = robustness_summary(cells_of(BY_SEVERITY), {"top1": kept}, imagenet=True)
     assert found["mce"] == pytest.approx(100, abs=1e-3)
     assert found["relative_mce"] == pytest.approx(100, abs=1e-3)
-    assert found["mean_error_unnormalised"] == pytest.approx(np.mean(list(ALEXNET.values())), abs=1e-3)
+    assert found["mean_error_unnormalised"] == pytest.approx(
+        np.mean(list(ALEXNET.values())), abs=1e-3
+    )
     whole = cells_of(BY_SEVERITY)
     del whole["fog", 3]
     assert "mce" not in robustness_summary(whole, None, imagenet=True)
@@ -94,10 +112,14 @@ def test_alexnet_is_a_hundred_by_definition():
 
 def test_mce_is_a_mean_of_ratios():
     half = {name: [error / 2 for error in row] for name, row in BY_SEVERITY.items()}
-    found = robustness_summary(cells_of({**half, "fog": BY_SEVERITY["fog"]}), {"top1": 80.0}, imagenet=True)
+    found = robustness_summary(
+        cells_of({**half, "fog": BY_SEVERITY["fog"]}), {"top1": 80.0}, imagenet=True
+    )
     assert found["mce"] == pytest.approx((14 * 50 + 100) / 15, abs=1e-3)
     assert found["ce"]["fog"] == pytest.approx(100, abs=1e-3)
-    relative = [(found["ce"][n] / 100 * ALEXNET[n] - 20) / (ALEXNET[n] - ALEXNET_CLEAN) for n in ALEXNET]
+    relative = [
+        (found["ce"][n] / 100 * ALEXNET[n] - 20) / (ALEXNET[n] - ALEXNET_CLEAN) for n in ALEXNET
+    ]
     assert found["relative_mce"] == pytest.approx(100 * np.mean(relative), abs=1e-3)
     found = robustness_summary(cells_of({"brightness": [1 - 0.6802] * 5}), None, imagenet=False)
     resnet50 = 100 * found["mean_error_unnormalised"] / ALEXNET["brightness"]
@@ -134,16 +156,26 @@ def test_cells_are_what_evaluate_says(net):
     source = source_of()
     found = iso.robustness(net, source, **FEW, batch_size=5)
     assert net.training
-    config = net.pretrained_cfg if isinstance(net.pretrained_cfg, dict) else vars(net.pretrained_cfg)
-    config = {key: config[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
+    config = (
+        net.pretrained_cfg if isinstance(net.pretrained_cfg, dict) else vars(net.pretrained_cfg)
+    )
+    config = {
+        key: config[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
+    }
     assert len(found["cells"]) == 6
     clean = iso.evaluate(net, eval_loader(source, config))
-    transform, pixels = eval_transform(config), [np.asarray(source.image(index)) for index in range(len(source))]
+    transform, pixels = (
+        eval_transform(config),
+        [np.asarray(source.image(index)) for index in range(len(source))],
+    )
     for cell in (found["clean"], *found["cells"]):
         expected = clean
         if cell is not found["clean"]:
             which = cell["corruption"], cell["severity"]
-            seen = [corrupt(each, *which, corruption_seed(*which, index)) for index, each in enumerate(pixels)]
+            seen = [
+                corrupt(each, *which, corruption_seed(*which, index))
+                for index, each in enumerate(pixels)
+            ]
             images = torch.stack([transform(Image.fromarray(each)) for each in seen])
             expected = iso.evaluate(net, [(images, torch.tensor(source.labels))])
         assert {*expected} <= {*cell}
@@ -175,7 +207,14 @@ def test_another_models_file_is_refused(net, tmp_path):
     source, out = source_of(), tmp_path / "cells.jsonl"
     one = dict(corruptions=["fog"], severities=[2], out=out)
     iso.robustness(net, source, **one)
-    refused("cells of other images: seed 0, here 1; use another", iso.robustness, net, source, **one, seed=1)
+    refused(
+        "cells of other images: seed 0, here 1; use another",
+        iso.robustness,
+        net,
+        source,
+        **one,
+        seed=1,
+    )
     refused("cells of other images: source ", iso.robustness, net, source_of(13), **one)
     net.conv1.stride = (2, 2)  # no tensor has it
     refused("with other weights; use another", iso.robustness, net, source, **one)
@@ -220,31 +259,50 @@ def published(tmp_path):
                 folder = tmp_path / place / str(severity) / names[label]
                 folder.mkdir(parents=True)
                 for i in range(3):
-                    Image.new("RGB", (224, 224), (level,) * 3).save(folder / f"ILSVRC2012_val_{i:08}.JPEG")
+                    Image.new("RGB", (224, 224), (level,) * 3).save(
+                        folder / f"ILSVRC2012_val_{i:08}.JPEG"
+                    )
     return tmp_path
 
 
 def test_the_published_folder(published):
     model = Brightness()
-    found = iso.robustness(model, folder=published, corruptions=["fog", "gaussian_noise"], severities=[1, 2])
-    assert [cell["top1"] for cell in found["cells"]] == [100, 50, 100, 50]  # at severity 2 white is black
+    found = iso.robustness(
+        model, folder=published, corruptions=["fog", "gaussian_noise"], severities=[1, 2]
+    )
+    assert [cell["top1"] for cell in found["cells"]] == [
+        100,
+        50,
+        100,
+        50,
+    ]  # at severity 2 white is black
     assert found["images"] == 6
     assert found["clean"] is None
-    other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
+    other = iso.robustness(
+        Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1]
+    )
     assert other["cells"][0]["top1"] == 100
 
 
-@pytest.mark.parametrize(("classes", "side"), [(1000, 224), (2, 64)], ids=["ImageNet-C", "Tiny-ImageNet-C"])
-def test_published_pixels_are_neither_resized_nor_cropped_and_classes_are_the_model_s(classes, side, tmp_path):
+@pytest.mark.parametrize(
+    ("classes", "side"), [(1000, 224), (2, 64)], ids=["ImageNet-C", "Tiny-ImageNet-C"]
+)
+def test_published_pixels_are_neither_resized_nor_cropped_and_classes_are_the_model_s(
+    classes, side, tmp_path
+):
     names, seen = ImageNetInfo().label_names()[:2], []
     pixels = np.random.default_rng(0).integers(64, 255, (side, side, 3), np.uint8)
     for name in names:
         (tmp_path / "fog/1" / name).mkdir(parents=True)
-        Image.fromarray(pixels if name == names[0] else 0 * pixels).save(tmp_path / "fog/1" / name / "a.png")
+        Image.fromarray(pixels if name == names[0] else 0 * pixels).save(
+            tmp_path / "fog/1" / name / "a.png"
+        )
     model = Brightness(classes=classes, side=side)
     model.pretrained_cfg |= dict(label_names=names[::-1]) if classes == 2 else {}
     model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs[0]))
-    found = iso.robustness(model, folder=tmp_path, corruptions=["fog"], severities=[1], partial=True)
+    found = iso.robustness(
+        model, folder=tmp_path, corruptions=["fog"], severities=[1], partial=True
+    )
     assert (127.5 + 127.5 * seen[-2].permute(1, 2, 0) - torch.from_numpy(pixels)).abs().max() < 1e-3
     if classes == 2:  # the noise is brighter: class 1 of the model, the first folder
         assert (found["size"], found["cells"][0]["top1"]) == ([64, 64], 100)
@@ -264,7 +322,9 @@ def arrays(tmp_path):
 
 def test_the_published_arrays(arrays):
     wanted = dict(suite="cifar-c", folder=arrays, corruptions=["fog", "saturate"])
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))  # which does not say how many classes it has
+    flat = nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 32 * 32, 2)
+    )  # which does not say how many classes it has
     assert iso.robustness(flat, **wanted, size=32)["size"] == [32, 32]
     found = iso.robustness(Brightness(2, 32), **wanted, workers=1)
     top1 = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in found["cells"]}

@@ -94,7 +94,18 @@ HOSTILE = {
     (RELATIVE, "prefix_tokens"): [HUGE],
     (RELATIVE, "prefix_bias"): [0, 1, "yes", None],
     (WIDE, "layout"): [
-        *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", f"P-W{HUGE}", "R-D99999W1S", "R-D0W1", "naive-W999"),
+        *(
+            "",
+            "P",
+            "P-W",
+            "P-W0",
+            "P-W2s",
+            "P-W33S",
+            f"P-W{HUGE}",
+            "R-D99999W1S",
+            "R-D0W1",
+            "naive-W999",
+        ),
         *("naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, []),
     ],
     (WIDE, "init"): ["exact", []],
@@ -106,7 +117,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("rule", "field"), HOSTILE, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("rule", "field"), HOSTILE, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_values_beyond_reason_are_one_clear_line(rule, field):
     others = {"steps": 5} if rule is iso.Anneal and field != "steps" else {}
     for value in HOSTILE[rule, field]:
@@ -133,7 +146,11 @@ def test_a_rule_written_for_modules_is_told_what_to_change():
         ("attach", attach, r"name it connect\(self, site\)"),
     ):
         refused(said, type, "Own", (iso.surgery.Rule,), {name: method})
-    refused(r"this is a Conv2d; give iso\.surgery\.Site\(module\)", iso.ConvToGPSA().build, nn.Conv2d(3, 4, 3))
+    refused(
+        r"this is a Conv2d; give iso\.surgery\.Site\(module\)",
+        iso.ConvToGPSA().build,
+        nn.Conv2d(3, 4, 3),
+    )
 
 
 class Parts(nn.Module):
@@ -147,7 +164,12 @@ def test_a_site_knows_its_module_its_parent_and_what_is_found_once():
     root = iso.surgery.Site(model)
     assert (root.module, root.parent, root.part_names) == (model, None, ())
     part, whole, own = root.at("attn.v"), root.at("attn.qkv"), root.at("attn.k")
-    assert (part.module, part.part, part.path, part.name) == (model.attn["qkv"], "v", "attn.qkv", "attn.v")
+    assert (part.module, part.part, part.path, part.name) == (
+        model.attn["qkv"],
+        "v",
+        "attn.qkv",
+        "attn.v",
+    )
     assert part.parent is whole.parent is model.attn
     assert (own.module, own.part) == (model.attn["k"], ""), "a module has precedence over a part"
     assert root.find("attn.x") is None

@@ -27,7 +27,10 @@ from tiny_runs import same_snapshots, stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
 TINY = dict(
-    model=dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=2)),
+    model=dict(
+        name="vit_tiny_patch16_224",
+        kwargs=dict(img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=2),
+    ),
     data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32, test_images=60),
     augment=dict(hflip=0.5),
     optim=dict(lr=1e-3),
@@ -45,7 +48,9 @@ def tiny(out, **more):
 
 def same_weights(a, b):
     same_snapshots(a, b)
-    rows = [[(row["epoch"], row["loss"]) for row in read_log(folder / "log.jsonl")] for folder in (a, b)]
+    rows = [
+        [(row["epoch"], row["loss"]) for row in read_log(folder / "log.jsonl")] for folder in (a, b)
+    ]
     assert rows[0] == rows[1]
 
 
@@ -71,7 +76,10 @@ def run(halted, tmp_path):
 
 def test_the_folder_is_locked_before_anything_is_decided(tmp_path):
     def held():
-        with pytest.raises(iso.UserError, match="another process trains"), lock_folder(tmp_path / "x/run", CPU):
+        with (
+            pytest.raises(iso.UserError, match="another process trains"),
+            lock_folder(tmp_path / "x/run", CPU),
+        ):
             pass
 
     with lock_folder(tmp_path / "x/run", CPU) as said:
@@ -98,8 +106,14 @@ def copied(run):
 
 DAMAGE = {
     "mistyped": (mistyped, "progress.step is .* and should be a valid integer"),
-    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged: "),
-    "a foreign file": (lambda run: state_of(run).with_name("notes.txt").touch(), "notes.txt is not part of it"),
+    "cut": (
+        lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]),
+        r"step-00000006 is damaged: ",
+    ),
+    "a foreign file": (
+        lambda run: state_of(run).with_name("notes.txt").touch(),
+        "notes.txt is not part of it",
+    ),
     "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
 }
 """What happens to the newest snapshot, and what is said of it."""
@@ -127,14 +141,18 @@ class TestDamage:
     def test_a_log_that_lacks_epochs_is_said(self, run, capsys):
         (run / "log.jsonl").unlink()
         iso.train(tiny(run))
-        assert "log.jsonl lacks 1 epoch before the snapshot" in " ".join(capsys.readouterr().out.split())
+        assert "log.jsonl lacks 1 epoch before the snapshot" in " ".join(
+            capsys.readouterr().out.split()
+        )
 
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
         path, found = state_of(run), newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+            path.write_bytes(
+                content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+            )
             now = newest_snapshot(run)
             assert now.damaged or now.values == found
 
@@ -142,7 +160,15 @@ class TestDamage:
     def test_damaged_lines_of_logs_are_dropped(self, name, run, whole):
         path = run / f"{name}.jsonl"
         rows = len(read_log(path))
-        lines = [b'{"step": "x"}', b'{"epoch": null}', b"[1]", b'{"top1\xff": 1}', b"[" * 100_000, b"3", b'{"cut']
+        lines = [
+            b'{"step": "x"}',
+            b'{"epoch": null}',
+            b"[1]",
+            b'{"top1\xff": 1}',
+            b"[" * 100_000,
+            b"3",
+            b'{"cut',
+        ]
         path.write_bytes(b"\n".join([lines[0], path.read_bytes(), *lines[1:]]))
         assert len(read_log(path)) == rows
         iso.train(tiny(run), show=False)
@@ -171,7 +197,9 @@ class TestFolders:
         tensors = read_snapshot(newest_snapshot(tmp_path / "run").path)
         for ema, prefix in ((True, AVERAGED_PREFIX), (False, MODEL_PREFIX)):
             state = open_model(str(tmp_path / "run"), options=ModelOptions(ema=ema)).state_dict()
-            assert all(torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items())
+            assert all(
+                torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items()
+            )
 
 
 def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
@@ -181,31 +209,62 @@ def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
         iso.train(tiny(tmp_path / "on", **steady | dict(epochs=epochs)), show=False)
     iso.train(tiny(tmp_path / "whole", **steady | dict(epochs=3)), show=False)
     same_weights(tmp_path / "on", tmp_path / "whole")
-    refused("epochs was 3, is now 2", iso.train, tiny(tmp_path / "on", **steady | dict(epochs=2)), show=False)
+    refused(
+        "epochs was 3, is now 2",
+        iso.train,
+        tiny(tmp_path / "on", **steady | dict(epochs=2)),
+        show=False,
+    )
     late = dict(lr=1e-3, warmup_iterations=8)
-    refused("warmup_iterations must be below the run's 8 steps", iso.train, tiny(tmp_path / "late", optim=late))
+    refused(
+        "warmup_iterations must be below the run's 8 steps",
+        iso.train,
+        tiny(tmp_path / "late", optim=late),
+    )
 
 
 def test_a_run_whose_classes_change_places_does_not_go_on(tmp_path):
     data = dict(source="imagefolder", root=images(tmp_path / "photos"), split=0.4, batch_size=4)
-    run = dict(data=data, optim=dict(schedule="constant"), model=dict(name="cifar_resnet20"), monitor_every=None)
+    run = dict(
+        data=data,
+        optim=dict(schedule="constant"),
+        model=dict(name="cifar_resnet20"),
+        monitor_every=None,
+    )
     iso.train(tiny(tmp_path / "run", **run, epochs=1), show=False)
     (tmp_path / "photos/apple").rename(tmp_path / "photos/zapple")
-    refused("class 0 was apple, is now pear", iso.train, tiny(tmp_path / "run", **run, epochs=2), show=False)
+    refused(
+        "class 0 was apple, is now pear",
+        iso.train,
+        tiny(tmp_path / "run", **run, epochs=2),
+        show=False,
+    )
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
     optim = dict(weight_decay=1e38, lr=100, schedule="constant")
     data = TINY["data"] | dict(batch_size=128)  # one step an epoch
     run = tiny(tmp_path / "run", optim=optim, data=data, evaluate_every=2, keep_every=1)
-    refused("the weights are not finite at epoch 1, step 1; there is no snapshot", iso.train, run, show=False)
+    refused(
+        "the weights are not finite at epoch 1, step 1; there is no snapshot",
+        iso.train,
+        run,
+        show=False,
+    )
     assert not (tmp_path / "run/epoch-1.safetensors").exists()
 
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)
 MASKED = dict(
     model=dict(name="tdrl_vit_ti", kwargs=SMALL),
-    data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32, test_images=60, test_crop="whole"),
+    data=dict(
+        source="digits",
+        fraction=0.1,
+        size=[16, 16],
+        batch_size=32,
+        test_images=60,
+        test_crop="whole",
+    ),
     optim=dict(lr=1e-3),
     mask=dict(depth=1, width=16, heads=4),
     epochs=2,
@@ -226,7 +285,9 @@ def runs(tmp_path_factory):
 def test_the_folder_of_a_pre_training_is_its_encoder(name, runs):
     """Table 9 of TDRL fuses after pre-training."""
     model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
-    assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items()
+    )
     assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
 
@@ -251,8 +312,13 @@ class TestSignals:
 
 def test_random_weights_are_said_aloud_and_a_resumed_run_is_not_asked(tmp_path):
     model = TINY["model"] | dict(start="weights")
-    refused(r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model))
+    refused(
+        r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model)
+    )
     stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
     assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2
-    iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")
+    iso.save(
+        timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]),
+        tmp_path / "w.safetensors",
+    )
     assert Run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))

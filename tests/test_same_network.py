@@ -31,7 +31,12 @@ def assert_round_trip(model, path, size=32):
 
 @pytest.mark.parametrize(
     "arguments",
-    [dict(num_heads=6), dict(global_pool="avg", fc_norm=False), dict(pre_norm=True, qk_norm=True), dict(drop_rate=0.2)],
+    [
+        dict(num_heads=6),
+        dict(global_pool="avg", fc_norm=False),
+        dict(pre_norm=True, qk_norm=True),
+        dict(drop_rate=0.2),
+    ],
 )
 def test_arguments_that_no_tensor_shows(tmp_path, arguments):
     loaded = assert_round_trip(timm.create_model(**VIT, **arguments), tmp_path / "m.safetensors")
@@ -49,7 +54,9 @@ def test_a_head_that_was_changed_before_and_after_loading(tmp_path):
 
 
 def test_edits_on_a_network_with_arguments(tmp_path):
-    wide = iso.recast(timm.create_model(**VIT, num_heads=6), iso.LinearToPyramid(), "blocks.*.mlp.fc1")
+    wide = iso.recast(
+        timm.create_model(**VIT, num_heads=6), iso.LinearToPyramid(), "blocks.*.mlp.fc1"
+    )
     assert_round_trip(wide, tmp_path / "wide.safetensors")
     assert_round_trip(iso.fuse(wide), tmp_path / "thin.safetensors")
 
@@ -61,7 +68,12 @@ def test_changes_that_cannot_be_rebuilt_are_named(tmp_path):
         iso.save(model, tmp_path / "m.safetensors", base={"name": name, **rest, "num_heads": 6})
     cnn = timm.create_model("cifar_resnet20")
     cnn.layer1[0].act1 = torch.nn.GELU()
-    refused(r"layer1\.0\.act1\.__class__ is GELU, and would be ReLU", iso.save, cnn, tmp_path / "m.safetensors")
+    refused(
+        r"layer1\.0\.act1\.__class__ is GELU, and would be ReLU",
+        iso.save,
+        cnn,
+        tmp_path / "m.safetensors",
+    )
     assert not list(tmp_path.iterdir())
 
 

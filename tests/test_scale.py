@@ -46,7 +46,9 @@ def alone(out, **more):
 
 
 def losses(folder):
-    return torch.tensor([row["loss"] for row in read_log(folder / "steps.jsonl")], dtype=torch.float64)
+    return torch.tensor(
+        [row["loss"] for row in read_log(folder / "steps.jsonl")], dtype=torch.float64
+    )
 
 
 def close_runs(a, b, atol=1e-5):
@@ -114,7 +116,9 @@ def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_p
 def stop_after_an_epoch(out, processes, **more):
     """A run whose processes end as soon as an epoch is closed."""
     values = {**VALUES, "name": out.name, "out": str(out), **more}
-    children = [SERVER.Process(target=close_and_stop, args=(values, place)) for place in places(processes)]
+    children = [
+        SERVER.Process(target=close_and_stop, args=(values, place)) for place in places(processes)
+    ]
     for child in children:
         child.start()
     for child in children:
@@ -152,7 +156,9 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     """The real torchrun starts them and passes SIGTERM on; they agree where to stop, and save."""
     out = tmp_path / "run"
     command = [*TORCHRUN, "-m", "isomorph", "train", write_recipe(out, epochs=500)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
     while process.poll() is None and len(read_log(out / "steps.jsonl")) < 3:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -168,7 +174,11 @@ STILL = dict(augment=dict(crop_padding=2), drop_path=0.0)
 @pytest.mark.parametrize(
     ("values", "scale", "atol"),
     [
-        (STILL, dict(accumulate=2), 1e-5),  # without draws of its own for each part, a batch in parts is the batch
+        (
+            STILL,
+            dict(accumulate=2),
+            1e-5,
+        ),  # without draws of its own for each part, a batch in parts is the batch
         ({}, dict(activation_checkpointing=True), 1e-6),
         ({}, dict(compile=True), 1e-4),
     ],
@@ -179,5 +189,7 @@ def test_memory_and_time_saved_change_nothing(values, scale, atol, tmp_path, mon
     small = dict(data={**VALUES["data"], "fraction": 0.055}, epochs=1, **values)
     alone(tmp_path / "plain", **small)
     alone(tmp_path / "other", **small, scale=scale)
-    torch.testing.assert_close(losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=atol
+    )
     assert iso.load(tmp_path / "other/model.safetensors")

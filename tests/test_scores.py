@@ -106,7 +106,10 @@ def test_all_rules_keep_the_scale_of_timm_s_attention(scale, fused):
     grid, x = GRIDS[WITH_CLASS], [torch.randn(2, 17, 24, dtype=torch.float64)]
     rules = [make(grid) for make in RULES.values()]
     rules += [iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(reduce=False)]
-    rules += [iso.AttentionToRefined(span="spatial", **grid), iso.AttentionToRelative(prefix_bias=True, **grid)]
+    rules += [
+        iso.AttentionToRefined(span="spatial", **grid),
+        iso.AttentionToRelative(prefix_bias=True, **grid),
+    ]
     for rule in rules:
         assert check(plain, rule, "0", x), rule
     moved = iso.recast(plain, iso.AttentionToRelative(**grid), "0")
@@ -165,7 +168,9 @@ def test_the_scale_is_seen_whatever_its_name(layer, pruned_is_fused):
     for rule in rules:
         assert check(model, rule, "0", x)
     pruned = iso.prune(windows_alone(iso.recast(model, rules[0], "0")))
-    assert pruned[0].fused_attn == pruned_is_fused  # a layer whose forms differ in more than the scale keeps the mask
+    assert (
+        pruned[0].fused_attn == pruned_is_fused
+    )  # a layer whose forms differ in more than the scale keeps the mask
 
 
 @torch.no_grad()
@@ -219,7 +224,9 @@ def test_each_layer_that_cannot_have_windows_says_so():
     rule = iso.AttentionToWindow(2)
     model = timm.create_model("pvt_v2_b0")
     rejected = iso.surgery.acceptance(model, rule).rejected
-    assert set(rejected) == {f"stages.{stage}.blocks.{block}.attn" for stage in range(3) for block in range(2)}
+    assert set(rejected) == {
+        f"stages.{stage}.blocks.{block}.attn" for stage in range(3) for block in range(2)
+    }
     for name, reason in rejected.items():
         refused(reason, iso.recast, model, rule, name)
     assert observe_scores(nn.Linear(2, 2)) is None

@@ -30,7 +30,11 @@ from isomorph.lab.tasks.segmentation.data import (
     read_mask,
 )
 from isomorph.lab.tasks.segmentation.results import Confusion, slide, window_starts
-from isomorph.lab.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
+from isomorph.lab.tasks.segmentation.task import (
+    SegmentationLoss,
+    channel_distillation,
+    pixel_cross_entropy,
+)
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.lab.training.run.state import Run
@@ -39,7 +43,13 @@ from refusals import refused
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
 SMALL = [
     f"model.kwargs={json.dumps(dict(backbone='tdrl_vit_ti', backbone_kwargs=VIT, channels=8))}",
-    *("model.name=upernet", "task.name=segmentation", "task.crop=32,32", "task.resize=64,48", "data.source=masks"),
+    *(
+        "model.name=upernet",
+        "task.name=segmentation",
+        "task.crop=32,32",
+        "task.resize=64,48",
+        "data.source=masks",
+    ),
     *("data.batch_size=2", "optim.lr=1e-3", "device=cpu"),
 ]
 
@@ -97,7 +107,10 @@ def test_real_masks_are_numbered_without_gaps(data_root):
 def test_published_folders(tmp_path):
     image, mask = squares(0)
     for split in ("training", "validation"):
-        for kind, pixels in {"images": image, "annotations": np.where(mask == IGNORE, 0, mask + 1)}.items():
+        for kind, pixels in {
+            "images": image,
+            "annotations": np.where(mask == IGNORE, 0, mask + 1),
+        }.items():
             path = tmp_path / "ade" / kind / split / "a.png"
             path.parent.mkdir(parents=True)
             Image.fromarray(pixels.astype(np.uint8)).save(path)
@@ -155,7 +168,10 @@ def test_masks_with_other_values_are_refused(tmp_path, name, pixels, message):
         (tmp_path / "train" / kind).mkdir(parents=True)
     Image.new("RGB", (12, 6)).save(tmp_path / "train" / "images" / "m.png")
     Image.fromarray(pixels).save(tmp_path / "train" / "masks" / name)
-    refused(f"{name.replace('.', '[.]')} .*{message}", lambda: open_masks("masks", "train", tmp_path).check())
+    refused(
+        f"{name.replace('.', '[.]')} .*{message}",
+        lambda: open_masks("masks", "train", tmp_path).check(),
+    )
 
 
 def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
@@ -165,15 +181,22 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     assert len(train) + len(test) == 12
     assert len(train.classes) == 2
     assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == test.samples
-    with pytest.warns(DataWarning, match=r"has 12 images, it had 13 in training: the 2 .* are used"):
+    with pytest.warns(
+        DataWarning, match=r"has 12 images, it had 13 in training: the 2 .* are used"
+    ):
         assert open_test_pairs("masks", tmp_path, 0.3, None, 13).samples == test.samples
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
     for scene in "abcdef":
         write_pair(tmp_path / "video", f"{scene}/frame", *squares(0), ".")
-    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {True}  # not by "frame" alone
+    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {
+        True
+    }  # not by "frame" alone
     write_pair(tmp_path / "binary", "0", squares(0)[0], 255 * (squares(0)[1] == 1))
     (tmp_path / "binary/classes.txt").write_text("background\nobject\n")
-    refused("have one class, and 255, which stands for no class", masks("train", tmp_path / "binary").check)
+    refused(
+        "have one class, and 255, which stands for no class",
+        masks("train", tmp_path / "binary").check,
+    )
 
 
 # augmentation
@@ -197,9 +220,16 @@ def test_joint_augmentation_keeps_masks_on_their_images():
 
 
 def test_what_pads_a_small_image_has_no_class():
-    part = SegmentationPart(crop=(40, 40), resize=None, ratio=(1.0, 1.0), photometric=False, category_share=1.0)
-    image, mask = torch.full((3, 24, 40), 255, dtype=torch.uint8), torch.ones(24, 40, dtype=torch.int64)
-    x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(Pair(tv_tensors.Image(image), tv_tensors.Mask(mask)))
+    part = SegmentationPart(
+        crop=(40, 40), resize=None, ratio=(1.0, 1.0), photometric=False, category_share=1.0
+    )
+    image, mask = (
+        torch.full((3, 24, 40), 255, dtype=torch.uint8),
+        torch.ones(24, 40, dtype=torch.int64),
+    )
+    x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(
+        Pair(tv_tensors.Image(image), tv_tensors.Mask(mask))
+    )
     assert torch.equal(y == IGNORE, torch.arange(40)[:, None].expand(40, 40) >= 24)
     assert torch.equal(x[0] == 0, y == IGNORE)
 
@@ -215,7 +245,9 @@ def test_sizes_and_capped_crops():
     assert np.mean(shares) < np.mean(plain)
     sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
     assert 32 <= min(sizes) < 50 < max(sizes) <= 128
-    ramp = tv_tensors.Mask(torch.arange(63).expand(3, 63))  # a third of the columns: the middle one of each three
+    ramp = tv_tensors.Mask(
+        torch.arange(63).expand(3, 63)
+    )  # a third of the columns: the middle one of each three
     assert RatioResize((21, 1), (1.0, 1.0))(ramp)[0].tolist() == list(range(1, 63, 3))
 
 
@@ -262,7 +294,9 @@ def test_losses_against_their_formulas():
     logits, mask = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randint(0, 4, (2, 16, 16))
     mask[0, :5] = IGNORE
     big = F.interpolate(logits, (16, 16), mode="bilinear", align_corners=False).float()
-    torch.testing.assert_close(pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE))
+    torch.testing.assert_close(
+        pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE)
+    )
     assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
     student, teacher = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
     expected = 0.0
@@ -279,7 +313,10 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
     assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
     assert run.metrics["images"] == 2
     rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2]  # three steps are two passes, the second cut short
+    assert [row["epoch"] for row in rows] == [
+        1,
+        2,
+    ]  # three steps are two passes, the second cut short
     model = iso.load(run.folder / "model.safetensors")
     assert model.pretrained_cfg["task"]["crop"] == [32, 32]
     assert model.pretrained_cfg["label_names"] == ["ground", "square"]
@@ -291,7 +328,12 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
 
 
 def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
-    fields = [*SMALL, f"data.root={folder}", f"task.teacher={run.folder / 'model.safetensors'}", "epochs=1"]
+    fields = [
+        *SMALL,
+        f"data.root={folder}",
+        f"task.teacher={run.folder / 'model.safetensors'}",
+        "epochs=1",
+    ]
     opened = Run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
     images, masks, _ = opened.next_part()
     losses = opened.loss_module(images, masks)
@@ -303,9 +345,14 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     assert all(p.grad is None for p in teacher.parameters())
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.loss_module.trainable_module
-    for net, spread in ((student, 0.5), (teacher, 0.25)):  # which sees images in its own normalisation
+    for net, spread in (
+        (student, 0.5),
+        (teacher, 0.25),
+    ):  # which sees images in its own normalisation
         net.pretrained_cfg = {**net.pretrained_cfg, "mean": (0.5, 0.5, 0.5), "std": (spread,) * 3}
-    SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(images, masks)
+    SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(
+        images, masks
+    )
     torch.testing.assert_close(seen[0], 2 * images)
 
 
@@ -317,7 +364,9 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
     assert sum(row["share"] for row in rows) == pytest.approx(100)
     with Image.open(out) as overlay, Image.open(tmp_path / "y-mask.png") as written:
         picture, mask = np.asarray(overlay.convert("RGB")), np.asarray(written)
-    assert picture.shape[0] == 48 + 28 * len(rows)  # below the image a legend, a row for every class
+    assert picture.shape[0] == 48 + 28 * len(
+        rows
+    )  # below the image a legend, a row for every class
     assert mask.shape == (48, 64)
     assert set(np.unique(mask)) <= {0, 1}
 
@@ -340,10 +389,14 @@ def test_schedules_by_iteration():
             found.append(optimizer.param_groups[0]["lr"])
         return found
 
-    linear = rates(20, 20, schedule="linear", schedule_from="start", warmup_iterations=4, warmup_start=1e-6)
+    linear = rates(
+        20, 20, schedule="linear", schedule_from="start", warmup_iterations=4, warmup_start=1e-6
+    )
     assert linear[0] == pytest.approx(1e-6)
     assert linear[4:] == pytest.approx([1 - t / 20 for t in range(4, 20)])
-    assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
+    assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx(
+        [1] * 10 + [0.1] * 5 + [0.01] * 5
+    )
     by_epoch = rates(20, schedule="step", milestones=[2, 3])
     assert by_epoch == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
     assert rates(28, each=26, schedule="step", milestones=[1])[25:] == pytest.approx([1, 0.1, 0.1])

@@ -21,9 +21,19 @@ from isomorph.models import download
 from isomorph.models.input_sizes import evaluation_config, random_inputs
 from refusals import refused
 
-KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
+KWARGS = dict(
+    embed_dim=32,
+    num_heads=4,
+    depth=2,
+    local_up_to_layer=1,
+    patch_size=8,
+    img_size=32,
+    num_classes=10,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's own client
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # of the hub's own client
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,9 @@ def server():
 def point_to(url, tmp_path, monkeypatch):
     """The hub's client talks to this address, with a cache of its own and no token."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -59,14 +71,19 @@ def hub(server, tmp_path, monkeypatch):
 def models():
     """By name: the model, and if timm can build it."""
     cnn = timm.create_model("cifar_resnet20", num_classes=4)
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, img_size=64, num_classes=5)
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, img_size=64, num_classes=5
+    )
     pyramids = iso.recast(vit, iso.LinearToPyramid(), where="blocks.*.mlp.fc?").eval()
     return {
         "plain": (vit, True),
         "public": (cnn, True),  # an architecture whose public weights may be in $ISOMORPH_DATA
         "ours": (timm.create_model("convit_ti", **KWARGS), True),
         "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
-        "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
+        "unstride": (
+            iso.unstride(cnn, "layer3"),
+            False,
+        ),  # the tensors of the base, and another function
         "pyramids": (pyramids, False),
         "fused": (iso.fuse(pyramids), True),
         "half": (timm.create_model("convit_ti", **KWARGS).bfloat16(), True),
@@ -93,24 +110,47 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     card = (tmp_path / "shared/README.md").read_text()
     assert ("timm.create_model(" in card) == in_timm
     assert f'iso.load("hf-hub:me/{name}")' in card
-    assert yaml.safe_load(card.split("---")[1])["library_name"] == ("timm" if in_timm else "isomorph")
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == (
+        "timm" if in_timm else "isomorph"
+    )
     for options in ({}, {"num_classes": 2}) if not in_timm else ():
-        with pytest.raises(RuntimeError, match=r"Unknown model .*load it with isomorph\.load\('hf-hub:me/"):
+        with pytest.raises(
+            RuntimeError, match=r"Unknown model .*load it with isomorph\.load\('hf-hub:me/"
+        ):
             timm.create_model(f"local-dir:{tmp_path / 'shared'}", pretrained=True, **options)
 
 
 def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
-    model = timm.create_model("resnet18", num_classes=2)  # its public weights have a crop of their own for tests
-    images = dict(input_size=(3, 64, 64), mean=(0.3,) * 3, std=(0.7,) * 3, interpolation="bilinear", crop_pct=0.8)
-    record_data(model, {**images, "crop_mode": "center", "label_names": ["a", "b"], "split": (0.2, 50)})
+    model = timm.create_model(
+        "resnet18", num_classes=2
+    )  # its public weights have a crop of their own for tests
+    images = dict(
+        input_size=(3, 64, 64),
+        mean=(0.3,) * 3,
+        std=(0.7,) * 3,
+        interpolation="bilinear",
+        crop_pct=0.8,
+    )
+    record_data(
+        model, {**images, "crop_mode": "center", "label_names": ["a", "b"], "split": (0.2, 50)}
+    )
     iso.save_for_hub(model, tmp_path, "me/small")
     theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     for key, value in evaluation_config(theirs).items():
-        assert value == evaluation_config(model)[key] or tuple(value) == evaluation_config(model)[key], key
+        assert (
+            value == evaluation_config(model)[key] or tuple(value) == evaluation_config(model)[key]
+        ), key
     assert theirs.pretrained_cfg["label_names"] == ["a", "b"]
-    iso.save_for_hub(timm.create_model("cifar_resnet20", num_classes=3), tmp_path / "three", "me/three")
-    assert "label_names" not in json.loads((tmp_path / "three/config.json").read_text())["pretrained_cfg"]
-    assert not {"license", "tag"} & set(json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"])
+    iso.save_for_hub(
+        timm.create_model("cifar_resnet20", num_classes=3), tmp_path / "three", "me/three"
+    )
+    assert (
+        "label_names"
+        not in json.loads((tmp_path / "three/config.json").read_text())["pretrained_cfg"]
+    )
+    assert not {"license", "tag"} & set(
+        json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    )
 
 
 class TestPush:
@@ -121,7 +161,10 @@ class TestPush:
         (commit,) = hub.repositories["me/cnn"]["branches"]["main"]
         assert sorted(commit["files"]) == ["README.md", "config.json", "model.safetensors"]
         own = json.loads(commit["files"]["config.json"])["isomorph"]
-        assert (own["base"]["name"], [edit["rule"] for edit in own["edits"]]) == ("cifar_resnet20", ["ConvToGPSA"])
+        assert (own["base"]["name"], [edit["rule"] for edit in own["edits"]]) == (
+            "cifar_resnet20",
+            ["ConvToGPSA"],
+        )
         images = random_inputs(1, model)
         assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
 
@@ -162,11 +205,21 @@ class TestLoad:
             point_to(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
             start = time.monotonic()
             assert iso.load("hf-hub:me/vit").num_classes == 10
-            refused(r"cannot reach http://127.*run `hf download me/other --local-dir", iso.load, "hf-hub:me/other")
-            refused(r"hf-hub:me/vit@v3 has.*download me/vit --revision v3 --local-dir", iso.load, "hf-hub:me/vit@v3")
+            refused(
+                r"cannot reach http://127.*run `hf download me/other --local-dir",
+                iso.load,
+                "hf-hub:me/other",
+            )
+            refused(
+                r"hf-hub:me/vit@v3 has.*download me/vit --revision v3 --local-dir",
+                iso.load,
+                "hf-hub:me/vit@v3",
+            )
             assert time.monotonic() - start < 3
             monkeypatch.setenv("HF_TOKEN", TOKEN)
-            refused(r"cannot reach http://127.*--out FOLDER", iso.push, models["ours"][0], "me/other")
+            refused(
+                r"cannot reach http://127.*--out FOLDER", iso.push, models["ours"][0], "me/other"
+            )
 
 
 def run(capsys, *arguments):
@@ -182,16 +235,30 @@ def run(capsys, *arguments):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    model = {"name": "convit_ti", "kwargs": {key: KWARGS[key] for key in KWARGS if key != "num_classes"}}
-    data = {"source": "digits", "fraction": 0.02, "size": [32, 32], "batch_size": 13, "test_images": 50}
-    iso.train(iso.Recipe(name="tiny", model=model, data=data, epochs=1, out=str(folder)), show=False)
+    model = {
+        "name": "convit_ti",
+        "kwargs": {key: KWARGS[key] for key in KWARGS if key != "num_classes"},
+    }
+    data = {
+        "source": "digits",
+        "fraction": 0.02,
+        "size": [32, 32],
+        "batch_size": 13,
+        "test_images": 50,
+    }
+    iso.train(
+        iso.Recipe(name="tiny", model=model, data=data, epochs=1, out=str(folder)), show=False
+    )
     return folder
 
 
 def test_commands(hub, trained, capsys, tmp_path):
     """A run is pushed; its name on the hub is a model for every command."""
     code, out, err = run(capsys, "push", trained, "me/tiny")
-    assert (code, out) == (0, f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n"), err
+    assert (code, out) == (
+        0,
+        f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n",
+    ), err
     card, recipe = (hub.files("me/tiny")[name].decode() for name in ("README.md", "recipe.yaml"))
     top1 = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])["top1"]
     assert "epoch: 1\n" in card
@@ -205,7 +272,13 @@ def test_commands(hub, trained, capsys, tmp_path):
         iso.push(model, "me/tiny")  # no run: the recipe is not this model's
     assert "recipe.yaml" not in hub.files("me/tiny")
     refused("is not a name for the hub", iso.push, model, "me/x.git")
-    refused("results must be finite numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})
+    refused(
+        "results must be finite numbers by name; top1 is not",
+        iso.push,
+        model,
+        "me/x",
+        results={"top1": "9"},
+    )
     measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)
     own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
     assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}
@@ -218,7 +291,9 @@ def test_a_card_takes_no_markup_from_names():
     """Of metrics and recipes."""
     evil = "a|b`` <img src=x>[x](y)\n```\n# c\x1b[2J"
     recipe = {"name": evil, "source": evil, "model": {"name": evil}}
-    card = model_card(timm.create_model("cifar_resnet20"), "me/x", recipe, {"top1": 1.0, evil: 90.0}, False)
+    card = model_card(
+        timm.create_model("cifar_resnet20"), "me/x", recipe, {"top1": 1.0, evil: 90.0}, False
+    )
     body = re.sub(r"(?ms)^(`{3,})\w+$.*?^\1$", "", card)  # less blocks of code
     assert not re.search(r"<img|\[x\]|^# c", body, re.MULTILINE)
     assert "\x1b" not in card

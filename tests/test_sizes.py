@@ -18,14 +18,24 @@ from refusals import refused
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
 CUTTING = {
     "vit": ("vit_tiny_patch16_224", SMALL, 16),
-    "swin": ("swin_tiny_patch4_window7_224", dict(embed_dim=12, depths=(1, 1), num_heads=(1, 2), num_classes=5), 4),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        dict(embed_dim=12, depths=(1, 1), num_heads=(1, 2), num_classes=5),
+        4,
+    ),
     "convit": ("convit_ti", dict(depth=2, num_classes=5, local_up_to_layer=1), 16),
     "convolved image": ("refined_vit_s", dict(depth=2, num_classes=5), 16),
 }
 WHOLE = {
     "resnet": ("resnet18", dict(channels=(8, 8, 8, 8), num_classes=5, zero_init_last=False)),
-    "padded": ("vit_tiny_patch16_224", {**SMALL, "dynamic_img_size": True, "dynamic_img_pad": True}),
-    "padded convit": ("convit_ti", dict(depth=2, num_classes=5, local_up_to_layer=1, dynamic_img_pad=True)),
+    "padded": (
+        "vit_tiny_patch16_224",
+        {**SMALL, "dynamic_img_size": True, "dynamic_img_pad": True},
+    ),
+    "padded convit": (
+        "convit_ti",
+        dict(depth=2, num_classes=5, local_up_to_layer=1, dynamic_img_pad=True),
+    ),
 }
 
 
@@ -71,7 +81,11 @@ def test_another_number_of_channels_is_normalised_by_the_mean(name):
 
 def test_a_command_says_so(tmp_path, capsys):
     vit = timm.create_model("vit_tiny_patch16_224", **{**SMALL, "num_classes": 10})
-    iso.save(vit, tmp_path / "vit.safetensors", base={"name": "vit_tiny_patch16_224", **SMALL, "num_classes": 10})
+    iso.save(
+        vit,
+        tmp_path / "vit.safetensors",
+        base={"name": "vit_tiny_patch16_224", **SMALL, "num_classes": 10},
+    )
     with pytest.raises(SystemExit) as end:
         main(["bench", str(tmp_path / "vit.safetensors"), "--no-peak", "--size", "225"])
     assert end.value.code == 2

@@ -13,10 +13,16 @@ from refusals import refused
 
 def test_a_model_says_what_it_was_created_with_and_what_it_is_now():
     model = iso.models.create("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=7)
-    assert {"img_size": (32, 32), "depth": 2, "num_classes": 7}.items() <= describe_base(model).items()
+    assert {"img_size": (32, 32), "depth": 2, "num_classes": 7}.items() <= describe_base(
+        model
+    ).items()
     model.reset_classifier(3, "avg")
     base = describe_base(model)
-    assert (base["name"], base["num_classes"], base["global_pool"]) == ("vit_tiny_patch16_224", 3, "avg")
+    assert (base["name"], base["num_classes"], base["global_pool"]) == (
+        "vit_tiny_patch16_224",
+        3,
+        "avg",
+    )
     spec = spec_of(model)
     assert (spec.name, spec.arguments["depth"]) == ("vit_tiny_patch16_224", 2)
     assert spec.classifiers == ("head",)
@@ -35,7 +41,9 @@ def test_an_own_network_says_nothing_of_itself_until_it_is_recorded():
 
 @pytest.mark.parametrize("change", ["nothing", "classes", "size", "pyramid", "fused"])
 def test_a_changed_model_is_built_again_from_what_is_recorded(change, tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4, dynamic_img_size=True).eval()
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4, dynamic_img_size=True
+    ).eval()
     if change == "classes":
         model.reset_classifier(2)
     elif change == "size":
@@ -48,4 +56,6 @@ def test_a_changed_model_is_built_again_from_what_is_recorded(change, tmp_path):
     back = iso.load(tmp_path / "m.safetensors")
     images = torch.randn(1, 3, *((48, 32) if change == "size" else (32, 32)))
     assert torch.equal(back(images), model.eval()(images))
-    assert len(iso.edits(back)) == (change == "pyramid"), "a fused network is saved as the plain one that it is"
+    assert len(iso.edits(back)) == (change == "pyramid"), (
+        "a fused network is saved as the plain one that it is"
+    )

@@ -19,7 +19,9 @@ TEACHER = "vit_base_patch16_224.mae"
 
 
 def run_recipe(folder, **more):
-    recipe = dict(augment=dict(mixup=0.2), optim=dict(layer_decay=0.65), epochs=1, out=str(folder)) | dict(
+    recipe = dict(
+        augment=dict(mixup=0.2), optim=dict(layer_decay=0.65), epochs=1, out=str(folder)
+    ) | dict(
         model=dict(name="tdrl_vit_ti_distilled", kwargs=SMALL),
         data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=16, test_images=60),
     )
@@ -47,7 +49,11 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     run.loss_module.train()
     x, soft = torch.randn(8, 3, 16, 16), torch.rand(8, 10).softmax(1)
     first, second = run.trained(x)
-    assert net.pretrained_cfg["mean"] == (0.485, 0.456, 0.406)  # MAE's, not those of timm's default vit_base
+    assert net.pretrained_cfg["mean"] == (
+        0.485,
+        0.456,
+        0.406,
+    )  # MAE's, not those of timm's default vit_base
     labels = -(soft * first.log_softmax(1)).sum(1).mean()
     goal = net(x).argmax(1) if kind == "hard" else net(x).softmax(1)
     term = nn.functional.cross_entropy(second, goal)
@@ -59,7 +65,9 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     result = iso.train(recipe, show=False)
     wide = iso.load(tmp_path / "run/model.safetensors")
     tokens = wide.forward_features(x)
-    torch.testing.assert_close(wide(x), (wide.head(tokens[:, 0]) + wide.head_dist(tokens[:, 1])) / 2)
+    torch.testing.assert_close(
+        wide(x), (wide.head(tokens[:, 0]) + wide.head_dist(tokens[:, 1])) / 2
+    )
     torch.testing.assert_close(wide(x), result.model(x))
 
 
@@ -67,7 +75,9 @@ def test_a_pre_trained_encoder_gets_a_token(tmp_path):
     """The checkpoint has a class token only; the distillation token is new and has no position."""
     encoder = timm.create_model("tdrl_vit_ti", num_classes=0, layout="plain", **SMALL).eval()
     autoencoder = MaskedAutoencoder(encoder, 1, 16, 4)
-    state = {name.removeprefix("encoder."): tensor for name, tensor in autoencoder.state_dict().items()}
+    state = {
+        name.removeprefix("encoder."): tensor for name, tensor in autoencoder.state_dict().items()
+    }
     torch.save({"model": state}, tmp_path / "mae.pth")
     kwargs = SMALL | dict(layout="P-W2S", num_classes=7)
     part = ModelPart(name="tdrl_vit_ti_distilled", kwargs=kwargs, weights=tmp_path / "mae.pth")
@@ -88,7 +98,9 @@ def blind(attn, x):
     q, k, v = attn.qkv(x).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
     mask = torch.ones(x.shape[1], dtype=torch.bool)
     mask[1] = False
-    return attn.proj(nn.functional.scaled_dot_product_attention(q, k, v, mask[None]).transpose(1, 2).flatten(2))
+    return attn.proj(
+        nn.functional.scaled_dot_product_attention(q, k, v, mask[None]).transpose(1, 2).flatten(2)
+    )
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", TEACHER])
@@ -96,6 +108,8 @@ def test_the_teacher_of_generic_distillation_sees_images_as_mae_does(tmp_path, n
     """timm's own vit_base_patch16_224 is normalised by 0.5; MAE's checkpoints are not."""
     encoder = timm.create_model(name, num_classes=0, **SMALL)
     state = MaskedAutoencoder(encoder, 1, 16, 4).state_dict()
-    torch.save({"model": {n.removeprefix("encoder."): t for n, t in state.items()}}, tmp_path / "mae.pth")
+    torch.save(
+        {"model": {n.removeprefix("encoder."): t for n, t in state.items()}}, tmp_path / "mae.pth"
+    )
     teacher = load_autoencoder(tmp_path / "mae.pth", name, 4, **SMALL)
     assert teacher.pretrained_cfg["mean"][0] == 0.485

@@ -157,7 +157,9 @@ def test_a_class_whose_name_has_the_word_of_a_split(tmp_path, odd, below):
     classes = sorted(["apple", "pear", odd])
     class_folders(tmp_path, classes, below)
     if below and odd not in ODD_NAMES:
-        line = f"has {odd}/, named for a split, and images in apple/, which is not; move all classes"
+        line = (
+            f"has {odd}/, named for a split, and images in apple/, which is not; move all classes"
+        )
         for split in ("train", "test"):
             refused(line, open_source, tmp_path, split)
             refused(line, open_source, tmp_path, split, test_fraction=0.4)
@@ -187,7 +189,9 @@ def shard(root, name, label):
 
 
 def tar_with_folders(root, name, label):
-    members = [(f"{folder}/{i}.png", picture(label, i)) for i in range(3) for folder in ("red", "green")]
+    members = [
+        (f"{folder}/{i}.png", picture(label, i)) for i in range(3) for folder in ("red", "green")
+    ]
     write_tar(root / f"{name}.tar", members)
 
 
@@ -227,19 +231,29 @@ def test_images_next_to_the_splits_are_counted(tmp_path):
         as_folder(tmp_path, split)
     as_folder(tmp_path, "more")
     for split in ("train", "test"):
-        with pytest.warns(DataWarning, match=r"^15 files in .* left out \(15 in folders that are not named for"):
+        with pytest.warns(
+            DataWarning, match=r"^15 files in .* left out \(15 in folders that are not named for"
+        ):
             assert named_images(open_source(tmp_path, split)) == NAMED_IMAGES
 
 
 def test_a_tar_of_one_class_whose_name_has_the_word_of_a_split(tmp_path):
-    write_tar(tmp_path / "train.tar", [("test_tube/0.png", picture(0, 0)), ("test_tube/1.png", picture(0, 1))])
+    write_tar(
+        tmp_path / "train.tar",
+        [("test_tube/0.png", picture(0, 0)), ("test_tube/1.png", picture(0, 1))],
+    )
     assert open_source(tmp_path, "train").classes == ("test_tube",)
 
 
 def test_a_parquet_file_is_for_training_or_for_testing(tmp_path):
     parquet(tmp_path / "train-0.parquet", ORDER)
     parquet(tmp_path / "test-of-train.parquet", ORDER)
-    refused("test-of-train.parquet is named for training and for testing", open_source, tmp_path, "train")
+    refused(
+        "test-of-train.parquet is named for training and for testing",
+        open_source,
+        tmp_path,
+        "train",
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +279,11 @@ def test_words_of_splits_in_names(name, words, only):
 
 def two_files(root, labels):
     cls, other = labels
-    members = [("0.png", picture(0, 0)), ("0.cls", b"%d" % cls), ("0.json", json.dumps({"label": other}).encode())]
+    members = [
+        ("0.png", picture(0, 0)),
+        ("0.cls", b"%d" % cls),
+        ("0.json", json.dumps({"label": other}).encode()),
+    ]
     write_tar(root / "train-0.tar", members)
 
 
@@ -290,7 +308,9 @@ def two_columns(column):
 def two_named_columns(root, labels):
     """The second column numbers the same names in another order."""
     first, other = labels
-    numbers = [OTHER_ORDER.index(ORDER[other if label == first else label]) for label, *_ in SAMPLES]
+    numbers = [
+        OTHER_ORDER.index(ORDER[other if label == first else label]) for label, *_ in SAMPLES
+    ]
     parquet(root / "train-0.parquet", ORDER, {"labels": (numbers, OTHER_ORDER)})
 
 
@@ -318,7 +338,9 @@ def test_two_labels_of_one_sample(tmp_path, case):
     assert len(read(tmp_path / "same"))
     write(tmp_path / "differ", (1, 2))
     refused(
-        r"(has labels that differ|has two labels|has label 2, and 1).*; (keep|remove) one of", read, tmp_path / "differ"
+        r"(has labels that differ|has two labels|has label 2, and 1).*; (keep|remove) one of",
+        read,
+        tmp_path / "differ",
     )
 
 
@@ -351,14 +373,18 @@ def in_parquet(root, suffix, data):
 
     column = suffix.removeprefix(".")
     cells = {column: [{"bytes": data, "path": None}], "cls": [0]}
-    dataset = Dataset.from_dict(cells, features=Features({column: Picture(), "cls": Value("int64")}))
+    dataset = Dataset.from_dict(
+        cells, features=Features({column: Picture(), "cls": Value("int64")})
+    )
     dataset.to_parquet(root / "train-0.parquet")
 
 
 SUFFIX_READERS = {
     "imagefolder": in_folder,
     "tar": lambda root, suffix, data: write_tar(root / "train.tar", [(f"ant/0{suffix}", data)]),
-    "webdataset": lambda root, suffix, data: write_tar(root / "train-0.tar", [(f"0{suffix}", data), ("0.cls", b"0")]),
+    "webdataset": lambda root, suffix, data: write_tar(
+        root / "train-0.tar", [(f"0{suffix}", data), ("0.cls", b"0")]
+    ),
     "huggingface": in_parquet,
 }
 

@@ -25,7 +25,9 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", **VIT).eval()
 
 
-@pytest.mark.parametrize("rule", [*ATTENTION, iso.LinearToPyramid()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule", [*ATTENTION, iso.LinearToPyramid()], ids=lambda rule: type(rule).__name__
+)
 def test_a_model_made_for_inference_is_copied_first(rule):
     where = "blocks.0.attn" if rule in ATTENTION else "blocks.0.mlp.fc1"
     with torch.inference_mode():
@@ -44,15 +46,31 @@ def quantised():
         return torch.ao.quantization.quantize_dynamic(vit(), {nn.Linear})
 
 
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs int8 kernels of torch")
+@pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="needs int8 kernels of torch"
+)
 def test_quantised_layers():
     model = quantised()
     for rule in ATTENTION:
-        refused("its qkv is quantised .*; change the model before", iso.recast, model, rule, "blocks.0.attn")
+        refused(
+            "its qkv is quantised .*; change the model before",
+            iso.recast,
+            model,
+            rule,
+            "blocks.0.attn",
+        )
     for rule in PROJECTIONS:
-        refused("qkv is quantised .*; change the model before", iso.recast, model, rule, "blocks.0.attn.qkv")
+        refused(
+            "qkv is quantised .*; change the model before",
+            iso.recast,
+            model,
+            rule,
+            "blocks.0.attn.qkv",
+        )
     refused("fc1 is quantised", iso.recast, model, iso.LinearToPyramid(), "blocks.0.mlp.fc1")
-    refused("qkv is quantised .*; change the model before", iso.fuse, model, torch.randn(1, 3, 32, 32))
+    refused(
+        "qkv is quantised .*; change the model before", iso.fuse, model, torch.randn(1, 3, 32, 32)
+    )
 
 
 class Adapter(nn.Module):
@@ -60,7 +78,11 @@ class Adapter(nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.in_features, self.out_features = inner, inner.in_features, inner.out_features
+        self.inner, self.in_features, self.out_features = (
+            inner,
+            inner.in_features,
+            inner.out_features,
+        )
         self.down, self.up = nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
 
     def forward(self, x):
@@ -75,7 +97,9 @@ def wrapped():
 
 def wrapped_by_peft():
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(vit(), peft.LoraConfig(target_modules=["qkv"])).eval(), "base_model.model."
+    return peft.get_peft_model(
+        vit(), peft.LoraConfig(target_modules=["qkv"])
+    ).eval(), "base_model.model."
 
 
 @pytest.mark.parametrize("make", [wrapped, pytest.param(wrapped_by_peft, marks=pytest.mark.slow)])
@@ -83,14 +107,27 @@ def test_adapters_around_projections(make):
     model, prefix = make()
     layer, x = f"{prefix}blocks.0.attn", torch.randn(1, 3, 32, 32)
     for rule in (iso.AttentionToRefined(), iso.AttentionToRelative()):
-        refused("its qkv is an adapter .* around its .*; merge it first", iso.recast, model, rule, layer)
+        refused(
+            "its qkv is an adapter .* around its .*; merge it first", iso.recast, model, rule, layer
+        )
     for rule in PROJECTIONS:
-        refused("qkv is an adapter .* around its .*; merge it first", iso.recast, model, rule, f"{layer}.qkv")
-    for rule in (iso.AttentionToWindow(2), iso.AttentionToGPSA()):  # which keep the class of the layer
+        refused(
+            "qkv is an adapter .* around its .*; merge it first",
+            iso.recast,
+            model,
+            rule,
+            f"{layer}.qkv",
+        )
+    for rule in (
+        iso.AttentionToWindow(2),
+        iso.AttentionToGPSA(),
+    ):  # which keep the class of the layer
         assert iso.verify(model, iso.recast(model, rule, layer), x).passed
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else None
     if merged is not None:
-        assert iso.verify(merged, iso.recast(merged, iso.AttentionToRefined(), "blocks.0.attn"), x).passed
+        assert iso.verify(
+            merged, iso.recast(merged, iso.AttentionToRefined(), "blocks.0.attn"), x
+        ).passed
 
 
 def test_a_class_of_another_package_is_named_in_full():

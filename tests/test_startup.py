@@ -43,7 +43,9 @@ def split(stderr: str) -> tuple[set[str], list[str]]:
     """The imported packages in the output of `python -X importtime`, and the lines that a user sees."""
     lines = stderr.splitlines()
     timed = [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")]
-    return {name.partition(".")[0] for name in timed}, [line for line in lines if not line.startswith("import time:")]
+    return {name.partition(".")[0] for name in timed}, [
+        line for line in lines if not line.startswith("import time:")
+    ]
 
 
 def heed_interrupts():
@@ -53,13 +55,17 @@ def heed_interrupts():
 
 def start(*arguments, folder=None, **streams):
     options = dict(cwd=folder, env=settings(), text=True, preexec_fn=heed_interrupts)
-    return subprocess.Popen([sys.executable, "-X", "importtime", *map(str, arguments)], **options, **streams)
+    return subprocess.Popen(
+        [sys.executable, "-X", "importtime", *map(str, arguments)], **options, **streams
+    )
 
 
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_it_answers_before_torch_is_imported(case, tmp_path):
     arguments, code = AT_ONCE[case]
-    child = start(PROGRAM, *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = start(
+        PROGRAM, *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     stdout, stderr = child.communicate(timeout=LONGEST)
     imported, printed = split(stderr)
     assert child.returncode == code, stderr
@@ -71,7 +77,11 @@ def test_it_answers_before_torch_is_imported(case, tmp_path):
 def test_the_names_of_models_are_known_without_torch():
     found = _names_if_unknown("resnet5O")
     assert set(timm.list_models()) <= {*found, *models.networks()}
-    for name in ("resnet50", "vit_base_patch16_224_in21k", *models.networks()):  # one of them has been renamed
+    for name in (
+        "resnet50",
+        "vit_base_patch16_224_in21k",
+        *models.networks(),
+    ):  # one of them has been renamed
         assert not _names_if_unknown(name)
 
 
@@ -82,7 +92,15 @@ def test_importing_isomorph_imports_little_more_than_timm():
     _, stderr = child.communicate(timeout=LONGEST)
     imported, printed = split(stderr)
     assert child.returncode == 0, printed
-    assert not imported & {"matplotlib", "sklearn", "datasets", "pydantic", "jinja2", "cyclopts", "rich"}
+    assert not imported & {
+        "matplotlib",
+        "sklearn",
+        "datasets",
+        "pydantic",
+        "jinja2",
+        "cyclopts",
+        "rich",
+    }
 
 
 CHANGES = """
@@ -142,7 +160,16 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
             heed_interrupts()  # the command before this one has left them ignored, as at the end of a process
             monkeypatch.setattr("isomorph.surgery.compare_outputs", effect)
             with pytest.raises(SystemExit) as ended:
-                main(["recast", "cnn.safetensors", "--where", "layer3.0.conv1", "--out", "t.safetensors"])
+                main(
+                    [
+                        "recast",
+                        "cnn.safetensors",
+                        "--where",
+                        "layer3.0.conv1",
+                        "--out",
+                        "t.safetensors",
+                    ]
+                )
             assert ended.value.code == 130
             assert capsys.readouterr().err == "isomorph: interrupted\n"
     assert [path.name for path in tmp_path.iterdir()] == ["cnn.safetensors"]

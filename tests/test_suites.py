@@ -31,7 +31,11 @@ class Reads(nn.Module):
         self.logits = nn.Parameter(torch.zeros(num_classes))
         self.num_classes, self.passes = num_classes, 0
         self.pretrained_cfg = dict(
-            input_size=(3, 4, 4), mean=(0, 0, 0), std=(1, 1, 1), crop_pct=1.0, interpolation="nearest"
+            input_size=(3, 4, 4),
+            mean=(0, 0, 0),
+            std=(1, 1, 1),
+            crop_pct=1.0,
+            interpolation="nearest",
         )
         if tempted is not None:
             self.logits.data[tempted] = pull
@@ -104,7 +108,11 @@ def test_the_shipped_labels_are_the_published_ones(data_root):
     real = json.loads((folder / "real.json").read_text())
     assert [[label for label in row if label >= 0] for row in LABELS.real.tolist()] == real
     for name, kept in KEPT.items():
-        rows = list(csv.DictReader((folder / f"{name.replace('-', '_')}_classes.csv").read_text().splitlines()))
+        rows = list(
+            csv.DictReader(
+                (folder / f"{name.replace('-', '_')}_classes.csv").read_text().splitlines()
+            )
+        )
         assert [(int(row["imagenet_label"]), row["wnid"]) for row in rows] == [
             (label, LABELS.wnids[label]) for label in kept
         ]
@@ -154,7 +162,9 @@ def test_two_hundred_classes_alone_take_part(tmp_path, suite):
         expected = {"top1": 100, "nll": -np.log(p), "ece": 100 * (1 - p), "images": 200}
         assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     by_wnid(tmp_path / "imagenet", range(1000))
-    assert evaluate_suites(model, "imagenet", tmp_path, partial=True)[0]["top1"] == pytest.approx(0.1)
+    assert evaluate_suites(model, "imagenet", tmp_path, partial=True)[0]["top1"] == pytest.approx(
+        0.1
+    )
 
 
 def test_real_goes_by_file_names_skips_and_takes_any_label(tmp_path):
@@ -190,8 +200,16 @@ def test_sizes_times_ratios_and_a_table_of_classes(tmp_path):
 
 
 WRONG = {
-    "no wnid": (lambda top: folders(top, [("n01440764", 0), ("cat", 1)]), "imagenet", "has class 'cat'; name classes"),
-    "missing classes": (lambda top: by_wnid(top, [0, 1]), "imagenet", "has 2 classes, imagenet has 1,000; .*--partial"),
+    "no wnid": (
+        lambda top: folders(top, [("n01440764", 0), ("cat", 1)]),
+        "imagenet",
+        "has class 'cat'; name classes",
+    ),
+    "missing classes": (
+        lambda top: by_wnid(top, [0, 1]),
+        "imagenet",
+        "has 2 classes, imagenet has 1,000; .*--partial",
+    ),
 }
 
 
@@ -207,7 +225,13 @@ def test_several_suites_one_table(tmp_path, capsys):
     iso.save(timm.create_model("cifar_resnet20", num_classes=1000), weights)
     validation(tmp_path / "imagenet", [1, 2, 3])
     by_wnid(tmp_path / "elsewhere", KEPT["imagenet-r"][:3])
-    asked = ["evaluate", str(weights), "--suite", f"imagenet,real,imagenet-r={tmp_path / 'elsewhere'}", "--partial"]
+    asked = [
+        "evaluate",
+        str(weights),
+        "--suite",
+        f"imagenet,real,imagenet-r={tmp_path / 'elsewhere'}",
+        "--partial",
+    ]
     asked += ["--root", str(tmp_path), "--no-cost", "--size", "8", "16x12"]
     with pytest.raises(SystemExit):
         main([*asked, "--json", "--per-class", str(tmp_path / "classes.csv")])

@@ -39,7 +39,10 @@ class ParityLoss(TrainingTask):
 
     def forward(self, inputs, targets):
         odd = (targets["label"] % 2).float()
-        return {"loss": self.scale * F.binary_cross_entropy_with_logits(self.trainable_module(inputs)[:, 0], odd)}
+        return {
+            "loss": self.scale
+            * F.binary_cross_entropy_with_logits(self.trainable_module(inputs)[:, 0], odd)
+        }
 
 
 class Parity(Task):
@@ -66,7 +69,11 @@ class Parity(Task):
 
     def objective(self, recipe, model, device):
         loss = ParityLoss(model.to(device), self.options.scale, device)
-        return Objective(loss, lambda model, loader, runtime: right(model, loader), lambda metrics: metrics["right"])
+        return Objective(
+            loss,
+            lambda model, loader, runtime: right(model, loader),
+            lambda metrics: metrics["right"],
+        )
 
     def evaluate(self, model, options, runtime):
         test = open_source(options.data or "digits", "test").subset(range(40))
@@ -102,13 +109,22 @@ class TestRun:
         assert task.options.scale == 2.0
         assert iso.evaluate(model)["right"] == result.metrics["right"]
 
-    def test_a_task_derived_from_classification_is_evaluated_as_a_classifier(self, monkeypatch, tmp_path, capsys):
+    def test_a_task_derived_from_classification_is_evaluated_as_a_classifier(
+        self, monkeypatch, tmp_path, capsys
+    ):
         """Unless it says otherwise; what it predicts is its own."""
         monkeypatch.setitem(TASKS, "relabelled", Relabelled)
         model = timm.create_model("cifar_resnet20")
         model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "relabelled"}}
         iso.save(model, tmp_path / "model.safetensors")
-        arguments = ["evaluate", str(tmp_path / "model.safetensors"), "--data", "digits", "--max-images", "10"]
+        arguments = [
+            "evaluate",
+            str(tmp_path / "model.safetensors"),
+            "--data",
+            "digits",
+            "--max-images",
+            "10",
+        ]
         with pytest.raises(SystemExit, match="0"):
             main([*arguments, "--no-cost", "--json"])
         assert json.loads(capsys.readouterr().out)["images"] == 10
@@ -125,7 +141,10 @@ class TestRecipe:
         ("changes", "message"),
         [
             ({"task": {"name": "parrot"}}, r"task: 'parrot' is not a task; did you mean parity"),
-            ({"data": {"source": "cifar10"}}, "data.source cifar10 is not for parity; choose one of digits"),
+            (
+                {"data": {"source": "cifar10"}},
+                "data.source cifar10 is not for parity; choose one of digits",
+            ),
             ({"augment": {"hflip": 0.1}}, "augment does not apply to parity; leave it out"),
         ],
     )
@@ -139,5 +158,7 @@ class TestRecipe:
         monkeypatch.setattr(tasks, "entry_points", lambda group: [entry] * (group == ENTRY_POINTS))
         assert validate(TINY).model_dump(mode="json")["task"] == {"name": "parity", "scale": 1.0}
         monkeypatch.delitem(TASKS, "parity")
-        with pytest.raises(iso.UserError, match=r"task.scal is not a field \(did you mean scale\?\)"):
+        with pytest.raises(
+            iso.UserError, match=r"task.scal is not a field \(did you mean scale\?\)"
+        ):
             validate({**TINY, "task": {"name": "parity", "scal": 2}})

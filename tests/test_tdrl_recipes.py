@@ -18,8 +18,12 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
-FINE_TUNED = [name for name in RECIPES if name.startswith("tdrl_") and "ep" in name.rpartition("_")[2]]
-FINE_TUNED += [name for name in RECIPES if name.startswith("tdrl_") and name.endswith("ep_distilled")]
+FINE_TUNED = [
+    name for name in RECIPES if name.startswith("tdrl_") and "ep" in name.rpartition("_")[2]
+]
+FINE_TUNED += [
+    name for name in RECIPES if name.startswith("tdrl_") and name.endswith("ep_distilled")
+]
 
 
 @pytest.mark.parametrize("name", FINE_TUNED)
@@ -51,7 +55,9 @@ def test_pre_trained_weights_load_into_an_averaging_network(layout, source, tmp_
         path = tmp_path / "encoder.pth"
         torch.save(encoder.state_dict(), path)
     kwargs = SMALL | dict(layout=layout, global_pool="avg")
-    model = build_model(ModelPart(name="tdrl_vit_ti", weights=path, kwargs=kwargs, head_std=2e-5), 7)
+    model = build_model(
+        ModelPart(name="tdrl_vit_ti", weights=path, kwargs=kwargs, head_std=2e-5), 7
+    )
     assert isinstance(model.norm, nn.Identity)
     assert torch.equal(model.fc_norm.weight, torch.ones(24))
     assert torch.equal(model.blocks[1].norm2.weight, encoder.blocks[1].norm2.weight)
@@ -81,8 +87,12 @@ def test_batch_norm_alone_is_pre_trained_as_it_is_fine_tuned():
     """B.9: one Linear and BatchNorm in queries, keys, values and both layers of the MLP, from pre-training on."""
     before = iso.load_recipe("tdrl_batchnorm_g2sd").model.kwargs
     after = iso.load_recipe("upernet_batchnorm_ti").model.kwargs["backbone_kwargs"]
-    assert {key: after[key] for key in ("layout", "rectify")} == {key: before[key] for key in ("layout", "rectify")}
-    model = timm.create_model("tdrl_vit_ti", layout=before["layout"], rectify=before["rectify"], **SMALL)
+    assert {key: after[key] for key in ("layout", "rectify")} == {
+        key: before[key] for key in ("layout", "rectify")
+    }
+    model = timm.create_model(
+        "tdrl_vit_ti", layout=before["layout"], rectify=before["rectify"], **SMALL
+    )
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm1d)]
     assert len(norms) == 2 * 5
 
@@ -100,11 +110,17 @@ def test_images_grow_and_weight_decay_falls():
     shorter = iso.load_recipe("tdrl_mobileone_s0", ["epochs=30"])
     assert shorter.augment.small_epochs == [3.7, 11.2]
     refused("as many small_epochs", iso.load_recipe, "digits_cnn", ["augment.small_sizes=[8]"])
-    refused("min_weight_decay 1 is above", iso.load_recipe, "digits_cnn", ["optim.min_weight_decay=1"])
+    refused(
+        "min_weight_decay 1 is above", iso.load_recipe, "digits_cnn", ["optim.min_weight_decay=1"]
+    )
 
 
 def test_the_network_sees_the_smaller_images(tmp_path):
-    changes = ["augment.small_sizes=[12]", "augment.small_epochs=[1]", "optim.min_weight_decay=0.01"]
+    changes = [
+        "augment.small_sizes=[12]",
+        "augment.small_epochs=[1]",
+        "optim.min_weight_decay=0.01",
+    ]
     changes += ["data.batch_size=8", "data.fraction=0.02", "epochs=2", f"out={tmp_path / 'run'}"]
     run = Run(iso.load_recipe("digits_cnn", changes))
     seen = []

@@ -11,9 +11,13 @@ from test_map_edit import train_edits
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+SIZES = dict(
+    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+)
 BERT_SIZES = dict(SIZES, max_position_embeddings=40)
-DISTILBERT_SIZES = dict(vocab_size=50, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
+DISTILBERT_SIZES = dict(
+    vocab_size=50, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40
+)
 FAMILIES = {
     "bert": ("Bert", BERT_SIZES, "*.attention.self"),
     "electra": ("Electra", dict(BERT_SIZES, embedding_size=16), "*.attention.self"),
@@ -50,7 +54,9 @@ def test_same_function_on_unequal_lengths(family):
     plain, refined = family
     report = iso.verify(plain, refined, [padded_batch(), padded_batch(left=True)])
     assert report.fp64 < 1e-6
-    assert [target.kind for target in report.targets] == [f"Edited{type(plain).__name__[:-5]}SelfAttention"] * 2
+    assert [target.kind for target in report.targets] == [
+        f"Edited{type(plain).__name__[:-5]}SelfAttention"
+    ] * 2
     assert "input_ids 3x12, attention_mask 3x12" in str(report)
 
 
@@ -80,7 +86,11 @@ def test_the_way_back(family):
     assert all(type(a) is type(b) for a, b in layers)
     assert all(b.config is back.config for _, b in layers if hasattr(b, "config"))
     torch.testing.assert_close(back(**padded_batch()), plain(**padded_batch()), atol=0, rtol=0)
-    refused(r"not plain attention: its maps' relative deviation", iso.revert, train_edits(copy.deepcopy(refined)))
+    refused(
+        r"not plain attention: its maps' relative deviation",
+        iso.revert,
+        train_edits(copy.deepcopy(refined)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +103,9 @@ def test_a_mask_of_two_segments_is_kept_apart(bert):
     model = copy.deepcopy(bert[1]).double()
     ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    together = model(ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions)
+    together = model(
+        ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions
+    )
     alone = model(ids[:, 7:], position_ids=positions[:, 7:]).last_hidden_state
     torch.testing.assert_close(together.last_hidden_state[:, 7:], alone, atol=1e-12, rtol=0)
 
@@ -107,9 +119,23 @@ def gpt2():
     ("make", "rule", "reason"),
     [
         (gpt2, RULE, "GPT2Attention is causal"),
-        (lambda: build("bert")[0], iso.AttentionToRefined(span="spatial"), "words in a row, which is not a grid"),
-        (lambda: build("bert")[0], iso.AttentionToRefined(reduce=False), "only timm's Attention gets"),
+        (
+            lambda: build("bert")[0],
+            iso.AttentionToRefined(span="spatial"),
+            "words in a row, which is not a grid",
+        ),
+        (
+            lambda: build("bert")[0],
+            iso.AttentionToRefined(reduce=False),
+            "only timm's Attention gets",
+        ),
     ],
 )
 def test_rejected_by_reason(make, rule, reason):
-    refused(reason, iso.recast, make(), rule, where=lambda name, module: name.endswith(("attention.self", "0.attn")))
+    refused(
+        reason,
+        iso.recast,
+        make(),
+        rule,
+        where=lambda name, module: name.endswith(("attention.self", "0.attn")),
+    )

@@ -21,7 +21,9 @@ def busy():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("vit, ")])  # those are law rows
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not name.startswith("vit, ")]
+)  # those are law rows
 def test_threads_share_a_model(name, busy):
     """200 forwards where a layer asks for its grid or keeps something between calls, fewer where none does."""
     asks = any(word in name for word in ("convit", "spatial", "gpsa", "coatnet"))
@@ -32,7 +34,10 @@ def test_threads_share_a_model(name, busy):
         def wrong(turn):
             x, y = batch[turn], expected[turn]
             with torch.no_grad():
-                return sum(not torch.allclose(model(x), y, rtol=1e-9, atol=1e-11) for _ in range(100 if asks else 15))
+                return sum(
+                    not torch.allclose(model(x), y, rtol=1e-9, atol=1e-11)
+                    for _ in range(100 if asks else 15)
+                )
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(wrong, [0, 1])) == [0, 0]
@@ -117,7 +122,12 @@ class TestGridsOfCalls:
         with torch.no_grad():
             expected = [model(x) for x in batch]
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                for student, teacher in ((model, twin), (twin, model)):  # one embeds while the other is on its way
+                for student, teacher in (
+                    (model, twin),
+                    (twin, model),
+                ):  # one embeds while the other is on its way
                     tokens = student._pos_embed(student.patch_embed(batch[0]))
                     torch.testing.assert_close(teacher(batch[1]), expected[1])
-                    torch.testing.assert_close(student.head(student.norm(student.blocks(tokens))[:, 0]), expected[0])
+                    torch.testing.assert_close(
+                        student.head(student.norm(student.blocks(tokens))[:, 0]), expected[0]
+                    )

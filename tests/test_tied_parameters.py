@@ -54,7 +54,10 @@ def test_what_can_stay_tied_in_attention_does():
     gated = iso.recast(vit, iso.AttentionToGPSA(), "blocks.*.attn")
     assert len({id(block.attn.proj.weight) for block in gated.blocks}) == 1
     weights = ", ".join(f"blocks.{i}.attn.qkv.weight" for i in range(3))
-    assert iso.surgery.notes(gated)[0] == f"{weights} were tied; they are no longer tied and train separately"
+    assert (
+        iso.surgery.notes(gated)[0]
+        == f"{weights} were tied; they are no longer tied and train separately"
+    )
     assert "qkv.bias" in iso.surgery.notes(gated)[1]
     assert f"note: {weights} were tied" in str(iso.verify(vit, gated, torch.randn(1, 3, 32, 32)))
 

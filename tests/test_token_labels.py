@@ -20,16 +20,31 @@ from isomorph.lab.data.label_maps import LabelMapSource, MapLabels, apply_and_tr
 from isomorph.lab.data.loaders import train_transform
 from isomorph.lab.training.classification import CLASSIFICATION
 from isomorph.lab.training.objectives.supervised import PenalisedLoss, neighbour_similarity
-from isomorph.lab.training.objectives.token_labels import MixedLabelMaps, TokenLabelLoss, crop_label_maps, dense_scores
+from isomorph.lab.training.objectives.token_labels import (
+    MixedLabelMaps,
+    TokenLabelLoss,
+    crop_label_maps,
+    dense_scores,
+)
 from isomorph.lab.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
 from isomorph.lab.training.run.loop import train_epoch
 from isomorph.lab.training.run.state import Run
 from isomorph.models import create
 from isomorph.models.blockwise import Box
 
-CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
-NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
-BRIEF = ["epochs=1", "optim.warmup_epochs=0", "data.size=[32,32]", "data.batch_size=6", "data.workers=0"]
+CONFIG = dict(
+    input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0
+)
+NETWORK = dict(
+    img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True
+)
+BRIEF = [
+    "epochs=1",
+    "optim.warmup_epochs=0",
+    "data.size=[32,32]",
+    "data.batch_size=6",
+    "data.workers=0",
+]
 
 
 def drawn_map(seed, classes=3, likeliest=2, size=(6, 6), dtype=torch.float16):
@@ -82,9 +97,13 @@ def slow_cut(label_map, box, flipped, grid_size, num_classes):
 
 
 def targets(dtype=torch.float64, size=(5, 7)):
-    boxes = torch.tensor([[0.1, 0.3, 0.7, 0.9], [0, 0, 1, 1], [0.5, 0.2, 0.8, 0.8], [0, 0.4, 0.93, 1]], dtype=dtype)
+    boxes = torch.tensor(
+        [[0.1, 0.3, 0.7, 0.9], [0, 0, 1, 1], [0.5, 0.2, 0.8, 0.8], [0, 0.4, 0.93, 1]], dtype=dtype
+    )
     maps = torch.stack([drawn_map(i, 5, 3, size) for i in range(4)]).to(dtype)
-    return MapLabels(torch.tensor([0, 1, 2, 4]), maps, boxes, torch.tensor([False, True, True, False]))
+    return MapLabels(
+        torch.tensor([0, 1, 2, 4]), maps, boxes, torch.tensor([False, True, True, False])
+    )
 
 
 class TestGeometry:
@@ -100,8 +119,12 @@ class TestGeometry:
         """A picture and a map that both say where they are say the same of every patch, after crop and flip."""
         rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
         picture = Image.fromarray(torch.stack([rows * 4, columns * 3, rows * 0], -1).byte().numpy())
-        small = [(values.view(12, 4, 16, 4).float().mean((1, 3))) for values in (rows / 48, columns / 64)]
-        maps = torch.stack([torch.stack(small), torch.tensor([1.0, 2.0])[:, None, None].expand(2, 12, 16)])
+        small = [
+            (values.view(12, 4, 16, 4).float().mean((1, 3))) for values in (rows / 48, columns / 64)
+        ]
+        maps = torch.stack(
+            [torch.stack(small), torch.tensor([1.0, 2.0])[:, None, None].expand(2, 12, 16)]
+        )
         transform = train_transform(CONFIG, scale=(0.3, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5)
         flips = set()
         for seed in range(20):
@@ -113,19 +136,30 @@ class TestGeometry:
             found = crop_label_maps(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
             seen = (image * 0.5 + 0.5).view(3, 4, 8, 4, 8).mean((2, 4)) * 255
             for c, scale in ((0, 48 * 4), (1, 64 * 3)):
-                score = found[..., c + 1] - found[..., 0]  # a class that no map names has a score of 0
+                score = (
+                    found[..., c + 1] - found[..., 0]
+                )  # a class that no map names has a score of 0
                 torch.testing.assert_close(score, seen[c] / scale, atol=0.025, rtol=0)
         assert flips == {True, False}
 
-    @pytest.mark.parametrize(("interpolation", "hflip"), [("bilinear", 0.0), ("bicubic", 0.5), ("random", 1.0)])
+    @pytest.mark.parametrize(
+        ("interpolation", "hflip"), [("bilinear", 0.0), ("bicubic", 0.5), ("random", 1.0)]
+    )
     def test_the_image_is_that_of_the_plain_transform_to_the_bit(self, interpolation, hflip):
-        policy = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.5, re_mode="pixel")
+        policy = dict(
+            auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.5, re_mode="pixel"
+        )
         config = CONFIG | dict(interpolation=interpolation)
-        transform = train_transform(config, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=hflip, **policy)
+        transform = train_transform(
+            config, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=hflip, **policy
+        )
         pixels = np.random.default_rng(0).integers(0, 255, (40, 56, 3)).astype(np.uint8)
         for seed in range(8):
             seed_generators(seed)
-            plain, after = transform(Image.fromarray(pixels)), (random.random(), torch.rand(1), np.random.rand())
+            plain, after = (
+                transform(Image.fromarray(pixels)),
+                (random.random(), torch.rand(1), np.random.rand()),
+            )
             seed_generators(seed)
             image, box, flipped = apply_and_track_crop(transform, Image.fromarray(pixels))
             assert after == (random.random(), torch.rand(1), np.random.rand())
@@ -142,21 +176,32 @@ def test_the_loss_is_the_formula(kind, monkeypatch):
     part = TokenLabelPart(weight=0.7, maps="maps", class_token=kind)
     found = TokenLabelLoss(model, part, 0.1, torch.device("cpu"))(x, target)
     logits, tokens = model(x, tokens=True, box=box)
-    patches = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)]
-    images = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0] for b in range(4)]
+    patches = [
+        slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)
+    ]
+    images = [
+        slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0]
+        for b in range(4)
+    ]
     if kind == "label":
         images = list(torch.eye(5, dtype=torch.float64)[target.label])
     loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
     image = dense = 0
     for b in range(4):
-        image += ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
+        image += (
+            ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
+        )
         for n in range(16):
             row, column = divmod(n, 4)
             inside = box.top <= row < box.bottom and box.left <= column < box.right
             dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
-    assert found["target"].argmax(1).tolist() == [int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)]
+    assert found["target"].argmax(1).tolist() == [
+        int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)
+    ]
     torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)  # plain labels are in single precision
+    torch.testing.assert_close(
+        found["task_loss"], image, rtol=1e-6, atol=0
+    )  # plain labels are in single precision
     torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
 
 
@@ -176,22 +221,37 @@ def test_every_image_has_its_own_map(written, tmp_path, caches):
 
 class TestRuns:
     def recipe(self, data, *more):
-        small = [f"model.kwargs.{key}={value}" for key, value in NETWORK.items() if key not in ("num_classes",)]
-        place = ["data.source=imagefolder", f"data.root={data}", f"token_labels.maps={data / 'maps'}"]
-        return iso.load_recipe("refined_vit_s_standard", [*BRIEF, *small, *place, "augment.mixup=0", *more])
+        small = [
+            f"model.kwargs.{key}={value}"
+            for key, value in NETWORK.items()
+            if key not in ("num_classes",)
+        ]
+        place = [
+            "data.source=imagefolder",
+            f"data.root={data}",
+            f"token_labels.maps={data / 'maps'}",
+        ]
+        return iso.load_recipe(
+            "refined_vit_s_standard", [*BRIEF, *small, *place, "augment.mixup=0", *more]
+        )
 
     @pytest.mark.parametrize(
-        ("said", "more"), [("label", ["amp=bf16"]), ("map", ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"])]
+        ("said", "more"),
+        [("label", ["amp=bf16"]), ("map", ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"])],
     )
     def test_two_steps_of_a_training(self, said, more, data):
-        run = Run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more))
+        run = Run(
+            self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more)
+        )
         assert run.order.steps == 2
         before = [parameter.clone() for parameter in run.trained.aux_head.parameters()]
         assert train_epoch(run) > 0
         assert not torch.equal(before[0], run.trained.aux_head.weight)
 
 
-SMALL = dict(img_size=32, patch_size=16, embed_dim=12, depth=6, num_heads=3, num_classes=5, dense_head=True)
+SMALL = dict(
+    img_size=32, patch_size=16, embed_dim=12, depth=6, num_heads=3, num_classes=5, dense_head=True
+)
 CPU = torch.device("cpu")
 
 
@@ -202,8 +262,12 @@ def slow_similarity(maps, pairs):
         images, heads, queries, keys = first.shape
         for b, q, k in np.ndindex(images, queries, keys):
             dot = sum(first[b, h, q, k] * second[b, h, q, k] for h in range(heads))
-            lengths = [sum(maps[b, h, q, k] ** 2 for h in range(heads)) ** 0.5 for maps in (first, second)]
-            total = total + dot / (lengths[0] * lengths[1]) / (images * queries * keys * len(neighbours))
+            lengths = [
+                sum(maps[b, h, q, k] ** 2 for h in range(heads)) ** 0.5 for maps in (first, second)
+            ]
+            total = total + dot / (lengths[0] * lengths[1]) / (
+                images * queries * keys * len(neighbours)
+            )
     return total
 
 
@@ -218,15 +282,24 @@ def drawn(model):
 @pytest.mark.parametrize("pairs", [None, 1, 2])
 def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
     torch.manual_seed(0)
-    drawn_maps = [torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    maps = [drawn_maps[0], drawn_maps[0], drawn_maps[1], drawn_maps[2]]  # the second block hands on the first's
+    drawn_maps = [
+        torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
+    maps = [
+        drawn_maps[0],
+        drawn_maps[0],
+        drawn_maps[1],
+        drawn_maps[2],
+    ]  # the second block hands on the first's
     found, wanted = neighbour_similarity(maps, pairs), slow_similarity(maps, pairs)
     torch.testing.assert_close(found, torch.as_tensor(wanted), rtol=0, atol=1e-12)
     if pairs == 1:
         assert found == 1
         assert not found.requires_grad
         return
-    ours, theirs = (torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted))
+    ours, theirs = (
+        torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted)
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -237,7 +310,9 @@ def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
 @pytest.mark.parametrize("tokens", [False, True])
 def test_loss_and_gradients_are_the_formula_s(name, tokens, monkeypatch):
     """Every parameter's gradient, against maps taken block by block and compared entry by entry."""
-    monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
+    monkeypatch.setattr(
+        "isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2)
+    )
     model = drawn(create(name, **SMALL)).double().train()
     reference = copy.deepcopy(model)
     x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
@@ -274,9 +349,13 @@ def mixup(augment, maps=False):
 
 class TestMixedLabels:
     def target(self, images=4):
-        maps = torch.stack([torch.rand(images, 2, 6, 6), torch.randint(0, 5, (images, 2, 6, 6)).float()], 1)
+        maps = torch.stack(
+            [torch.rand(images, 2, 6, 6), torch.randint(0, 5, (images, 2, 6, 6)).float()], 1
+        )
         boxes = torch.tensor([[0.1, 0.2, 0.9, 0.8]]).repeat(images, 1)
-        return MapLabels(torch.arange(images), maps, boxes, torch.tensor([True, False] * (images // 2)))
+        return MapLabels(
+            torch.arange(images), maps, boxes, torch.tensor([True, False] * (images // 2))
+        )
 
     @pytest.mark.parametrize("alphas", [dict(mixup=0.8), dict(mixup=0.8, cutmix=1.0)])
     def test_images_are_mixed_as_those_with_plain_labels(self, alphas):
@@ -294,10 +373,18 @@ class TestMixedLabels:
     def test_patches_have_the_labels_of_both_images(self, kind, monkeypatch):
         """In the images' shares, whatever the place (as the released code has it), and MixToken comes after."""
         box = Box(0, 1, 0, 2)
-        monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box)
+        monkeypatch.setattr(
+            "isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box
+        )
         model = drawn(create("refined_vit_s", **SMALL)).double().eval()
-        x, target, own = torch.randn(4, 3, 32, 32).double(), self.target(), torch.tensor([0.7, 0.6, 0.6, 0.7])
-        task = TokenLabelLoss(model, TokenLabelPart(weight=0.7, maps="maps", class_token=kind), 0.1, CPU)
+        x, target, own = (
+            torch.randn(4, 3, 32, 32).double(),
+            self.target(),
+            torch.tensor([0.7, 0.6, 0.6, 0.7]),
+        )
+        task = TokenLabelLoss(
+            model, TokenLabelPart(weight=0.7, maps="maps", class_token=kind), 0.1, CPU
+        )
         found = task(x, MixedLabelMaps(target, own))
         logits, tokens = model(x, tokens=True, box=box)
         labels, dense = task.labels(target, (2, 2))

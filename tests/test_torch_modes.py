@@ -20,11 +20,15 @@ def cnn():
 
 
 def vit():
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=1, num_heads=3).eval()
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=1, num_heads=3
+    ).eval()
 
 
 IN_CNN = dict.fromkeys([*CONTENTS, iso.LinearToPyramid()], (cnn, "layer3.2.conv?"))
-IN_VIT = dict.fromkeys([iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.AttentionToRelative()], (vit, "*.attn"))
+IN_VIT = dict.fromkeys(
+    [iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.AttentionToRelative()], (vit, "*.attn")
+)
 RULES = IN_CNN | IN_VIT
 
 
@@ -60,7 +64,9 @@ def test_surgery_does_not_depend_on_the_caller_s_mode(rule, mode):
     new = MODES[mode](lambda: iso.recast(model, rule, where))
     assert {(p.dtype, p.device.type) for p in new.parameters()} == {(torch.float32, "cpu")}
     assert iso.verify(model, new, IMAGES).fp64 <= 10 * usual + 1e-9
-    back = MODES[mode](lambda: iso.fuse(new) if isinstance(rule, iso.LinearToPyramid) else iso.revert(new))
+    back = MODES[mode](
+        lambda: iso.fuse(new) if isinstance(rule, iso.LinearToPyramid) else iso.revert(new)
+    )
     iso.verify(model, back, IMAGES)
     for each in (new, back):
         each.train()(IMAGES).square().sum().backward()

@@ -35,24 +35,37 @@ class TestOptim:
     def groups(self, **rates):
         model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.*")
         model.conv1.requires_grad_(False)
-        groups = {group["name"]: group for group in scaled_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, **rates))}
+        groups = {
+            group["name"]: group
+            for group in scaled_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, **rates))
+        }
         names = {id(p): n for n, p in model.named_parameters()}
-        return model, groups, {key: {names[id(p)] for p in group["params"]} for key, group in groups.items()}
+        return (
+            model,
+            groups,
+            {key: {names[id(p)] for p in group["params"]} for key, group in groups.items()},
+        )
 
     def test_every_trained_parameter_is_in_one_group_and_weights_decay(self):
         model, groups, names = self.groups()
         listed = [id(p) for group in groups.values() for p in group["params"]]
         assert len(listed) == len(set(listed))
-        assert set.union(*names.values()) == {n for n, p in model.named_parameters() if p.requires_grad}
+        assert set.union(*names.values()) == {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
         assert {n.rpartition(".")[2] for n in names["decayed"]} == {"weight"}
         assert not any("bn" in n for n in names["decayed"])
         assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
         assert {n.rpartition(".")[2] for n in names["positions"]} == {"centre", "raw_locality"}
-        assert {n: group["weight_decay"] for n, group in groups.items()} == dict.fromkeys(groups, 0) | {"decayed": 0.05}
+        assert {n: group["weight_decay"] for n, group in groups.items()} == dict.fromkeys(
+            groups, 0
+        ) | {"decayed": 0.05}
         vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
         vit = iso.recast(vit, iso.AttentionToRelative(), "blocks.*.attn")
         decayed, exempt = (group["params"] for group in scaled_groups(vit, OptimPart(lr=1e-3)))
-        assert {id(vit.pos_embed), id(vit.cls_token), id(vit.blocks[0].attn.relative_bias)} <= set(map(id, exempt))
+        assert {id(vit.pos_embed), id(vit.cls_token), id(vit.blocks[0].attn.relative_bias)} <= set(
+            map(id, exempt)
+        )
         assert all(parameter.ndim > 1 for parameter in decayed)
 
     def test_no_scheduler_and_no_optimiser_loses_a_group(self):
@@ -60,7 +73,14 @@ class TestOptim:
         model, _, _ = self.groups()
         for name in ("adamw", "sgd", "lamb", "lion", "adafactor", "muon", "nadamw", "rmsproptf"):
             for schedule in ("cosine", "linear", "constant"):
-                optim = OptimPart(name=name, lr=1e-3, gate_lr=0.1, position_lr=5e-3, warmup_epochs=1, schedule=schedule)
+                optim = OptimPart(
+                    name=name,
+                    lr=1e-3,
+                    gate_lr=0.1,
+                    position_lr=5e-3,
+                    warmup_epochs=1,
+                    schedule=schedule,
+                )
                 optimizer = build_optimizer(model, optim)
                 scheduler = build_scheduler(optimizer, optim, epochs=4, steps_per_epoch=5)
                 names = [group["name"] for group in optimizer.param_groups]
@@ -91,11 +111,19 @@ class TestOptim:
 
     def test_layer_decay_follows_the_layer_and_not_the_form(self):
         """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
-        vit = timm.create_model("deit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3, img_size=32)
+        vit = timm.create_model(
+            "deit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3, img_size=32
+        )
         plain = learning_rate_scales(vit, 0.5)
-        wide = iso.recast(vit, iso.LinearToPyramid("P-W2S"), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
+        wide = iso.recast(
+            vit, iso.LinearToPyramid("P-W2S"), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]
+        )
         gated = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.[01].attn")
-        names = ["head.weight", *(f"blocks.{i}.norm1.weight" for i in (3, 2, 1, 0)), "patch_embed.proj.weight"]
+        names = [
+            "head.weight",
+            *(f"blocks.{i}.norm1.weight" for i in (3, 2, 1, 0)),
+            "patch_embed.proj.weight",
+        ]
         assert [plain[name] for name in names] == [1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
         for model in (wide, gated):
             model.blocks[0].requires_grad_(False)
@@ -113,7 +141,13 @@ class TestRun:
     def test_leaves_what_it_says(self, ended):
         folder, result = ended
         assert {path.name for path in folder.iterdir()} == {
-            *("model.safetensors", "best.safetensors", "epoch-2.safetensors", "recipe.json", "environment.jsonl"),
+            *(
+                "model.safetensors",
+                "best.safetensors",
+                "epoch-2.safetensors",
+                "recipe.json",
+                "environment.jsonl",
+            ),
             *("log.jsonl", "steps.jsonl", "step-00000004", "step-00000006", "tensorboard"),
         }
         rows = read_log(folder / "log.jsonl")
@@ -126,9 +160,14 @@ class TestRun:
         assert torch.equal(rebuilt(x), result.model(x))
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
 
-    def test_each_step_has_its_rate_and_its_draws_and_averages_follow_it(self, tmp_path, monkeypatch):
+    def test_each_step_has_its_rate_and_its_draws_and_averages_follow_it(
+        self, tmp_path, monkeypatch
+    ):
         """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
-        optim, parts = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"), dict(accumulate=2)
+        optim, parts = (
+            dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"),
+            dict(accumulate=2),
+        )
         run = Run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
         draws, backward = [], loop._train_part
 
@@ -161,7 +200,9 @@ class TestRun:
         assert rows[0]["gating"][layer]["spans"] == [0.2] * 9
         assert all(0 < row["train_top1"] < 100 for row in rows[1:])
         measured = iso.gates(result.model), iso.analysis.attention_spans(result.model)
-        for found, values in zip((rows[-1]["gating"][layer][key] for key in ("gates", "spans")), measured, strict=True):
+        for found, values in zip(
+            (rows[-1]["gating"][layer][key] for key in ("gates", "spans")), measured, strict=True
+        ):
             assert found == pytest.approx(values[layer].tolist(), abs=6e-3)
         history = iso.training.gating_history(folder)
         assert history.epochs.tolist() == [0, 1, 2, 3]
@@ -177,9 +218,24 @@ class TestRun:
     @pytest.mark.parametrize(
         "changes",
         [
-            dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
-            dict(anneal=dict(epochs=1), ema=0.99, optim=dict(lr=1e-3, gate_lr=0.1, clip_grad=1.0, schedule="constant")),
-            dict(optim=dict(name="sgd", lr=0.1, gate_lr=0.1, momentum=0.0), augment=dict(scale=[0.5, 1.0], repeats=3)),
+            dict(
+                augment=dict(
+                    mixup=0.8,
+                    cutmix=1.0,
+                    smoothing=0.1,
+                    auto_augment="rand-m9-mstd0.5-inc1",
+                    erasing=0.25,
+                )
+            ),
+            dict(
+                anneal=dict(epochs=1),
+                ema=0.99,
+                optim=dict(lr=1e-3, gate_lr=0.1, clip_grad=1.0, schedule="constant"),
+            ),
+            dict(
+                optim=dict(name="sgd", lr=0.1, gate_lr=0.1, momentum=0.0),
+                augment=dict(scale=[0.5, 1.0], repeats=3),
+            ),
         ],
         ids=["mixing", "annealing", "sgd, repeats"],
     )
@@ -195,7 +251,13 @@ class TestRun:
         for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
             path = tmp_path / f"data/{split}-{start:05d}.parquet"
             write_parquet(images[start:stop], labels[start:stop], path)
-        data = dict(source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=2)
+        data = dict(
+            source="huggingface-stream",
+            root=str(tmp_path / "data"),
+            size=[16, 16],
+            batch_size=40,
+            workers=2,
+        )
         values = dict(data=data, log_every=1, scale=dict(accumulate=2), epochs=1)
         iso.train(tiny(tmp_path / "whole", **values), show=False)
         stopped_run(tmp_path / "part", 4, {**TINY, **values})
@@ -204,14 +266,22 @@ class TestRun:
 
     def test_fine_tuning_names_the_score_before_and_says_if_it_gets_worse(self, tmp_path, capsys):
         """At a rate of .05 trained weights are lost; small digits are padded; what a killed run left does no harm."""
-        first = iso.train(tiny(tmp_path / "first", model=dict(name="cifar_resnet20"), epochs=12), show=False)
+        first = iso.train(
+            tiny(tmp_path / "first", model=dict(name="cifar_resnet20"), epochs=12), show=False
+        )
         new = iso.insert(first.model, iso.layers.MapAttention, after="layer3.2")
         iso.save(new, weights := tmp_path / "new.safetensors")
         (tmp_path / "run").mkdir()
         (tmp_path / "run/.log.jsonl.1.partial").touch()
         (tmp_path / "run/.step-00000001.partial").mkdir()  # of a snapshot, which was being written
         data = [f"data.{key}={value}" for key, value in TINY["data"].items()]
-        given = [f"model.weights={weights}", *data, "optim.lr=0.05", "epochs=1", f"out={tmp_path / 'run'}"]
+        given = [
+            f"model.weights={weights}",
+            *data,
+            "optim.lr=0.05",
+            "epochs=1",
+            f"out={tmp_path / 'run'}",
+        ]
         iso.train(iso.load_recipe("finetune", given))
         before, after = read_log(tmp_path / "run/log.jsonl")
         said = capsys.readouterr().out
@@ -226,13 +296,18 @@ class TestRun:
 
     def test_frozen_parameters_stay(self, tmp_path):
         model = dict(
-            name="convit_ti", kwargs=dict(embed_dim=16, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8)
+            name="convit_ti",
+            kwargs=dict(embed_dim=16, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8),
         )
         globs = ["blocks.0.attn.*", "patch_embed.*"]
         run = Run(tiny(tmp_path, model=model | dict(freeze=globs)))
         before = {name: p.clone() for name, p in run.eval_model.named_parameters()}
         train_epoch(run)
-        moved = {name for name, p in run.eval_model.named_parameters() if not torch.equal(p, before[name])}
+        moved = {
+            name
+            for name, p in run.eval_model.named_parameters()
+            if not torch.equal(p, before[name])
+        }
         assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
         frozen = [p.numel() for p in run.trained.parameters() if not p.requires_grad]
         said = f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"
@@ -243,9 +318,15 @@ class TestRun:
     def test_distillation(self, kind, tmp_path):
         """The loss is DeiT's, the teacher is frozen, normalised as it was trained, and not in the snapshots."""
         teacher = timm.create_model("cifar_resnet20")
-        teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
+        teacher.pretrained_cfg = {
+            **teacher.pretrained_cfg,
+            "mean": (0.1, 0.2, 0.3),
+            "std": (0.5, 0.6, 0.7),
+        }
         iso.save(teacher, tmp_path / "teacher.safetensors")
-        distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, temperature=2.0)
+        distill = dict(
+            teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, temperature=2.0
+        )
         recipe = tiny(tmp_path / "run", distill=distill, ema=0.9)
         run = Run(recipe)
         run.loss_module.train()
@@ -255,9 +336,13 @@ class TestRun:
         assert not any(p.requires_grad for p in run.loss_module.teacher.parameters())
         x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
         mean, std = (
-            torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None] for k in ("mean", "std")
+            torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None]
+            for k in ("mean", "std")
         )
-        t_mean, t_std = torch.tensor((0.1, 0.2, 0.3))[:, None, None], torch.tensor((0.5, 0.6, 0.7))[:, None, None]
+        t_mean, t_std = (
+            torch.tensor((0.1, 0.2, 0.3))[:, None, None],
+            torch.tensor((0.5, 0.6, 0.7))[:, None, None],
+        )
         seen = loaded((x * std + mean - t_mean) / t_std)
         result = run.loss_module(x, y)
         labels = nn.functional.cross_entropy(result["output"], y)
@@ -269,7 +354,9 @@ class TestRun:
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
         iso.train(recipe, show=False)
-        assert not any("teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path))
+        assert not any(
+            "teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path)
+        )
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             Run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
@@ -278,8 +365,12 @@ class TestRun:
         """It has neither timm's attributes nor a plain tensor as its output."""
         student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
         student.register_forward_hook(lambda model, inputs, output: {"logits": output})
-        student.pretrained_cfg = dict(input_size=(3, 8, 8), mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0))
-        teacher = tmp_path / "teacher.safetensors"  # by its name alone its weights would be downloaded
+        student.pretrained_cfg = dict(
+            input_size=(3, 8, 8), mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0)
+        )
+        teacher = (
+            tmp_path / "teacher.safetensors"
+        )  # by its name alone its weights would be downloaded
         iso.save(timm.create_model("cifar_resnet20"), teacher)
         part = DistillPart(teacher=str(teacher), kind=kind)
         loss = build_distillation(student, part, nn.CrossEntropyLoss(), torch.device("cpu"))
@@ -296,7 +387,9 @@ def test_processes_agree_on_stopping_within_seconds(seconds, asked, tmp_path, mo
     monkeypatch.setattr(loop.time, "perf_counter", lambda: seconds * run.progress.step)
     for name in ("_finite_total", "_check_unreadable"):
         monkeypatch.setattr(loop, name, lambda run: 0)
-    monkeypatch.setattr(Runtime, "maximum", lambda self, *values: times.append(run.progress.step) or list(values))
+    monkeypatch.setattr(
+        Runtime, "maximum", lambda self, *values: times.append(run.progress.step) or list(values)
+    )
     monitor = loop.StepMonitor(run, None, SimpleNamespace(number=0))
     for run.progress.step in range(1, 12):
         monitor.after_step(0.0, None)
@@ -308,10 +401,14 @@ class TestCheckpoint:
         model = timm.create_model("resnet18.tv_in1k")
         iso.save(model, tmp_path / "m.safetensors")
         for test in (False, True):
-            config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=test)
+            config = resolve_data_config(
+                model=iso.load(tmp_path / "m.safetensors"), use_test_size=test
+            )
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
-        iso.save(timm.create_model("resnet50d"), tmp_path / "m.safetensors")  # tested on other images than trained on
+        iso.save(
+            timm.create_model("resnet50d"), tmp_path / "m.safetensors"
+        )  # tested on other images than trained on
         config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=True)
         assert (config["input_size"], config["crop_pct"]) == ((3, 288, 288), 0.95)
 

@@ -38,9 +38,13 @@ def test_a_network_takes_other_sizes_and_implementations(name):
     wide = torch.randn(1, 3, 32, 48)
     for rule in RULES.values():
         new = iso.recast(model, rule)
-        torch.testing.assert_close(run(new, wide, **other), run(model, wide, **other), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            run(new, wide, **other), run(model, wide, **other), atol=1e-5, rtol=1e-4
+        )
         before = run(train_edits(new), X)
-        new.set_attn_implementation("eager")  # of the layers that were not recast: the edited ones keep their edit
+        new.set_attn_implementation(
+            "eager"
+        )  # of the layers that were not recast: the edited ones keep their edit
         torch.testing.assert_close(run(new, X), before, atol=1e-5, rtol=1e-4)
         edited = [module for module in new.modules() if isinstance(module, EditedAttention)]
         if rule is RULES["gated"]:
@@ -52,13 +56,17 @@ def test_edited_maps_are_captured_on_the_grid_of_the_image():
     gated = train_edits(iso.recast(build(), RULES["gated"], "*.attention"))
     names = [f"layers.{i}.attention" for i in (0, 1)]
     maps = iso.attention_maps(gated, X)
-    assert {name: tuple(found.shape) for name, found in maps.items()} == dict.fromkeys(names, (2, 4, 17, 17))
+    assert {name: tuple(found.shape) for name, found in maps.items()} == dict.fromkeys(
+        names, (2, 4, 17, 17)
+    )
     assert all(torch.allclose(found.sum(-1), torch.ones(())) for found in maps.values())
     assert list(iso.nonlocality(build(), X)) == list(iso.nonlocality(gated, X)) == names
     assert iso.analysis.attention_from(gated, X)[names[0]].shape == (2, 4, 4, 4)
 
 
-@pytest.mark.parametrize("rule", [*RULES.values(), iso.LinearToPyramid()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule", [*RULES.values(), iso.LinearToPyramid()], ids=lambda rule: type(rule).__name__
+)
 def test_the_hooks_by_which_transformers_records_outputs_are_handed_on(rule):
     model = build()
     model(X, output_hidden_states=True)  # registers them
@@ -69,7 +77,9 @@ def test_the_hooks_by_which_transformers_records_outputs_are_handed_on(rule):
     new = iso.recast(model, rule)
     after = new(X, output_hidden_states=True)
     torch.testing.assert_close(after.hidden_states, before.hidden_states, atol=1e-4, rtol=1e-3)
-    assert sum(len(m._forward_hooks) for m in new.modules()) >= sum(len(m._forward_hooks) for m in model.modules())
+    assert sum(len(m._forward_hooks) for m in new.modules()) >= sum(
+        len(m._forward_hooks) for m in model.modules()
+    )
     linear.register_forward_hook(lambda *_: None)
     if isinstance(rule, iso.LinearToPyramid):
         refused("has hooks", iso.recast, model, rule)

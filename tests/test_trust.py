@@ -15,7 +15,12 @@ import torch.distributed.checkpoint as dcp
 import isomorph as iso
 from command_line import LONGEST, SERVER, start
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot, restore_replaced
+from isomorph.checkpoints.snapshot import (
+    list_snapshots,
+    newest_snapshot,
+    read_snapshot,
+    restore_replaced,
+)
 from isomorph.lab.training import Diverged, Stopped
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run import loop
@@ -62,8 +67,13 @@ def same_run(a, b):
     ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr", "loss"))):
-        rows = [[[row[key] for key in keys] for row in read_log(folder / name)] for folder in (a, b)]
+    for name, keys in (
+        ("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")),
+        ("steps.jsonl", ("step", "lr", "loss")),
+    ):
+        rows = [
+            [[row[key] for key in keys] for row in read_log(folder / name)] for folder in (a, b)
+        ]
         assert rows[0] == rows[1]
     assert not [path for folder in (a, b) for path in folder.glob(".*")]
 
@@ -102,11 +112,19 @@ def test_a_run_that_ends_around_an_evaluation(ended, whole, tmp_path, monkeypatc
     def dies(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(*((loop, "finish_epoch", dies) if ended is KeyboardInterrupt else (Run, "measure", signalled)))
+    monkeypatch.setattr(
+        *(
+            (loop, "finish_epoch", dies)
+            if ended is KeyboardInterrupt
+            else (Run, "measure", signalled)
+        )
+    )
     with pytest.raises(ended):
         iso.train(tiny(tmp_path, checkpoint_minutes=0), show=False)
     progress = newest_snapshot(tmp_path).values["progress"]
-    assert (progress["step"], progress["closed"]) == ((3, 0) if ended is KeyboardInterrupt else (4, 1))
+    assert (progress["step"], progress["closed"]) == (
+        (3, 0) if ended is KeyboardInterrupt else (4, 1)
+    )
     monkeypatch.undo()
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
@@ -114,7 +132,9 @@ def test_a_run_that_ends_around_an_evaluation(ended, whole, tmp_path, monkeypatc
 
 def test_a_signal_may_come_twice():
     """Schedulers send SIGTERM to the processes, and again through torchrun; a second Ctrl-C is meant."""
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    ctrl_c = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it
     before = signal.getsignal(signal.SIGTERM)
     with stop_requests() as request:
         for _ in range(2):
@@ -174,7 +194,9 @@ def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, c
     whole_shard = shard.read_bytes()
     {
         "truncated": lambda: shard.write_bytes(whole_shard[:-1000]),
-        "flipped": lambda: shard.write_bytes(whole_shard[:-100] + bytes([whole_shard[-100] ^ 1]) + whole_shard[-99:]),
+        "flipped": lambda: shard.write_bytes(
+            whole_shard[:-100] + bytes([whole_shard[-100] ^ 1]) + whole_shard[-99:]
+        ),
     }[damage]()
     iso.train(tiny(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
@@ -194,7 +216,9 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
     refused("no space left; snapshots before it, if any, are intact", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     monkeypatch.undo()
-    monkeypatch.setattr("os.replace", fail)  # killed when the new one is complete and has no name yet
+    monkeypatch.setattr(
+        "os.replace", fail
+    )  # killed when the new one is complete and has no name yet
     refused("no space left", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     path.rename(tmp_path / f".{path.name}.old")  # and killed before the old one has its name again
@@ -223,22 +247,37 @@ class TestDivergence:
         run = Run(tiny(tmp_path))
         with torch.no_grad():
             run.loss_module.trainable_module.conv1.weight.fill_(float("nan"))
-        with pytest.raises(Diverged, match=r"not finite at epoch 1, step 3; the last snapshot is .*step-00000002"):
+        with pytest.raises(
+            Diverged, match=r"not finite at epoch 1, step 3; the last snapshot is .*step-00000002"
+        ):
             train_epoch(run)
         assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
 
     def test_weights_that_are_not_finite_are_never_kept(self, tmp_path):
         """What a run keeps is whole at every moment, also where the loss is not looked at."""
         with pytest.raises(Diverged, match="not finite at epoch 1"):
-            iso.train(tiny(tmp_path, optim=dict(lr=1e30, gate_lr=0.1), checkpoint_minutes=0, log_every=50), show=False)
+            iso.train(
+                tiny(
+                    tmp_path, optim=dict(lr=1e30, gate_lr=0.1), checkpoint_minutes=0, log_every=50
+                ),
+                show=False,
+            )
         for path in list_snapshots(tmp_path):
-            assert all(tensor.isfinite().all() for tensor in read_snapshot(path).values() if tensor.is_floating_point())
+            assert all(
+                tensor.isfinite().all()
+                for tensor in read_snapshot(path).values()
+                if tensor.is_floating_point()
+            )
         assert not (tmp_path / "best.safetensors").exists()
 
 
 def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
     stop_after(tmp_path, 5)
-    other = dict(scale=dict(activation_checkpointing=False), checkpoint_minutes=3, data={**TINY["data"], "workers": 1})
+    other = dict(
+        scale=dict(activation_checkpointing=False),
+        checkpoint_minutes=3,
+        data={**TINY["data"], "workers": 1},
+    )
     iso.train(tiny(tmp_path, **other), show=False)
     same_run(whole, tmp_path)
 
@@ -246,8 +285,15 @@ def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
 def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     iso.train(tiny(tmp_path, epochs=1), show=False)
     path = tmp_path / "model.safetensors"
-    written, changed, weights = path.read_bytes(), path.stat().st_mtime_ns, iso.load(path).state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in open_model(str(tmp_path)).state_dict().items())
+    written, changed, weights = (
+        path.read_bytes(),
+        path.stat().st_mtime_ns,
+        iso.load(path).state_dict(),
+    )
+    assert all(
+        torch.equal(tensor, weights[name])
+        for name, tensor in open_model(str(tmp_path)).state_dict().items()
+    )
     iso.train(tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
     path.write_bytes(written[:-10])
@@ -259,4 +305,7 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
         shutil.rmtree(snapshot)
     refused("has a run without a snapshot", iso.train, tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in open_model(str(tmp_path)).state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[name])
+        for name, tensor in open_model(str(tmp_path)).state_dict().items()
+    )

@@ -20,7 +20,9 @@ def ultralytics(tmp_path, monkeypatch):
         import ultralytics
     except ImportError:
         if os.environ.get("ISOMORPH_REQUIRE_ALL"):
-            pytest.skip("ultralytics (AGPL-3.0) is not among the packages of CI: pip install ultralytics")
+            pytest.skip(
+                "ultralytics (AGPL-3.0) is not among the packages of CI: pip install ultralytics"
+            )
         missing("needs ultralytics (AGPL-3.0): pip install ultralytics")
     return ultralytics
 
@@ -53,7 +55,14 @@ def test_the_hook_of_the_trainer_keeps_inserted_layers(ultralytics, tmp_path):
         def get_model(self, cfg=None, weights=None, verbose=True):
             return deepcopy(inserted).train().requires_grad_(True)
 
-    given = dict(data=str(write_boxes(tmp_path / "boxes")), epochs=1, imgsz=64, batch=2, workers=0, device="cpu")
+    given = dict(
+        data=str(write_boxes(tmp_path / "boxes")),
+        epochs=1,
+        imgsz=64,
+        batch=2,
+        workers=0,
+        device="cpu",
+    )
     given |= dict(project=str(tmp_path / "runs"), plots=False, val=False, verbose=False, amp=False)
     given |= dict(model="yolov8n.yaml", warmup_epochs=0, lr0=0.1, optimizer="SGD")
     trainer = KeepsLayers(overrides=given)

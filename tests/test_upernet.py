@@ -58,9 +58,14 @@ def test_published_sizes(heads, layout):
     arguments = dict(layout=layout, num_heads=heads, init_values=1.0, relative_bias=True)
     with torch.device("meta"):
         model = timm.create_model("upernet", backbone="tdrl_vit_ti", backbone_kwargs=arguments)
-    counts = [sum(p.numel() for n, p in model.named_parameters() if not n.startswith(skip)) for skip in ("-", "aux")]
+    counts = [
+        sum(p.numel() for n, p in model.named_parameters() if not n.startswith(skip))
+        for skip in ("-", "aux")
+    ]
     for count, millions in zip(counts, PUBLISHED[heads, layout], strict=True):
-        assert millions is None or abs(count / 1e6 - millions) < (0.005 if layout == "plain" else 0.05)
+        assert millions is None or abs(count / 1e6 - millions) < (
+            0.005 if layout == "plain" else 0.05
+        )
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -80,12 +85,17 @@ def test_average_cells_is_adaptive_pooling():
         for cells in (1, 2, 3, 6):
             own, torchs = average_cells(x, cells), F.adaptive_avg_pool2d(x, cells)
             torch.testing.assert_close(own, torchs)
-            torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (own, torchs)))
+            torch.testing.assert_close(
+                *(torch.autograd.grad(y.square().sum(), x)[0] for y in (own, torchs))
+            )
 
 
 def test_the_head_computes_the_papers_formula():
     head = perturb(UPerHead((6, 8, 10), 4, 3)).double().eval()
-    maps = [torch.randn(2, c, *hw, dtype=torch.float64) for c, hw in ((6, (12, 9)), (8, (6, 5)), (10, (3, 3)))]
+    maps = [
+        torch.randn(2, c, *hw, dtype=torch.float64)
+        for c, hw in ((6, (12, 9)), (8, (6, 5)), (10, (3, 3)))
+    ]
 
     def up(x, like):
         return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
@@ -93,10 +103,14 @@ def test_the_head_computes_the_papers_formula():
     def conv(layer, x):
         bn = layer.bn
         x = F.conv2d(x, layer.conv.weight, padding=layer.conv.weight.shape[2] // 2)
-        return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps).relu()
+        return F.batch_norm(
+            x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps
+        ).relu()
 
     cells = zip((1, 2, 3, 6), head.pooled, strict=True)
-    pooled = [up(conv(layer, F.adaptive_avg_pool2d(maps[2], size)), maps[2]) for size, layer in cells]
+    pooled = [
+        up(conv(layer, F.adaptive_avg_pool2d(maps[2], size)), maps[2]) for size, layer in cells
+    ]
     top = conv(head.context, torch.cat([maps[2], *pooled], 1))
     middle = conv(head.lateral[1], maps[1]) + up(top, maps[1])
     fine = conv(head.lateral[0], maps[0]) + up(middle, maps[0])
@@ -122,7 +136,9 @@ def test_surgery_and_files_of_the_whole_network(network, tmp_path):
     iso.save(thin, tmp_path / "thin.safetensors")
     torch.testing.assert_close(iso.load(tmp_path / "thin.safetensors")(x), thin(x))
     plain = build("vit_tiny_patch16_224").eval()
-    relative = iso.recast(plain, iso.AttentionToRelative(prefix_bias=True), where="backbone.blocks.*.attn")
+    relative = iso.recast(
+        plain, iso.AttentionToRelative(prefix_bias=True), where="backbone.blocks.*.attn"
+    )
     wide = iso.recast(relative, iso.LinearToPyramid(), where="backbone.blocks.*.mlp.fc?")
     assert iso.verify(plain, wide, [x, torch.randn(1, 3, 64, 32)]).passed
     assert len(wide.backbone.blocks[0].attn.prefix_bias) == 3
@@ -135,12 +151,17 @@ def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     new = iso.load_weights(model, tmp_path / "classifier.safetensors", fresh_head=True)
     assert {"head.classifier.weight", "backbone.blocks.0.attn.relative_bias"} <= set(new)
     assert not any("qkv" in name or "pos_embed" in name for name in new)
-    own, given = model.backbone.blocks[1].mlp.fc1.state_dict(), classifier.blocks[1].mlp.fc1.state_dict()
+    own, given = (
+        model.backbone.blocks[1].mlp.fc1.state_dict(),
+        classifier.blocks[1].mlp.fc1.state_dict(),
+    )
     assert all(torch.equal(own[name], given[name]) for name in own)
     assert model.backbone.pos_embed.shape == (1, 17, 24)
     assert "backbone.blocks.0.attn.prefix_bias" in model.no_weight_decay()
     model.reset_classifier(9)
-    assert model.eval()(torch.randn(1, 3, 32, 32)).shape[1] == model.get_classifier().out_channels == 9
+    assert (
+        model.eval()(torch.randn(1, 3, 32, 32)).shape[1] == model.get_classifier().out_channels == 9
+    )
 
 
 @pytest.mark.slow

@@ -37,7 +37,17 @@ def small(slope=0.0, **more):
 
 UNIT = ("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv")
 OWN = (*(f"stem.{name}" for name in UNIT), "head.first", "head.norm1", "head.second", *UNIT)
-PUBLIC = ("stem1.0", "stem1.1", "stem2.0", "stem2.1", "stem2.2.bn", "stem2.2", "cls1.2", "cls1.3", "cls2.0")
+PUBLIC = (
+    "stem1.0",
+    "stem1.1",
+    "stem2.0",
+    "stem2.1",
+    "stem2.2.bn",
+    "stem2.2",
+    "cls1.2",
+    "cls1.3",
+    "cls2.0",
+)
 PUBLIC += ("conv1.0", "conv1.1", "conv2.0", "conv2.1", "act.bn", "act")
 
 
@@ -46,8 +56,12 @@ def public_names(model):
     found = {}
     for own, tensor in model.state_dict().items():
         if not own.endswith(".slope"):
-            stage, layer, last = re.fullmatch(r"(stages\.\d+\.)?(.*)(\.\w+)", own).groups(default="")
-            tensor = tensor[:, :, None, None] if own.startswith("head.") and tensor.ndim == 2 else tensor
+            stage, layer, last = re.fullmatch(r"(stages\.\d+\.)?(.*)(\.\w+)", own).groups(
+                default=""
+            )
+            tensor = (
+                tensor[:, :, None, None] if own.startswith("head.") and tensor.ndim == 2 else tensor
+            )
             found[stage + dict(zip(OWN, PUBLIC, strict=True))[layer] + last] = tensor
     return found
 
@@ -101,7 +115,9 @@ def test_public_checkpoints_load(tmp_path):
     assert checkpoint_filter_fn(shuffled, other) == shuffled  # tensors are known by their order
     own = checkpoint_filter_fn(other.state_dict(), other)
     assert own.keys() == other.state_dict().keys()
-    part = ModelPart(name="vanillanet_5", kwargs=dict(dims=SMALL["dims"]), weights=tmp_path / "vanillanet_5.pth")
+    part = ModelPart(
+        name="vanillanet_5", kwargs=dict(dims=SMALL["dims"]), weights=tmp_path / "vanillanet_5.pth"
+    )
     fresh = build_model(part, 3)  # another number of classes: a new head, annealed as the rest is
     assert fresh.head.second.out_features == 3
     assert fresh.head.act.is_identity
@@ -144,7 +160,9 @@ def test_fused_it_is_the_same(slope, tmp_path):
 @torch.no_grad()
 def test_pairs_keep_the_padding_and_fuse_pyramids_inside():
     x = torch.randn(2, 3, 8, 8)
-    pair = AnnealedPair(nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.Conv2d(8, 4, 1), slope=1.0).eval()
+    pair = AnnealedPair(
+        nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.Conv2d(8, 4, 1), slope=1.0
+    ).eval()
     torch.testing.assert_close(pair.fuse()(x), pair(x), atol=1e-5, rtol=1e-5)
     wide = iso.recast(nn.Sequential(pair).eval(), iso.LinearToPyramid(), "0.second")
     wide[0].second.skip.bias += 1
@@ -178,16 +196,25 @@ def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
     anneal, model = iso.Anneal(10), small()
     for step, slope in ((0, 0.0), (3, 0.3), (10, 1.0)):
         anneal.apply(model, step)
-        assert {round(m.slope.item(), 6) for m in model.modules() if isinstance(m, AnnealedReLU)} == {slope}
+        assert {
+            round(m.slope.item(), 6) for m in model.modules() if isinstance(m, AnnealedReLU)
+        } == {slope}
     model.head.act.set_slope(0.5)
     anneal.apply(model, 11)  # over: left alone
     assert model.head.act.slope == 0.5
-    refused("no gated attention or windows to anneal", anneal.apply, timm.create_model("cifar_resnet20"), 0)
+    refused(
+        "no gated attention or windows to anneal",
+        anneal.apply,
+        timm.create_model("cifar_resnet20"),
+        0,
+    )
 
 
 def test_pyramids_take_the_place_of_the_two_convolutions(tmp_path):
     """TDRL A.4: drawn anew at any slope; with the function kept only where nothing is between the two."""
-    with pytest.raises(iso.UserError, match=r"stages\.0\.pair: .* its ReLU is not the identity yet"):
+    with pytest.raises(
+        iso.UserError, match=r"stages\.0\.pair: .* its ReLU is not the identity yet"
+    ):
         iso.recast(small(0.5), iso.LinearToPyramid(), "stages.*.pair")
     plain = small(1.0)
     wide = iso.recast(plain, iso.LinearToPyramid(), "stages.*.pair")

@@ -19,7 +19,9 @@ from refusals import refused
 
 
 def net(conv):
-    return nn.Sequential(nn.Identity(), copy.deepcopy(conv), nn.BatchNorm2d(conv.out_channels)).eval()
+    return nn.Sequential(
+        nn.Identity(), copy.deepcopy(conv), nn.BatchNorm2d(conv.out_channels)
+    ).eval()
 
 
 class Gives(nn.Module):
@@ -40,7 +42,12 @@ def scaled(w, x):
 X = torch.randn(2, 4)
 DIFFERENT = {  # an original, another, and what the first line says
     "tiny outputs": (Gives(scaled, 2e-4), Gives(scaled, 2.6e-4), "0.3 .float32.", X),
-    "an infinity": (Gives(lambda w, x: x / 0), Gives(lambda w, x: -x / 0), "outputs are not finite", X),
+    "an infinity": (
+        Gives(lambda w, x: x / 0),
+        Gives(lambda w, x: -x / 0),
+        "outputs are not finite",
+        X,
+    ),
     "a small tensor by a large one": (
         Gives(lambda w, x: [w * 1e6, x]),
         Gives(lambda w, x: [w * 1e6, 1.01 * x]),
@@ -115,7 +122,10 @@ class Slots:
 
 CONTAINERS = {
     "tuple": (lambda boxes, scores: (boxes, scores), "1"),
-    "nested": (lambda boxes, scores: {"found": [{"boxes": boxes, "scores": scores}]}, "found.0.scores"),
+    "nested": (
+        lambda boxes, scores: {"found": [{"boxes": boxes, "scores": scores}]},
+        "found.0.scores",
+    ),
     "data class": (Found, "scores"),
     "slots": (Slots, "scores"),
     "object": (lambda boxes, scores: SimpleNamespace(boxes=boxes, scores=scores), "scores"),
@@ -181,7 +191,9 @@ def test_small_logits_have_no_scale_of_their_own(seed):
 
 
 def named(**values):
-    return lambda w, x: {name: value(w * x) if callable(value) else value for name, value in values.items()}
+    return lambda w, x: {
+        name: value(w * x) if callable(value) else value for name, value in values.items()
+    }
 
 
 def same(y):
@@ -189,20 +201,48 @@ def same(y):
 
 
 STRUCTURES = {  # an output, another with the same tensors, and the note
-    "container": (lambda w, x: [w * x], lambda w, x: (w * x,), "the output is a tuple, in the original a list"),
+    "container": (
+        lambda w, x: [w * x],
+        lambda w, x: (w * x,),
+        "the output is a tuple, in the original a list",
+    ),
     "mapping": (
         lambda w, x: {"a": {"b": w * x}},
         lambda w, x: {"a": OrderedDict(b=w * x)},
         "a is an OrderedDict, in the original a dict",
     ),
-    "order": (named(a=same, b=same), named(b=same, a=same), "keys in another order: b, a; in the original a, b"),
-    "dropped None": (named(a=same, b=None), named(a=same), "the output has no b, which is None in the original"),
-    "new None": (named(a=same), named(a=same, b=None), "has b=None, which the original does not have"),
+    "order": (
+        named(a=same, b=same),
+        named(b=same, a=same),
+        "keys in another order: b, a; in the original a, b",
+    ),
+    "dropped None": (
+        named(a=same, b=None),
+        named(a=same),
+        "the output has no b, which is None in the original",
+    ),
+    "new None": (
+        named(a=same),
+        named(a=same, b=None),
+        "has b=None, which the original does not have",
+    ),
     "float64": (scaled, lambda w, x: (w * x).double(), "is in float64, in the original in float32"),
-    "int32": (named(a=torch.Tensor.long), named(a=torch.Tensor.int), "a is in int32, in the original in int64"),
+    "int32": (
+        named(a=torch.Tensor.long),
+        named(a=torch.Tensor.int),
+        "a is in int32, in the original in int64",
+    ),
     "text": (named(a=same, b="cat"), named(a=same, b="dog"), "b is 'dog', in the original 'cat'"),
-    "number": (lambda w, x: [w * x, 1], lambda w, x: [w * x, torch.tensor(1)], "1 is a Tensor, in the original an int"),
-    "numpy": (scaled, lambda w, x: (w * x).detach().numpy(), "is a ndarray, in the original a Tensor"),
+    "number": (
+        lambda w, x: [w * x, 1],
+        lambda w, x: [w * x, torch.tensor(1)],
+        "1 is a Tensor, in the original an int",
+    ),
+    "numpy": (
+        scaled,
+        lambda w, x: (w * x).detach().numpy(),
+        "is a ndarray, in the original a Tensor",
+    ),
 }
 
 
@@ -218,7 +258,11 @@ def test_a_tensor_that_one_model_does_not_give_is_named():
     for a, b, said in (
         (named(a=same, b=same), named(a=same), r"only the first has b of \(2, 4\)"),
         (named(a=same), named(a=same, b=same), r"only the second has b of \(2, 4\)"),
-        (named(a={"c": 1}, b=same), named(a={"c": 1}, b=torch.sum), r"different shapes at b: \(2, 4\) and \(\)"),
+        (
+            named(a={"c": 1}, b=same),
+            named(a={"c": 1}, b=torch.sum),
+            r"different shapes at b: \(2, 4\) and \(\)",
+        ),
     ):
         refused(said, iso.verify, Gives(a), Gives(b), X)
 
@@ -226,7 +270,10 @@ def test_a_tensor_that_one_model_does_not_give_is_named():
 def test_integers_are_equal_or_not():
     """A class of 1000 is not nearly one of 1001, and true not false."""
     for change in (lambda y: y + 1, lambda y: y.flip(0)):
-        a, b = (Gives(lambda w, x, last=f: [w * x, last(torch.arange(1e3, 1e3 + 4).long())]) for f in (same, change))
+        a, b = (
+            Gives(lambda w, x, last=f: [w * x, last(torch.arange(1e3, 1e3 + 4).long())])
+            for f in (same, change)
+        )
         assert " in 1" in not_equal(a, b, X, atol=0.01).verdict
 
 
@@ -273,7 +320,9 @@ def test_what_is_not_finite_is_named():
         return Gives(lambda w, x: {"a": w * x, "b": w * y * x})
 
     report = compare_outputs(gives(1.0), gives(torch.tensor([1.0, math.inf, math.nan, 1.0])), X)
-    assert report.verdict.startswith("NOT equal: outputs are not finite; b: 4 of 8 values of the second model are not")
+    assert report.verdict.startswith(
+        "NOT equal: outputs are not finite; b: 4 of 8 values of the second model are not"
+    )
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["fp32"] is None
 
 
@@ -297,7 +346,9 @@ def test_thorough_tries_what_a_batch_cannot_show(what):
 MODES = {  # what differs in another precision, memory format or for zeros alone, and the row that shows it
     "float16": lambda w, x: w.sum() * x if x.dtype != torch.float16 else w.sum() * x * 1.1,
     "float16, overflow": lambda w, x: (w.sum() * 1e5) * x / 1e5,
-    "autocast to bfloat16": lambda w, x: w.sum() * x * (1.1 if torch.is_autocast_enabled("cpu") else 1),
+    "autocast to bfloat16": lambda w, x: (
+        w.sum() * x * (1.1 if torch.is_autocast_enabled("cpu") else 1)
+    ),
     "channels_last": lambda w, x: w.sum() * x * (1 if x.is_contiguous() else 1.1),
     "zeros": lambda w, x: w.sum() * x + (0.0 if x.any() else 0.1),
     "twice the size": lambda w, x: w.sum() * x * (1.1 if x.shape[-1] == 16 else 1),
@@ -316,12 +367,23 @@ def test_thorough_tries_precisions_formats_and_zeros(what):
 
 def test_thorough_says_what_was_not_tried():
     usual = Gives(lambda w, x: w.sum() * x / x.float().abs().max())  # has no numbers for zeros
-    said = " ".join(iso.verify(usual, copy.deepcopy(usual), torch.rand(2, 3, 8, 8), thorough=True).notes)
-    for word in ("batches than", "train mode", "gradients", "buffers", "other methods", "one colour"):
+    said = " ".join(
+        iso.verify(usual, copy.deepcopy(usual), torch.rand(2, 3, 8, 8), thorough=True).notes
+    )
+    for word in (
+        "batches than",
+        "train mode",
+        "gradients",
+        "buffers",
+        "other methods",
+        "one colour",
+    ):
         assert word in said
     assert "zeros was not compared: the original's outputs are not finite" in said
     fixed = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
-    assert "another size was not compared" in str(iso.verify(fixed, fixed, torch.rand(2, 3, 8, 8), thorough=True))
+    assert "another size was not compared" in str(
+        iso.verify(fixed, fixed, torch.rand(2, 3, 8, 8), thorough=True)
+    )
 
 
 def test_a_random_original_is_named():
@@ -347,21 +409,27 @@ def test_what_was_replaced_and_not_called_is_noticed():
     for where, said in ("called", ""), ("idle", "idle was not called on these inputs"):
         report = iso.verify(old, iso.recast(old, iso.LinearToPyramid(), where), X)
         assert said in str(report)
-    with pytest.raises(iso.UserError, match="NOT equal: the model reads the weights of read without calling it"):
+    with pytest.raises(
+        iso.UserError, match="NOT equal: the model reads the weights of read without calling it"
+    ):
         iso.verify(old, iso.recast(old, iso.LinearToPyramid(), ["read", "called", "idle"]), X)
 
 
 def test_a_branch_that_is_switched_off_proves_nothing():
     """timm's last norms start at zero: the output does not depend on the branch, the modules do differ."""
     cnn = timm.create_model("resnet18", num_classes=4).eval()
-    exact, paper = (iso.recast(cnn, iso.ConvToGPSA(init), "layer4.*.conv2") for init in ("exact", "paper"))
+    exact, paper = (
+        iso.recast(cnn, iso.ConvToGPSA(init), "layer4.*.conv2") for init in ("exact", "paper")
+    )
     x = torch.randn(1, 3, 64, 64)
     assert "the outputs do not depend on layer4.0.conv2" in str(iso.verify(cnn, exact, x))
     trained = copy.deepcopy(cnn)
     nn.init.ones_(trained.layer4[0].bn2.weight)
     report = iso.verify(trained, iso.recast(trained, iso.ConvToGPSA("exact"), "layer4.*.conv2"), x)
     assert "do not depend" not in str(report)
-    with pytest.raises(iso.UserError, match=r"NOT equal .*; but layer4\.0\.conv2 differs by") as caught:
+    with pytest.raises(
+        iso.UserError, match=r"NOT equal .*; but layer4\.0\.conv2 differs by"
+    ) as caught:
         iso.verify(cnn, paper, x)
     assert caught.value.report.fp64 == 0
 
@@ -369,7 +437,12 @@ def test_a_branch_that_is_switched_off_proves_nothing():
 @pytest.mark.parametrize(
     ("model", "x", "atol", "message"),
     [
-        (nn.LazyLinear(3), torch.randn(1, 4), None, r"weight has no shape yet \(lazy layer\); run the model once"),
+        (
+            nn.LazyLinear(3),
+            torch.randn(1, 4),
+            None,
+            r"weight has no shape yet \(lazy layer\); run the model once",
+        ),
         (nn.Identity(), torch.randn(0, 4, 6, 6), None, r"the batch is empty \(0x4x6x6\)"),
         (nn.Identity(), {"x": torch.randn(0, 4)}, None, r"the batch is empty \(x 0x4\)"),
         (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be a number of at least 0"),

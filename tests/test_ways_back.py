@@ -64,14 +64,32 @@ def mobileone_network() -> nn.Module:
     def stage(width, out):
         branches = dict(num_conv_branches=2)
         depthwise = ByoBlockCfg(type="one", d=1, c=width, gs=1, block_kwargs=branches)
-        return depthwise, ByoBlockCfg(type="one", d=1, c=out, gs=0, block_kwargs=dict(kernel_size=1, **branches))
+        return depthwise, ByoBlockCfg(
+            type="one", d=1, c=out, gs=0, block_kwargs=dict(kernel_size=1, **branches)
+        )
 
-    return timm.create_model("mobileone_s0", num_classes=3, stem_chs=8, blocks=(stage(8, 12), stage(12, 16)))
+    return timm.create_model(
+        "mobileone_s0", num_classes=3, stem_chs=8, blocks=(stage(8, 12), stage(12, 16))
+    )
 
 
-def fused(make: Callable[[], nn.Module], call: Call, gives: Any = nn.Linear, where: Any = "layer", **rule: Any) -> Back:
+def fused(
+    make: Callable[[], nn.Module],
+    call: Call,
+    gives: Any = nn.Linear,
+    where: Any = "layer",
+    **rule: Any,
+) -> Back:
     in_unit = isinstance(where, str) and where.startswith("layer.")
-    return Back(make, iso.LinearToPyramid(**rule), call, iso.fuse, gives, where, IN_FLOAT32 if in_unit else 1e-10)
+    return Back(
+        make,
+        iso.LinearToPyramid(**rule),
+        call,
+        iso.fuse,
+        gives,
+        where,
+        IN_FLOAT32 if in_unit else 1e-10,
+    )
 
 
 def unit(make: Callable[[], nn.Module], call: Call, gives: Any, where: str) -> Back:
@@ -79,7 +97,9 @@ def unit(make: Callable[[], nn.Module], call: Call, gives: Any, where: str) -> B
     return fused(alone(make), call, gives, where)._replace(way=partial(iso.fuse, norms=False))
 
 
-def reverted(make: Callable[[], nn.Module], rule: Any, call: Call, gives: Any, where: Any = "layer") -> Back:
+def reverted(
+    make: Callable[[], nn.Module], rule: Any, call: Call, gives: Any, where: Any = "layer"
+) -> Back:
     refined = isinstance(rule, iso.AttentionToRefined)
     return Back(make, rule, call, iso.revert, gives, where, IN_FLOAT32 if refined else 1e-10)
 
@@ -102,30 +122,48 @@ WAYS_BACK = {
     "values alone": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.v"),
     "mobileone block, 1x1": fused(mobileone(1), MAP, nn.Sequential),
     "mobileone block": fused(mobileone(3, group_size=1), MAP, PyramidBlock)._replace(way=merged),
-    "mobileone": fused(mobileone_network, IMAGES, PyramidBlock, ["stem", "stages.?.?"])._replace(way=merged),
+    "mobileone": fused(mobileone_network, IMAGES, PyramidBlock, ["stem", "stages.?.?"])._replace(
+        way=merged
+    ),
     "levit's unit": unit(lambda: levit.LinearNorm(8, 12), ((2, 5, 8),), nn.Linear, "layer.linear"),
     "repvit's unit": unit(lambda: repvit.RepVggDw(8, 3), SQUARE, nn.Conv2d, "layer.conv.c"),
     "ghostnet's unit": unit(lambda: ghostnet.ConvBnAct(8, 12, 3), SQUARE, nn.Conv2d, "layer.conv"),
     "a convolution's new norm": Back(CONV, iso.ConvToConvNorm(), MAP, iso.fuse, nn.Conv2d),
     "GPSA2d": reverted(CONV, iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
-    "GPSA2d, strided": reverted(conv(6, 6, 5, 2, 2, groups=6), iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
+    "GPSA2d, strided": reverted(
+        conv(6, 6, 5, 2, 2, groups=6), iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d
+    ),
     "WindowGPSA2d": reverted(CONV, iso.ConvToGPSA(content="window", **SHUT), MAP, nn.Conv2d),
-    "PositionalConv2d": reverted(CONV, iso.ConvToGPSA(content="none", locality=80.0), MAP, nn.Conv2d),
+    "PositionalConv2d": reverted(
+        CONV, iso.ConvToGPSA(content="none", locality=80.0), MAP, nn.Conv2d
+    ),
     "windows": reverted(SMALL, iso.AttentionToWindow(window=2), IMAGES, Attention, "blocks.0.attn"),
     "ViTGPSA": reverted(NORMED, iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention),
-    "ViTGPSA, in a ViT": reverted(SMALL, iso.AttentionToGPSA(**OPEN), IMAGES, Attention, "blocks.0.attn"),
-    "GatedMap": reverted(attention(gated=True), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention),
+    "ViTGPSA, in a ViT": reverted(
+        SMALL, iso.AttentionToGPSA(**OPEN), IMAGES, Attention, "blocks.0.attn"
+    ),
+    "GatedMap": reverted(
+        attention(gated=True), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention
+    ),
     "RefinedAttention": reverted(NORMED, iso.AttentionToRefined(), TOKENS, Attention),
     "LocalAttention": reverted(NORMED, iso.AttentionToRefined(ratio=0), TOKENS, Attention),
-    "ExpandedAttention": reverted(attention(), iso.AttentionToRefined(reduce=False), TOKENS, Attention),
-    "SpatialAttention": reverted(SMALL, iso.AttentionToRefined(span="spatial"), IMAGES, Attention, "blocks.0.attn"),
-    "JointLinears": reverted(SMALL, iso.AttentionToLinears(), IMAGES, nn.Linear, "blocks.0.attn.qkv"),
+    "ExpandedAttention": reverted(
+        attention(), iso.AttentionToRefined(reduce=False), TOKENS, Attention
+    ),
+    "SpatialAttention": reverted(
+        SMALL, iso.AttentionToRefined(span="spatial"), IMAGES, Attention, "blocks.0.attn"
+    ),
+    "JointLinears": reverted(
+        SMALL, iso.AttentionToLinears(), IMAGES, nn.Linear, "blocks.0.attn.qkv"
+    ),
     "ViTRelativeAttention": reverted(NORMED, iso.AttentionToRelative(**PLACED), TOKENS, Attention),
     "pruned to position": Back(
         CONV, iso.ConvToGPSA(gate=60.0, locality=1.0), MAP, iso.prune, iso.layers.PositionalConv2d
     ),
     "pruned to a convolution": Back(CONV, iso.ConvToGPSA(**SHUT), MAP, iso.prune, nn.Conv2d),
-    "pruned to attention": Back(attention(), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, iso.prune, Attention),
+    "pruned to attention": Back(
+        attention(), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, iso.prune, Attention
+    ),
 }
 
 
@@ -168,18 +206,28 @@ def test_the_way_back_keeps_dtype_device_and_memory_format(name):
     model = copy.deepcopy(trained(name)).to(torch.float16, memory_format=torch.channels_last)
     back = row.way(model)
     assert {p.dtype for p in back.parameters()} == {torch.float16}
-    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4)
+    assert all(
+        p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, row in WAYS_BACK.items() if row.way is iso.revert and name not in ("JointLinears", "windows")],
+    [
+        name
+        for name, row in WAYS_BACK.items()
+        if row.way is iso.revert and name not in ("JointLinears", "windows")
+    ],
 )
 def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
     row, model = WAYS_BACK[name], copy.deepcopy(trained(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key:
+            if (
+                key.rpartition(".")[2] in GATING
+                or ".refine." in f".{key}"
+                or "relative_bias" in key
+            ):
                 parameter.mul_(0.1).add_(0.5 * torch.randn_like(parameter).abs())
     with pytest.raises(iso.UserError, match=rf"{row.where}.*deviation .*\d"):
         iso.revert(model)
@@ -197,7 +245,11 @@ REPARAMETERISED = {  # a network whose blocks merge their branches, and the laye
 def test_timm_merges_branches_with_pyramids_that_were_not_fused(name):
     options, where = REPARAMETERISED[name]
     net, x = timm.create_model(name, num_classes=3, **options).eval(), torch.randn(1, 3, 64, 64)
-    wide = iso.recast(net, iso.LinearToPyramid(), iso.surgery.acceptance(net, iso.LinearToPyramid(), where).accepted)
+    wide = iso.recast(
+        net,
+        iso.LinearToPyramid(),
+        iso.surgery.acceptance(net, iso.LinearToPyramid(), where).accepted,
+    )
     wide = copy.deepcopy(pickle.loads(pickle.dumps(disturb(wide).float())))
     before = wide(x)
     assert deviation(reparameterize_model(wide)(x), before) < 1e-4
@@ -205,7 +257,9 @@ def test_timm_merges_branches_with_pyramids_that_were_not_fused(name):
 
 
 def test_every_rule_has_a_way_back():
-    assert {type(row.rule) for row in WAYS_BACK.values()} == {type(row.rule) for row in RULES.values()}
+    assert {type(row.rule) for row in WAYS_BACK.values()} == {
+        type(row.rule) for row in RULES.values()
+    }
 
 
 def test_fuse_takes_a_layer_at_the_root_and_once_where_it_is_shared():

@@ -12,7 +12,12 @@ from torch import nn
 
 import isomorph as iso
 from attention_layers import NETWORKS
-from isomorph.layers.window import TokenWindows, attend_in_padded_windows, attend_in_windows, attend_with_share
+from isomorph.layers.window import (
+    TokenWindows,
+    attend_in_padded_windows,
+    attend_in_windows,
+    attend_with_share,
+)
 from isomorph.surgery.rules.window import _Attend as Attend
 from law_rows import Alone, deviation, disturb
 from refusals import refused
@@ -22,12 +27,16 @@ def slow(q, k, v, bias, windows, share):
     """Attention with m exp(score) for exp(score), pair by pair."""
     (_, W), side, prefix = windows
     out = torch.zeros_like(v)
-    for b, h, i in ((b, h, i) for b in range(q.shape[0]) for h in range(q.shape[1]) for i in range(q.shape[2])):
+    for b, h, i in (
+        (b, h, i) for b in range(q.shape[0]) for h in range(q.shape[1]) for i in range(q.shape[2])
+    ):
         weights = []
         for j in range(k.shape[2]):
             places = [((n - prefix) // W // side, (n - prefix) % W // side) for n in (i, j)]
             m = 1.0 if min(i, j) < prefix or places[0] == places[1] else share
-            weights.append(m * math.exp(q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5 + bias[h, i, j]))
+            weights.append(
+                m * math.exp(q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5 + bias[h, i, j])
+            )
         out[b, h, i] = torch.tensor(weights, dtype=q.dtype) @ v[b, h] / sum(weights)
     return out
 
@@ -42,7 +51,10 @@ def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     q, k, v = torch.randn(3, 2, 2, N, 3, dtype=torch.float64)
     bias = torch.randn(2, N, N, dtype=torch.float64)
     expected = slow(q, k, v, bias, windows, share)
-    assert deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected) < 1e-6
+    assert (
+        deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected)
+        < 1e-6
+    )
     if share == 0 or side >= max(H, W):
         assert deviation(attend_in_windows(attend, q, k, v, bias, windows), expected) < 1e-12
         expected = attend_in_windows(attend, q, k, v, None, windows)
@@ -52,9 +64,19 @@ def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     hidden = torch.zeros(2, 1, 1, N, dtype=torch.float64).masked_fill(~allowed, -1e3)
     for mask in (allowed, allowed.expand(-1, -1, N, -1)):
         found = attend_with_share(attend, q, k, v, mask, windows, torch.tensor(share))
-        assert deviation(found, attend_with_share(attend, q, k, v, hidden, windows, torch.tensor(share))) < 1e-12
+        assert (
+            deviation(
+                found, attend_with_share(attend, q, k, v, hidden, windows, torch.tensor(share))
+            )
+            < 1e-12
+        )
         found = attend_in_windows(attend, q, k, v, mask, windows)
-        assert deviation(found, attend_in_windows(attend, q, k, v, hidden.expand(-1, -1, N, -1), windows)) < 1e-12
+        assert (
+            deviation(
+                found, attend_in_windows(attend, q, k, v, hidden.expand(-1, -1, N, -1), windows)
+            )
+            < 1e-12
+        )
 
 
 MODELS = {
@@ -62,8 +84,18 @@ MODELS = {
     "DINOv3, divided": ("vit_small_patch16_dinov3", (64, 64), 2, {}),
     "EVA-02": ("eva02_tiny_patch14_224", (98, 70), 3, dict(img_size=(98, 70))),
     "relpos": ("vit_relpos_small_patch16_224", (112, 144), 4, dict(img_size=(112, 144))),
-    "relpos, class token": ("vit_relpos_base_patch16_cls_224", (112, 80), 3, dict(img_size=(112, 80))),
-    "relpos, table": ("vit_relpos_small_patch16_224", (80, 112), 3, dict(img_size=(80, 112), rel_pos_type="bias")),
+    "relpos, class token": (
+        "vit_relpos_base_patch16_cls_224",
+        (112, 80),
+        3,
+        dict(img_size=(112, 80)),
+    ),
+    "relpos, table": (
+        "vit_relpos_small_patch16_224",
+        (80, 112),
+        3,
+        dict(img_size=(80, 112), rel_pos_type="bias"),
+    ),
     "relpos, shared": ("vit_srelpos_small_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
     "DINOv2": ("vit_small_patch14_reg4_dinov2", (98, 126), 4, dict(img_size=(98, 126))),
     "BEiT": ("beit_base_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
@@ -73,7 +105,9 @@ MODELS = {
 def build(name):
     timm_name, size, window, options = MODELS[name]
     torch.manual_seed(0)
-    model = disturb(timm.create_model(timm_name, depth=2, embed_dim=48, num_heads=4, num_classes=3, **options))
+    model = disturb(
+        timm.create_model(timm_name, depth=2, embed_dim=48, num_heads=4, num_classes=3, **options)
+    )
     return model, torch.randn(2, 3, *size, dtype=torch.float64), iso.AttentionToWindow(window)
 
 
@@ -103,7 +137,10 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
         maps, of_pruned = iso.attention_maps(new, x), iso.attention_maps(pruned, x)
         assert all(torch.equal(of_pruned[key], value) for key, value in maps.items())
         assert all(layer.attn.pruned for layer in pruned.blocks)
-    assert min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked))) > 1e-6
+    assert (
+        min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked)))
+        > 1e-6
+    )
     for each, y in ((new, masked), (pruned, pruned(x))):
         iso.save(each, tmp_path / "model.safetensors")
         loaded = iso.load(tmp_path / "model.safetensors", base=model).eval()
@@ -116,7 +153,10 @@ def test_registers_grids_and_blocks_of_every_kind():
     """RoPE, sizes that change, blocks that stay global, other libraries, and the way back."""
     model, _, rule = build("DINOv3")
     new = local(iso.recast(model, rule, "blocks.1.attn"))
-    pruned, sizes = iso.prune(new), [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))]
+    pruned, sizes = (
+        iso.prune(new),
+        [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))],
+    )
     for x in (*sizes, *sizes):
         assert deviation(pruned(x), new(x)) < 1e-12
     assert iso.verify(new, pruned, sizes[0]).atol == 1e-5
@@ -125,9 +165,16 @@ def test_registers_grids_and_blocks_of_every_kind():
     back = iso.revert(new)
     assert repr(back) == repr(model)
     assert (iso.edits(back), list(back.state_dict())) == ((), list(model.state_dict()))
-    for name in ("torchvision's ViT", "transformers' DINOv3", "transformers' DINOv2 with registers"):
+    for name in (
+        "torchvision's ViT",
+        "transformers' DINOv3",
+        "transformers' DINOv2 with registers",
+    ):
         plain = disturb(Alone(NETWORKS[name]()))
-        new, x = iso.recast(plain, iso.AttentionToWindow(3)), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        new, x = (
+            iso.recast(plain, iso.AttentionToWindow(3)),
+            torch.randn(2, 3, 32, 32, dtype=torch.float64),
+        )
         assert deviation(new(x), plain(x)) < 1e-12
         assert deviation(iso.prune(local(new))(x), new(x)) < 1e-12
         assert deviation(new(x), plain(x)) > 1e-6
@@ -144,10 +191,20 @@ def test_windows_of_hybrids_with_a_relative_bias(name):
 
 def test_what_cannot_have_windows_is_rejected():
     """Keys of fewer tokens, and keys of other tokens, as the model calls a layer; not causal attention."""
-    siglip = "vit_base_patch16_siglip_224", "attn_pool", dict(img_size=64, depth=1, embed_dim=24, num_heads=2)
+    siglip = (
+        "vit_base_patch16_siglip_224",
+        "attn_pool",
+        dict(img_size=64, depth=1, embed_dim=24, num_heads=2),
+    )
     for name, where, options in (("pvt_v2_b0", "stages.0.*.attn", {}), siglip):
         model = timm.create_model(name, **options)
-        refused("its keys are not those of its queries", iso.recast, model.eval(), iso.AttentionToWindow(2), where)
+        refused(
+            "its keys are not those of its queries",
+            iso.recast,
+            model.eval(),
+            iso.AttentionToWindow(2),
+            where,
+        )
 
 
 def test_anneals_in_training_compiles_and_exports():
@@ -161,19 +218,31 @@ def test_anneals_in_training_compiles_and_exports():
         pruned = iso.prune(new).requires_grad_(False)
         for each in (new, pruned):
             torch._dynamo.reset()
-            assert deviation(torch.compile(each, fullgraph=True, backend="eager")(x), each(x)) < 1e-12
-        program = torch.export.export(pruned, (x,), dynamic_shapes=[{0: torch.export.Dim("batch")}]).module()
+            assert (
+                deviation(torch.compile(each, fullgraph=True, backend="eager")(x), each(x)) < 1e-12
+            )
+        program = torch.export.export(
+            pruned, (x,), dynamic_shapes=[{0: torch.export.Dim("batch")}]
+        ).module()
         images = torch.randn(3, 3, 64, 64, dtype=torch.float64)
         assert deviation(program(images), pruned(images)) < 1e-12
 
 
 def test_windows_alone_are_exported_at_open_sizes():
-    options = dict(depth=2, embed_dim=24, num_heads=2, num_classes=3, img_size=64, dynamic_img_size=True)
+    options = dict(
+        depth=2, embed_dim=24, num_heads=2, num_classes=3, img_size=64, dynamic_img_size=True
+    )
     model = disturb(timm.create_model("vit_tiny_patch16_224", **options)).float()
     pruned = iso.prune(local(iso.recast(model, iso.AttentionToWindow(3))))
     sides = {i: 16 * torch.export.Dim(name, min=2) for i, name in ((2, "rows"), (3, "columns"))}
-    program = torch.export.export(pruned, (torch.randn(2, 3, 96, 128),), dynamic_shapes=[sides]).module()
-    for size in ((96, 144), (80, 208), (64, 96)):  # windows of 3 divide both sides of the grid, none, one
+    program = torch.export.export(
+        pruned, (torch.randn(2, 3, 96, 128),), dynamic_shapes=[sides]
+    ).module()
+    for size in (
+        (96, 144),
+        (80, 208),
+        (64, 96),
+    ):  # windows of 3 divide both sides of the grid, none, one
         x = torch.randn(2, 3, *size)
         assert deviation(program(x), pruned(x)) < 1e-5
         assert deviation(pruned(x), model(x)) > 1e-4
@@ -199,8 +268,16 @@ def test_refused_with_the_reason():
         (nn.Linear(2, 2), "matches only other classes"),
     ):
         refused(said, iso.recast, nn.Sequential(layer), rule, "0")
-    refused("grid of its tokens is unknown", iso.recast, nn.Sequential(Attention(12, 3)), iso.AttentionToWindow(), "0")
-    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1,), num_heads=(3,), embed_dim=24, num_classes=0)
+    refused(
+        "grid of its tokens is unknown",
+        iso.recast,
+        nn.Sequential(Attention(12, 3)),
+        iso.AttentionToWindow(),
+        "0",
+    )
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", depths=(1,), num_heads=(3,), embed_dim=24, num_classes=0
+    )
     refused("it attends in windows of 7 x 7 already", iso.recast, swin, iso.AttentionToWindow())
     refused("window 0 must be", iso.AttentionToWindow, 0)
     refused("nothing to prune: the share .* is 1; iso.Anneal", iso.prune, edited)

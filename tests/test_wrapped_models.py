@@ -57,7 +57,9 @@ COMPILED = {  # nothing is compiled before it is called
 WRAPPED = COMPILED | {
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": DistributedDataParallel,
-    "DistributedDataParallel, compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+    "DistributedDataParallel, compiled": lambda model: DistributedDataParallel(
+        torch.compile(model)
+    ),
     "AveragedModel": lambda model: AveragedModel(nn.DataParallel(model)),
     "ModelEmaV3": ModelEmaV3,
 }
@@ -68,7 +70,9 @@ SOURCE = iso.data.open_source("digits", "test").subset(range(8))
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory):
     store = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 

@@ -122,10 +122,14 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     rank, world, local = torchrun_place()
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        target = torch.device(name, local) if name == "cuda" else torch.device(name)  # that of its rank
+        target = (
+            torch.device(name, local) if name == "cuda" else torch.device(name)
+        )  # that of its rank
         torch.ones(1, device=target).item()  # which the meta device refuses
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} is not available ({first_line(error)}); try device=cpu") from None
+        raise UserError(
+            f"device {device!r} is not available ({first_line(error)}); try device=cpu"
+        ) from None
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
@@ -136,7 +140,9 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
         try:
             dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
         except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
-            raise UserError(f"process {rank} of {world} found no others: {first_line(error)}") from None
+            raise UserError(
+                f"process {rank} of {world} found no others: {first_line(error)}"
+            ) from None
         finally:
             reminder.cancel()
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
@@ -168,7 +174,11 @@ def seed_generators(seed: int, devices: bool = True) -> None:
 
 def derive_seed(purpose: str, *numbers: int) -> int:
     """Return a seed for a purpose and some numbers: NumPy's SeedSequence hash, 63 bits."""
-    entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)  # the length, as SeedSequence ignores final zeros
+    entropy = (
+        zlib.crc32(purpose.encode()),
+        len(numbers),
+        *numbers,
+    )  # the length, as SeedSequence ignores final zeros
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -62,19 +62,37 @@ def short_reason(error: Exception) -> str:
 def is_out_of_memory(error: Exception) -> bool:
     """True for the errors of Python and torch when memory is used up."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not kinds.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    return not kinds.isdisjoint(
+        {"MemoryError", "OutOfMemoryError"}
+    ) or "can't allocate memory" in str(error)
 
 
 def unknown_model(name: str, known: Sequence[str]) -> str:
     """Return that there is no model of this name, and the most similar names among the known ones."""
     base = name.partition(".")[0]
-    longer = sorted((other for other in known if other.startswith(base)), key=lambda other: (len(other), other))
-    close = longer[:3] or get_close_matches(base, known, n=3) or [other for other in known if base in other][:3]
-    words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]  # as in facebook/dinov2-small
+    longer = sorted(
+        (other for other in known if other.startswith(base)), key=lambda other: (len(other), other)
+    )
+    close = (
+        longer[:3]
+        or get_close_matches(base, known, n=3)
+        or [other for other in known if base in other][:3]
+    )
+    words = [
+        word for word in re.split(r"[\W_]", base) if len(word) > 4
+    ]  # as in facebook/dinov2-small
     shared = {other: sum(word in other for word in words) for other in known}
     close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
-    hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
-    hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}" if "." in name and base not in known else ""
+    hint = (
+        f"did you mean {', '.join(close)}?"
+        if close
+        else "see `isomorph models` and timm.list_models()"
+    )
+    hint += (
+        f" A function of yours is {':'.join(name.rsplit('.', 1))}"
+        if "." in name and base not in known
+        else ""
+    )
     return f"there is no model {name!r}; {hint}"
 
 

@@ -14,7 +14,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
-_MMAP_LIMITS = (2**30, 2**25)  # bytes up to which memory is kept; older glibc accepts at most the second
+_MMAP_LIMITS = (
+    2**30,
+    2**25,
+)  # bytes up to which memory is kept; older glibc accepts at most the second
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 
@@ -46,7 +49,9 @@ def keep_freed_memory() -> bool:
     if not returns_freed_memory():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
+    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(
+        mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS
+    )
 
 
 @contextmanager

@@ -90,7 +90,11 @@ def attention_from(
     >>> tuple(attention["blocks.0.attn"].shape)
     (4, 3, 2, 2)
     """
-    if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
+    if (
+        not isinstance(position, Sequence)
+        or len(position) != 2
+        or not all(0 <= part <= 1 for part in position)
+    ):
         raise UserError(
             f"position {position} must be two fractions of height and width, from 0 to 1",
         )
@@ -134,10 +138,14 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
                 else:
                     distances = grid.distances(maps.device)
                     count = len(maps) * len(distances)
-                distances = distances.to(maps.device, torch.promote_types(maps.dtype, torch.float32))
+                distances = distances.to(
+                    maps.device, torch.promote_types(maps.dtype, torch.float32)
+                )
                 inner = maps[:, :, grid.prefix :, grid.prefix :].to(distances.dtype)
                 axes = "bqk" if name in windows else "qk"
-                total = total.to(maps.device) + torch.einsum(f"bhqk,{axes}->h", inner, distances)  # (nh,)
+                total = total.to(maps.device) + torch.einsum(
+                    f"bhqk,{axes}->h", inner, distances
+                )  # (nh,)
                 images += len(maps)
                 queries += count
             return total / queries

@@ -111,7 +111,9 @@ def cka_of_pairs(
         count = count_images(one)
         if count != count_images(other):
             other_count = count_images(other)
-            raise UserError(f"CKA needs the same images for both models, not batches of {count} and {other_count}")
+            raise UserError(
+                f"CKA needs the same images for both models, not batches of {count} and {other_count}"
+            )
         largest = max(largest, count)
         if count < MIN_IMAGES:
             continue
@@ -134,7 +136,9 @@ def cka_of_pairs(
 
 def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
     """Warn of layers whose HSIC with themselves is not positive. Raises: UserError if there is no other layer."""
-    said = f"the CKA of {names} is unknown (NaN): in batches of {images} their features say too little"
+    said = (
+        f"the CKA of {names} is unknown (NaN): in batches of {images} their features say too little"
+    )
     advice = "give larger batches, of 32 images or more; features that are the same for all images have none"
     if not matrix.isfinite().any():
         raise UserError(f"{said}; {advice}")
@@ -206,7 +210,9 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     x = x.double() - x.double().mean(0)
     y = y.double() - y.double().mean(0)
     if not (x.any() and y.any()):
-        warnings.warn("CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2)
+        warnings.warn(
+            "CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2
+        )
     # the same value from the Gram matrices, which are smaller
     if len(x) < max(x.shape[1], y.shape[1]):
         k = x @ x.T

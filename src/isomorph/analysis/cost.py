@@ -122,7 +122,9 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
     >>> saved_bytes(timm.create_model("cifar_resnet20"), (3, 32, 32), batch_size=2) > 0
     True
     """
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    excluded = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -252,10 +254,14 @@ def cost_table(
                 static[name] = static_cost(model, inputs[name])
         for batch in batch_sizes:
             with steps.next(f"{at}, batch {batch}: timing"):
-                speeds = measure_speeds(stepped, inputs, batch, seconds, least=5, training=timed != "inference")
+                speeds = measure_speeds(
+                    stepped, inputs, batch, seconds, least=5, training=timed != "inference"
+                )
             first = next(iter(speeds.values()))
             for name, speed in speeds.items():
-                row = {"model": name, "height": height, "width": width, "batch": batch} | static[name]
+                row = {"model": name, "height": height, "width": width, "batch": batch} | static[
+                    name
+                ]
                 row["images_per_second"] = speed.median
                 row["low"] = speed.low
                 row["high"] = speed.high
@@ -295,7 +301,9 @@ def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]
     """Return the costs that do not depend on the batch size: parameters, multiply-accumulates, saved memory."""
     macs = count_pass(model, input_size)
     # BatchNorm can fail to train on a batch of one image
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batch_norm = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+    )
     cost = {
         "parameters": count_parameters(model),
         "macs": macs.per_image,

@@ -24,7 +24,9 @@ def random_draw_indices(images: int) -> Tensor:
     Raises: UserError if there are fewer images than in a batch.
     """
     if images < DRAW_SIZE:
-        raise UserError(f"{images} images are too few for random batches of {DRAW_SIZE}; give more test images")
+        raise UserError(
+            f"{images} images are too few for random batches of {DRAW_SIZE}; give more test images"
+        )
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randperm(images, generator=generator, device="cpu") for _ in range(NUM_DRAWS)]
     return torch.cat([draw[:DRAW_SIZE] for draw in draws])
@@ -80,7 +82,10 @@ def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
     """
 
     def measure(image: Inputs) -> dict[str, Tensor]:
-        maps = [centred_rows(layer_maps.float()) for layer_maps in attention_maps(model, image, where).values()]
+        maps = [
+            centred_rows(layer_maps.float())
+            for layer_maps in attention_maps(model, image, where).values()
+        ]
         similarity = maps[0].new_full((len(maps), len(maps)), torch.nan)
         for i, one in enumerate(maps):
             for j, other in enumerate(maps):

@@ -22,19 +22,25 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
     if where is None:
         names = [info["module"] for info in getattr(model, "feature_info", ())] or _blocks(model)
     else:
-        names = [name for name, module in modules.items() if name and matches_where(where, name, module)]
+        names = [
+            name for name, module in modules.items() if name and matches_where(where, name, module)
+        ]
     layers = {name: modules[name] for name in names if name in modules}
     if len(layers) < least:
         hint = "; give where, like 'blocks.?' or 'layer?'"
         if where:
             hint = nearest_names(where, list(modules))
-        raise UserError(f"{len(layers)} layers are selected for features, and at least {least} are needed{hint}")
+        raise UserError(
+            f"{len(layers)} layers are selected for features, and at least {least} are needed{hint}"
+        )
     return layers
 
 
 def _blocks(model: nn.Module) -> list[str]:
     """Return the items of each Sequential or ModuleList that is inside no other: those made of modules, if any are."""
-    sequences = outermost_modules(model, lambda module: isinstance(module, nn.Sequential | nn.ModuleList))
+    sequences = outermost_modules(
+        model, lambda module: isinstance(module, nn.Sequential | nn.ModuleList)
+    )
     every: list[str] = []
     made_of_modules: list[str] = []
     for name, sequence in sequences.items():
@@ -56,7 +62,9 @@ def features(
 
     def hook(name: str, layer: nn.Module, _: Any, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
-        channels_last = getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
+        channels_last = getattr(model, "output_fmt", "") == "NHWC" and not isinstance(
+            layer, nn.Conv2d
+        )
         if channels_last and x.ndim == 4:
             x = x.movedim(-1, 1)
         values[name] = read(x)

@@ -18,7 +18,9 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
-    layers = outermost_modules(unwrap(model, to_copy=False), lambda module: isinstance(module, _GATED))
+    layers = outermost_modules(
+        unwrap(model, to_copy=False), lambda module: isinstance(module, _GATED)
+    )
     if not layers:
         raise UserError(
             "the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)",
@@ -37,7 +39,10 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
     >>> round(iso.gates(tcnn)["layer3.0.conv1"][0].item(), 3)
     0.731
     """
-    return {name: layer.position_share.detach() for name, layer in _gated_attention_layers(model).items()}
+    return {
+        name: layer.position_share.detach()
+        for name, layer in _gated_attention_layers(model).items()
+    }
 
 
 def gammas(model: nn.Module) -> dict[str, Tensor]:
@@ -87,7 +92,10 @@ def centres(model: nn.Module) -> dict[str, Tensor]:
     >>> iso.analysis.centres(tcnn)["layer3.0.conv1"][0].tolist()
     [-1.0, -1.0]
     """
-    return {name: layer.centre.detach().clone() for name, layer in _gated_attention_layers(model).items()}
+    return {
+        name: layer.centre.detach().clone()
+        for name, layer in _gated_attention_layers(model).items()
+    }
 
 
 Key = TypeVar("Key")

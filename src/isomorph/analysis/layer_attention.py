@@ -235,7 +235,9 @@ class _Capture:
             call = LayerCall.of(name, layer, args, kwargs, around)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
-        self.mode.enter(heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer))
+        self.mode.enter(
+            heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer)
+        )
 
     def leave(self, name: str, layer: nn.Module) -> None:
         call = self.calls.pop()

@@ -67,7 +67,9 @@ def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
     patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if patches is None or patches.kernel_size != patches.stride:
         return None
-    if not isinstance(patches.padding, str) and any(patches.padding):  # "same" does not pad a kernel of 1
+    if not isinstance(patches.padding, str) and any(
+        patches.padding
+    ):  # "same" does not pad a kernel of 1
         return None
     h, w = patches.stride
     return size[0] // h, size[1] // w
@@ -76,7 +78,11 @@ def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
 def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the grid that all images have, if it is given and has as many positions as there are patches."""
     for value in batch.values():
-        if not isinstance(value, Tensor) or value.is_floating_point() or tuple(value.shape) != (len(patches), 2):
+        if (
+            not isinstance(value, Tensor)
+            or value.is_floating_point()
+            or tuple(value.shape) != (len(patches), 2)
+        ):
             continue
         rows, columns = value[0].tolist()
         if bool((value == value[0]).all()) and rows * columns == patches.shape[1]:
@@ -158,7 +164,9 @@ def _pooled_grid(
     shapes = own_shapes(layer, given)
     if grid:
         shapes = [*shapes, grid]
-    problem = f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
+    problem = (
+        f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
+    )
     if not shapes or facts_of(layer) is None or position_reason(layer):
         raise UserError(problem)
     try:

@@ -162,7 +162,9 @@ def observed_windows(
 
     hooks = []
     for name in wanted:
-        hooks.append(modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True))
+        hooks.append(
+            modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True)
+        )
     run_with_hooks(model, some_images(batch, 0, 1), hooks)
     found = {}
     for name in names:
@@ -279,6 +281,8 @@ def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> WindowMemb
     h, w = window
     numbers = torch.arange(H * W).view(H, W)
     padded = F.pad(numbers, (0, -W % w, 0, -H % h), value=-1)
-    rows = padded.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
+    rows = padded.unflatten(0, (-1, h)).unflatten(
+        2, (-1, w)
+    )  # (windows down, h, windows across, w)
     windows = rows.transpose(1, 2).flatten(0, 1)
     return WindowMembers((H, W), windows.flatten(1))

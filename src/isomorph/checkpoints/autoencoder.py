@@ -42,7 +42,9 @@ def save_autoencoder(
     whole (`iso.recast(model, rule)`) and not its encoder.
     """
     if edits(model):
-        raise UserError("edits of a whole autoencoder are not saved; edit its encoder: iso.recast(model.encoder, ...)")
+        raise UserError(
+            "edits of a whole autoencoder are not saved; edit its encoder: iso.recast(model.encoder, ...)"
+        )
     decoder = {
         "depth": len(model.decoder_blocks),
         "width": model.width,
@@ -53,7 +55,11 @@ def save_autoencoder(
     header = dict(encoder_header or describe_model(model.encoder))
     header["autoencoder"] = json.dumps(decoder)
     state = model.state_dict() if tensors is None else tensors
-    write_model(header, {name.removeprefix("encoder."): tensor for name, tensor in state.items()}, Path(path))
+    write_model(
+        header,
+        {name.removeprefix("encoder."): tensor for name, tensor in state.items()},
+        Path(path),
+    )
 
 
 def load_autoencoder(
@@ -93,11 +99,15 @@ def load_autoencoder(
         record_data(model.encoder, header.data)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
-        if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
+        if (
+            "." not in encoder_name
+        ):  # a tag selects another pretrained_cfg, with its own mean and std
             record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         embed = state.get("decoder_embed.weight")
         if not isinstance(embed, Tensor) or embed.ndim != 2:
-            raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
+            raise UserError(
+                f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint"
+            )
         depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
         model = MaskedAutoencoder(encoder, depth, len(embed), heads, mask, normalise)
     else:

@@ -27,7 +27,11 @@ def write_atomically(path: Path, write: Callable[[Path], object], new: bool = Fa
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         move_into_place(partial, path, new)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # torch.save raises RuntimeError for a full disk
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"cannot write {path}: {reason}") from error
     finally:
@@ -86,7 +90,9 @@ def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tenso
             names = file.keys() if tensors else ()
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except Exception as error:  # safetensors raises many types for a damaged file
-        raise UserError(f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated") from None
+        raise UserError(
+            f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated"
+        ) from None
 
 
 def _describe_missing(path: Path) -> str:
@@ -116,7 +122,9 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
             f"checkpoint {path} holds a {type(held).__name__}, not a dictionary of tensors; save model.state_dict()"
         )
     if not all(isinstance(name, str) for name in held):
-        raise UserError(f"checkpoint {path} holds tensors without names; save model.state_dict(), which names them")
+        raise UserError(
+            f"checkpoint {path} holds tensors without names; save model.state_dict(), which names them"
+        )
     return _choose_tensors(path, held, ema)
 
 
@@ -125,16 +133,22 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     entries = _entries_with_tensors(held)
     if not entries:
         if not _holds_tensors(held, depth=0):
-            raise UserError(f"{path} holds no weights, only {_describe(held)}; give a file with the model's state_dict")
+            raise UserError(
+                f"{path} holds no weights, only {_describe(held)}; give a file with the model's state_dict"
+            )
         return Contents(path, dict(held), settings=settings)
     last = [key for key in entries if key in _LAST or key == "student"]
     averaged = [key for key in entries if key not in last]
     chosen = last[0] if last and not (ema and averaged) else entries[0]
     notes: tuple[str, ...] = ()
     if averaged and last and chosen in last:
-        notes = (f"{path.name}: last weights ({chosen}); --ema (ema=True) takes the average, {averaged[0]}",)
+        notes = (
+            f"{path.name}: last weights ({chosen}); --ema (ema=True) takes the average, {averaged[0]}",
+        )
     elif averaged and last:
-        notes = (f"{path.name}: averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {last[0]}",)
+        notes = (
+            f"{path.name}: averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {last[0]}",
+        )
     inner = _choose_tensors(path, held[chosen], ema)
     return Contents(path, inner.tensors, {}, settings, notes or inner.notes)
 
@@ -171,14 +185,25 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST, *_PAIR))
 
 
-_WRAPPERS = ("module.", "model.", "backbone.")  # which DistributedDataParallel and training modules add to all names
+_WRAPPERS = (
+    "module.",
+    "model.",
+    "backbone.",
+)  # which DistributedDataParallel and training modules add to all names
 _COMPILED = "_orig_mod."
-_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")  # next to the backbone, in DINO's training
+_PROJECTIONS = (
+    "dino_head.",
+    "ibot_head.",
+    "head.mlp.",
+    "head.last_layer",
+)  # next to the backbone, in DINO's training
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `own` names."""
-    stripped = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}  # of AveragedModel
+    stripped = {
+        name: tensor for name, tensor in tensors.items() if name != "n_averaged"
+    }  # of AveragedModel
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
     while stripped:

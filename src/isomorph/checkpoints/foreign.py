@@ -25,7 +25,16 @@ from isomorph.surgery.rule import add_notes
 from isomorph.surgery.site import Site
 
 _TEST_SETTINGS = ("test_input_size", "test_crop_pct")
-_IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+_IMAGE_SETTINGS = (
+    "input_size",
+    "img_size",
+    "in_chans",
+    "mean",
+    "std",
+    "interpolation",
+    "crop_pct",
+    "crop_mode",
+)
 
 
 class ModelOptions(NamedTuple):
@@ -74,13 +83,19 @@ def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.
         )
     require_registered(name)
     try:
-        arguments = read_arguments(name, tensors, {**_model_settings(settings, path), **options.arguments()})
+        arguments = read_arguments(
+            name, tensors, {**_model_settings(settings, path), **options.arguments()}
+        )
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
-    model = build_checked(contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs")
+    model = build_checked(
+        contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs"
+    )
     model = _with_layers_of(model, tensors)
     images = _image_settings(settings, model, path)
-    if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
+    if (
+        images or "." not in name
+    ):  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
         if not images:
             prepared = f"as for {name}'s public weights: {describe_images(model)}"
@@ -128,10 +143,14 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
         of_tests = {key: settings[key] for key in _TEST_SETTINGS if settings.get(key) is not None}
         return resolve_data_config(given, model=model) | parse_data(of_tests, path)
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its args have no valid image settings ({error or type(error).__name__})") from None
+        raise UserError(
+            f"{path}: its args have no valid image settings ({error or type(error).__name__})"
+        ) from None
 
 
-def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(
+    name: str, tensors: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments with which timm's model `name` has the shapes of these tensors: those given, and more.
 
     Read are the number of classes and of input channels, and of a ViT the size of images and patches and the pooling of
@@ -142,7 +161,9 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
     arguments = dict(given)
     for argument, number in _read_numbers(name, tensors):
         if number and arguments.get(argument, number) != number:
-            raise UserError(f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out")
+            raise UserError(
+                f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out"
+            )
         arguments.setdefault(argument, number)
     with torch.device("meta"):
         model = create(name, **arguments)
@@ -155,7 +176,9 @@ def _read_numbers(name: str, tensors: Mapping[str, Any]) -> Iterator[tuple[str, 
     config = timm.get_pretrained_cfg(name)
     assert config
     classifiers = layer_names(config.classifier)
-    stems = [weight for weight in _weights(layer_names(config.first_conv), tensors) if weight.ndim == 4]
+    stems = [
+        weight for weight in _weights(layer_names(config.first_conv), tensors) if weight.ndim == 4
+    ]
     heads = _weights(classifiers, tensors)
     if heads:
         yield "num_classes", len(heads[0])
@@ -196,7 +219,9 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[t
     count = positions.shape[1] - prefix
     if bare and prefix > 0:
         count += 1
-    if not prefix and math.isqrt(count) ** 2 == count - 1:  # the authors of DINOv2 add one to the class token
+    if (
+        not prefix and math.isqrt(count) ** 2 == count - 1
+    ):  # the authors of DINOv2 add one to the class token
         count -= 1
     if count != grid or has_other_patches:
         unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]

@@ -7,7 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Json, JsonValue, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from isomorph.errors import UserError
 from isomorph.models.model_kwargs import largest_allowed
@@ -24,10 +33,36 @@ _PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 
 # Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
 _OPENS_FILES = {
-    *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
-    *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
-    *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
+    *(
+        "checkpoint_path",
+        "pretrained",
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "pretrained_filter_fn",
+    ),
+    *(
+        "cache_dir",
+        "weights",
+        "weights_backbone",
+        "backbone_pretrained",
+        "config",
+        "file",
+        "url",
+        "hf_hub_id",
+    ),
+    *(
+        "trust_remote_code",
+        "auto_map",
+        "name_or_path",
+        "_name_or_path",
+        "pretrained_model_name_or_path",
+    ),
+    *(
+        "attn_implementation",
+        "_attn_implementation",
+        "experts_implementation",
+        "quantization_config",
+    ),
 }
 # What a path, an address or a name on the hub has, and no option of a network.
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
@@ -41,10 +76,14 @@ def check_foreign_kwargs(value: Any, where: str = "") -> None:
         for name, each in value.items():
             place = f"{where}.{name}".lstrip(".")
             if name in _OPENS_FILES and each:
-                raise ValueError(f"{place} is not allowed: a file may name no other file, repository or code")
+                raise ValueError(
+                    f"{place} is not allowed: a file may name no other file, repository or code"
+                )
             check_foreign_kwargs(each, place)
     elif isinstance(value, str) and _LOCATION.search(value):
-        raise ValueError(f"{where} is {value[:60]!r}: a file may name no other file, repository or code")
+        raise ValueError(
+            f"{where} is {value[:60]!r}: a file may name no other file, repository or code"
+        )
 
 
 def may_be_in_file(name: str, value: Any) -> bool:
@@ -102,7 +141,9 @@ class _DataSchema(_StrictModel):
     input_size: tuple[_Size, _Size, _Size] | None = None
     mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
-    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = (
+        None
+    )
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     test_input_size: tuple[_Size, _Size, _Size] | None = None
     test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
@@ -145,7 +186,9 @@ class _DecoderSchema(_StrictModel):
     normalise: bool
 
 
-DATA_KEYS = tuple(_DataSchema.model_fields)  # keys of a pretrained_cfg that are saved with the weights
+DATA_KEYS = tuple(
+    _DataSchema.model_fields
+)  # keys of a pretrained_cfg that are saved with the weights
 
 
 class _HeaderSchema(_StrictModel):
@@ -168,7 +211,9 @@ class Header(NamedTuple):
     module: dict[str, Any]
 
 
-def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save") -> Header:
+def parse_header(
+    header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save"
+) -> Header:
     """Return the parts of a header as plain values; `whose` and `todo` are the file and the advice in messages.
 
     Raises: UserError for a missing part, or a field of another type or size.
@@ -179,16 +224,24 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
         raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
 
 
-def parse_data(values: Mapping[str, JsonValue], whose: object, part: str = "data") -> dict[str, Any]:
+def parse_data(
+    values: Mapping[str, JsonValue], whose: object, part: str = "data"
+) -> dict[str, Any]:
     """Check the values on the images that a model or exported file expects. Raises: UserError for other values."""
     schema = _ArtefactSchema if part == "artefact" else _DataSchema
     try:
         found = schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise UserError(f"cannot read the metadata of {whose}: {describe_problems(error, part)}") from None
+        raise UserError(
+            f"cannot read the metadata of {whose}: {describe_problems(error, part)}"
+        ) from None
     except RecursionError as error:
         raise UserError(f"cannot read the metadata of {whose}: {error}") from None
-    return {name: value for name, value in found.model_dump(exclude_unset=True).items() if value is not None}
+    return {
+        name: value
+        for name, value in found.model_dump(exclude_unset=True).items()
+        if value is not None
+    }
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
@@ -212,11 +265,15 @@ def _parse_parts(header: Mapping[str, str]) -> Header:
 def _build_edit(edit: _EditSchema, place: str) -> Edit:
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
-        raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
+        raise UserError(
+            f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}"
+        )
     known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
     for name in edit.fields:
         if name not in known:
-            raise UserError(f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}")
+            raise UserError(
+                f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}"
+            )
     try:
         made: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
     except ValidationError as error:

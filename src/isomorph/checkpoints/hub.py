@@ -22,7 +22,10 @@ from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"  # weights are safetensors alone, which hold no code
+WEIGHTS, CONFIG = (
+    "model.safetensors",
+    "config.json",
+)  # weights are safetensors alone, which hold no code
 _MAX_CONFIG_BYTES = 2**24
 # What timm's config.json says of the images; its source, split and classes are those of timm.
 _IMAGE_KEYS = [key for key in DATA_KEYS if key not in ("source", "split", "label_names")]
@@ -35,7 +38,9 @@ def download_model(repository: str, revision: str | None) -> Path:
         weights = _download(repository, WEIGHTS, revision)
         if not is_own(read_header(weights)):
             with suppress(_MissingFile):
-                _download(repository, CONFIG, weights.parent.name)  # of the same commit, should the branch move
+                _download(
+                    repository, CONFIG, weights.parent.name
+                )  # of the same commit, should the branch move
     return weights
 
 
@@ -45,7 +50,11 @@ class _MissingFile(UserError):
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
     try:
-        return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, library_name="isomorph"))
+        return Path(
+            huggingface_hub.hf_hub_download(
+                repository, file, revision=revision, library_name="isomorph"
+            )
+        )
     except Exception as error:
         explained = _explain(error, repository, file, revision)
         if explained is None:
@@ -53,16 +62,22 @@ def _download(repository: str, file: str, revision: str | None) -> Path:
         raise explained from None
 
 
-def _explain(error: Exception, repository: str, file: str, revision: str | None) -> UserError | None:
+def _explain(
+    error: Exception, repository: str, file: str, revision: str | None
+) -> UserError | None:
     """Return what an error of the hub's client means and what to do, or None for one of another kind."""
     whose = f"hf-hub:{repository}@{revision}" if revision else f"hf-hub:{repository}"
     if isinstance(error, HFValidationError):
-        return UserError(f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION")
+        return UserError(
+            f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
+        )
     if isinstance(error, GatedRepoError | RepositoryNotFoundError):
         page = f"{constants.ENDPOINT}/{repository}"
         return UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}")
     if isinstance(error, RevisionNotFoundError):
-        return UserError(f"there is no {whose}; give one of its branches, tags or commits after the @")
+        return UserError(
+            f"there is no {whose}; give one of its branches, tags or commits after the @"
+        )
     if is_connection_error(error):
         at = f" --revision {revision}" if revision else ""
         return UserError(

@@ -28,9 +28,13 @@ from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
 
-_ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
+_ALWAYS_ALLOWED_NUMEL = (
+    2**20
+)  # models of up to this many numbers are built however small their file is
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
-_WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
+_WITHOUT_EFFECT = frozenset(
+    {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}
+)
 _OTHER = object()
 T = TypeVar("T", bound=nn.Module)
 
@@ -57,9 +61,14 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
     spec = spec_of(model)
     recorded = record(model).base or {"name": spec.name}
     if not recorded["name"]:
-        raise UserError(f"{type(model).__name__} does not come from timm.create_model; give save() its base")
+        raise UserError(
+            f"{type(model).__name__} does not come from timm.create_model; give save() its base"
+        )
     now = {name: value for name, value in spec.arguments.items() if may_be_in_file(name, value)}
-    numbers = {"num_classes": getattr(model, "num_classes", None), "in_chans": getattr(model, "in_chans", 3)}
+    numbers = {
+        "num_classes": getattr(model, "num_classes", None),
+        "in_chans": getattr(model, "in_chans", 3),
+    }
     return {**numbers, **arguments_to_record(model), **recorded, **now}
 
 
@@ -85,7 +94,9 @@ _OF_OLD_WEIGHTS = ("test_input_size", "test_crop_pct", "label_names", "split", "
 
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Record the images that the model expects, where timm's resolve_data_config reads them."""
-    config = {key: value for key, value in spec_of(model).config.items() if key not in _OF_OLD_WEIGHTS}
+    config = {
+        key: value for key, value in spec_of(model).config.items() if key not in _OF_OLD_WEIGHTS
+    }
     config |= {key: value for key, value in data.items() if key in DATA_KEYS}
     record_config(model, config)
     if "input_size" in data:
@@ -148,13 +159,17 @@ def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     for edit in made:
         if isinstance(edit.rule, Fuse):
             continue
-        names = tuple(name for name in edit.names if fused.isdisjoint([name, *joint_candidates(name)]))
+        names = tuple(
+            name for name in edit.names if fused.isdisjoint([name, *joint_candidates(name)])
+        )
         if names:
             remaining.append(Edit(edit.rule, names))
     return tuple(remaining)
 
 
-def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
+def describe_model(
+    model: nn.Module, base: dict[str, Any] | nn.Module | None = None
+) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     made = edits(model)
     found = None
@@ -210,7 +225,9 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
 def read_parts(contents: Contents) -> Header:
     """Return the checked parts of a file's header. Raises: UserError when isomorph of this version did not write it."""
     if contents.header.get("format") != FORMAT:
-        raise UserError(f"{contents.path} is from another version of isomorph; create the model and use load_weights")
+        raise UserError(
+            f"{contents.path} is from another version of isomorph; create the model and use load_weights"
+        )
     return parse_header(contents.header, contents.path)
 
 
@@ -226,12 +243,16 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
         with torch.device("meta"):
             wanted = _count_numbers(build().state_dict())
         if wanted > max(5 * held, _ALWAYS_ALLOWED_NUMEL):
-            raise UserError(f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
+            raise UserError(
+                f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}"
+            )
         return build()
     except UserError:
         raise
     except Exception as error:  # modules raise many types for arguments of other modules
-        raise UserError(f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}") from error
+        raise UserError(
+            f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}"
+        ) from error
 
 
 def _count_numbers(tensors: Mapping[str, Any]) -> int:
@@ -300,7 +321,9 @@ def _comparable(value: Any) -> Any:
     return _OTHER
 
 
-def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:
+def save(
+    model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None
+) -> None:
     """Save a model as a safetensors file from which `load` rebuilds it, recast modules included.
 
     The file holds the weights and, in its header, the arguments of timm.create_model, the edits made on the model, and
@@ -323,7 +346,9 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
     model = check_model(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
-    if not (base is None or isinstance(base, nn.Module) or (isinstance(base, dict) and "name" in base)):
+    if not (
+        base is None or isinstance(base, nn.Module) or (isinstance(base, dict) and "name" in base)
+    ):
         raise UserError(
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
@@ -336,7 +361,9 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
 
 def _check_state_names(model: nn.Module) -> None:
     """Check that a model loads the names that it saves. Raises: UserError if only its `state_dict` is overridden."""
-    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
+    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(
+        model
+    ):
         return
     own = set(nn.Module.state_dict(model))
     names = set(model.state_dict())
@@ -353,7 +380,11 @@ def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
     for name, tensor in tensors.items():
         if not _is_real(tensor) or tensor.is_meta or (tensor < torch.inf).all():
             continue
-        warnings.warn(f"{name} is not finite (NaN or infinite), and is {done} as it is", DataWarning, stacklevel=3)
+        warnings.warn(
+            f"{name} is not finite (NaN or infinite), and is {done} as it is",
+            DataWarning,
+            stacklevel=3,
+        )
         return
 
 
@@ -363,7 +394,9 @@ def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Pat
     write_atomically(path, lambda file: file.write_bytes(serialize(copies, metadata=header)))
 
 
-def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, ema: bool = True) -> list[str]:
+def load_weights(
+    model: nn.Module, path: str | Path, fresh_head: bool = False, ema: bool = True
+) -> list[str]:
     """Load the weights of a checkpoint into a model, strictly, and return the names of tensors it does not contain.
 
     The file is safetensors or PyTorch. Prefixes of DistributedDataParallel and torch.compile are removed, and other
@@ -389,7 +422,9 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
     return new
 
 
-def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
+def load_state(
+    model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False
+) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
     path = Path(path)
     own = model.state_dict()
@@ -403,7 +438,9 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
     _check_tied(own, state, path)
     new = []
     for name, tensor in own.items():
-        if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(".num_batches_tracked"):
+        if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(
+            ".num_batches_tracked"
+        ):
             new.append(name)
     model.load_state_dict(state)
     return new
@@ -419,9 +456,13 @@ def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, 
         return convert(dict(state), model)
     except UserError:
         raise
-    except Exception as error:  # timm's filters raise many types for a checkpoint of another architecture
+    except (
+        Exception
+    ) as error:  # timm's filters raise many types for a checkpoint of another architecture
         check_state_fits(model, state, path)
-        raise UserError(f"{path} does not fit {type(model).__name__}: {short_reason(error)}") from None
+        raise UserError(
+            f"{path} does not fit {type(model).__name__}: {short_reason(error)}"
+        ) from None
 
 
 def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -449,7 +490,9 @@ def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
     for name, tensor in own.items():
         first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
         if tensor.data_ptr() and first != name and not torch.equal(state[first], state[name]):
-            raise UserError(f"{path} has different tensors {first} and {name}, where the model has one; untie them")
+            raise UserError(
+                f"{path} has different tensors {first} and {name}, where the model has one; untie them"
+            )
 
 
 def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -495,8 +538,17 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
             shapes.append(f"{name} {tuple(state[name].shape)} for {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not _is_real(state[name]):
             odd.append(name)
-    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not of real numbers": odd}
-    said = [f"{len(names)} {problem} ({_first_names(names)})" for problem, names in problems.items() if names]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "not of real numbers": odd,
+    }
+    said = [
+        f"{len(names)} {problem} ({_first_names(names)})"
+        for problem, names in problems.items()
+        if names
+    ]
     if not said:
         return
     text = "; ".join(said)
@@ -513,7 +565,9 @@ def _first_names(names: Sequence[str]) -> str:
 
 def _is_real(tensor: Any) -> bool:
     """True for a dense tensor of floating-point numbers, as integers, complex numbers and quantised ones are not."""
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided
+    return (
+        isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided
+    )
 
 
 def _shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:

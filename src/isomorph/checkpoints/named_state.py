@@ -26,7 +26,9 @@ def owner_name(name: str) -> str:
     return name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")[0]
 
 
-def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_optimizer(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimiser's state by parameter name and key: tensors, and plain values (also those of groups)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -38,7 +40,9 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
             else:
                 values.setdefault(names[parameter], {})[key] = value
     groups: dict[str, Any] = {}
-    for group in optimizer.param_groups:  # some optimisers change numbers of their groups during training
+    for (
+        group
+    ) in optimizer.param_groups:  # some optimisers change numbers of their groups during training
         name = group["name"]
         groups[name] = {}
         for key, value in group.items():
@@ -49,7 +53,9 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
     return tensors, {"state": values, "groups": groups}
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+) -> None:
     """Load the optimiser's state by parameter name; parameters without saved state start without any."""
     state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
@@ -70,7 +76,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Te
     optimizer.load_state_dict(state_dict)
 
 
-def allocate_tensor(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
+def allocate_tensor(
+    name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]
+) -> Tensor:
     """Return zeros for a tensor of the optimiser, sharded like its parameter if it has the parameter's shape."""
     parameter = parameters.get(owner_name(name))
     if parameter is not None and parameter.shape == shape:

@@ -34,7 +34,12 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
-from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, peek_header, read_snapshot
+from isomorph.checkpoints.snapshot import (
+    DamagedSnapshot,
+    newest_snapshot,
+    peek_header,
+    read_snapshot,
+)
 from isomorph.errors import UserError, short_reason
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
@@ -76,7 +81,9 @@ def load(
         name = getattr(base, "__name__", "base")
         raise UserError(f"base {name} is a {type(base).__name__}, not a module; give base={name}()")
     if isinstance(base, nn.Module) and arguments:
-        raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
+        raise UserError(
+            f"base is a module, which is taken as it is; leave {', '.join(arguments)} out"
+        )
     contents = read_contents(local_file(path, revision), ema)
     warn_of_nan(contents.tensors, "loaded")
     if isinstance(base, nn.Module):
@@ -91,13 +98,17 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
     """
     if not str(name).startswith(HUB):
         if revision is not None:
-            raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
+            raise UserError(
+                f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file"
+            )
         return Path(name)
     repository, _, named = str(name).partition(":")[2].partition("@")
     return download_model(repository, revision or named or None)
 
 
-def _open(contents: Contents, options: ModelOptions = NO_OPTIONS, base: nn.Module | None = None) -> nn.Module:
+def _open(
+    contents: Contents, options: ModelOptions = NO_OPTIONS, base: nn.Module | None = None
+) -> nn.Module:
     """Return the model that a file, the options or a base describe, with the file's tensors; in eval mode."""
     if base is None:
         base = _named_base(contents, options)
@@ -122,9 +133,13 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
     """Return the model that the options name as the base of a file's edits, or None."""
     if options.arch and is_function(options.arch):
         return build_own(options.arch, options.arguments())
-    if options.arch and contents.is_own and "module" in contents.header:  # such as torchvision's ResNets
+    if (
+        options.arch and contents.is_own and "module" in contents.header
+    ):  # such as torchvision's ResNets
         require_registered(options.arch)
-        return create(options.arch, **read_arguments(options.arch, contents.tensors, options.arguments()))
+        return create(
+            options.arch, **read_arguments(options.arch, contents.tensors, options.arguments())
+        )
     return None
 
 
@@ -136,12 +151,16 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
     header = read_parts(contents)
     done = edits(base)
     if done != header.edits[: len(done)]:
-        raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
+        raise UserError(
+            f"base has other edits than {contents.path}; give the module as it was before it was recast"
+        )
     try:
         for edit in header.edits[len(done) :]:
             model = apply_edit(model, edit)
     except UserError as error:
-        raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
+        raise UserError(
+            f"base {type(model).__name__} does not fit {contents.path}: {error}"
+        ) from None
     if header.data:
         record_data(model, header.data)
     return cast_like(model, contents.tensors)
@@ -150,7 +169,11 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
 def _hint_of_base(contents: Contents, model: nn.Module) -> str:
     module = read_parts(contents).module if contents.is_own else {}
     saved_from = f" (it was saved from a {module['class']})" if module else ""
-    return f"{saved_from}; give the base as it was before it was recast" if edits(model) else saved_from
+    return (
+        f"{saved_from}; give the base as it was before it was recast"
+        if edits(model)
+        else saved_from
+    )
 
 
 @contextmanager
@@ -191,10 +214,14 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
                 model = model(**arguments)
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"
-            advice = "give a function that runs without arguments, or its arguments as --model-kwargs"
+            advice = (
+                "give a function that runs without arguments, or its arguments as --model-kwargs"
+            )
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
-        raise UserError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does")
+        raise UserError(
+            f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does"
+        )
     update_record(model, is_own=True)
     return model.eval()
 
@@ -260,12 +287,18 @@ def _pretrained_cfg(name: str) -> Any:
 def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrained: bool) -> None:
     """Raise UserError if --no-pretrained, which asks for random weights, is given for models that have weights."""
     if not pretrained and (weights or all(map(is_checkpoint_or_run, names))):
-        raise UserError("--no-pretrained asks for random weights; give a timm model by name and no --weights")
+        raise UserError(
+            "--no-pretrained asks for random weights; give a timm model by name and no --weights"
+        )
 
 
 def is_checkpoint_or_run(name: str) -> bool:
     """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
-    return name.startswith(HUB) or name.endswith(CHECKPOINTS) or (Path(name).exists() and not timm.is_model(name))
+    return (
+        name.startswith(HUB)
+        or name.endswith(CHECKPOINTS)
+        or (Path(name).exists() and not timm.is_model(name))
+    )
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
@@ -294,12 +327,18 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
         return
     base = describe_base(model)
     recorded = {"num_classes": getattr(model, "num_classes", None), **base}
-    others = {key: value for key, value in options.arguments().items() if key not in recorded or recorded[key] != value}
+    others = {
+        key: value
+        for key, value in options.arguments().items()
+        if key not in recorded or recorded[key] != value
+    }
     given = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
         given.insert(0, f"--arch {options.arch}")
     if given:
-        raise UserError(f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out")
+        raise UserError(
+            f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"
+        )
 
 
 def _read_run(path: Path, ema: bool) -> Contents:
@@ -319,11 +358,21 @@ def _read_run(path: Path, ema: bool) -> Contents:
     progress = found.values["progress"]
     averaged = ema and any(name.startswith(AVERAGED_PREFIX) for name in tensors)
     prefix = (AVERAGED_PREFIX if averaged else MODEL_PREFIX) + _encoder_prefix(recipe)
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    state = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
     which = "averaged weights (EMA)" if averaged else "weights"
-    whole = "the finished run" if progress["closed"] == recipe.get("epochs") else "the run's last snapshot"
+    whole = (
+        "the finished run"
+        if progress["closed"] == recipe.get("epochs")
+        else "the run's last snapshot"
+    )
     when = f"after {progress['closed']} of {recipe.get('epochs')} epochs, {progress['step']} steps"
-    return Contents(path, state, found.values["model"], notes=(f"{path}: {which} of {whole}, {when}",))
+    return Contents(
+        path, state, found.values["model"], notes=(f"{path}: {which} of {whole}, {when}",)
+    )
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

@@ -11,7 +11,14 @@ from isomorph.errors import UserError
 _PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])(?<!\.git)"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 HUB = ("hf-hub:", "hf_hub:")
-CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")  # or any file that exists
+CHECKPOINTS = (
+    ".safetensors",
+    ".pth",
+    ".pt",
+    ".pth.tar",
+    ".ckpt",
+    ".bin",
+)  # or any file that exists
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -24,7 +31,9 @@ def check_repository(name: str) -> None:
     """Raise UserError unless this is OWNER/NAME with the letters that the hub allows."""
     if not _REPOSITORY.fullmatch(name):
         example = re.sub(r"[^A-Za-z0-9]+", "-", name.rpartition("/")[2]).strip("-") or "model"
-        raise UserError(f"{name!r} is not a name for the hub; give OWNER/NAME, for example me/{example}")
+        raise UserError(
+            f"{name!r} is not a name for the hub; give OWNER/NAME, for example me/{example}"
+        )
 
 
 def require_writable(path: Path) -> None:
@@ -39,7 +48,9 @@ def require_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-NEW_PATHS: set[Path] = set()  # found free by the command: it must not replace them, should another one write them first
+NEW_PATHS: set[Path] = (
+    set()
+)  # found free by the command: it must not replace them, should another one write them first
 
 
 def require_new(path: Path, overwrite: bool, option: str) -> None:
@@ -68,7 +79,9 @@ def move_into_place(partial: Path, path: Path, new: bool = False) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        raise UserError(f"{path} exists now: another command wrote it; give --overwrite, or another name") from None
+        raise UserError(
+            f"{path} exists now: another command wrote it; give --overwrite, or another name"
+        ) from None
 
 
 def _link(partial: Path, path: Path) -> None:

@@ -22,7 +22,11 @@ _HARMLESS: list[Any] = [
     datetime.datetime,
     datetime.date,
     datetime.timedelta,
-    *((pure, f"{module}.{name}") for name, pure in _PATH_CLASSES.items() for module in ("pathlib", "pathlib._local")),
+    *(
+        (pure, f"{module}.{name}")
+        for name, pure in _PATH_CLASSES.items()
+        for module in ("pathlib", "pathlib._local")
+    ),
     PurePosixPath,
     PureWindowsPath,
     *((np._core.multiarray.scalar, f"{module}.scalar") for module in _NUMPY_MODULES),  # type: ignore[attr-defined]
@@ -45,7 +49,9 @@ def unpickle(path: Path) -> Any:
     except Exception as error:  # torch.load raises many types for a damaged file
         raise _explain(path, error) from None
     finally:
-        add_safe_globals(allowed)  # safe_globals also removes those that the program had added before
+        add_safe_globals(
+            allowed
+        )  # safe_globals also removes those that the program had added before
 
 
 def _explain(path: Path, error: Exception) -> UserError:

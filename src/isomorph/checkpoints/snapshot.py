@@ -119,7 +119,11 @@ def peek_header(folder: Path) -> Any:
 
 
 def write_snapshot(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], runtime: Runtime
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    runtime: Runtime,
 ) -> Path:
     """Write the snapshot of a step and delete old ones; every process calls it.
 
@@ -139,7 +143,9 @@ def write_snapshot(
     def write_mine() -> None:
         copies = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in copies.items():
-            if not isinstance(tensor, DTensor):  # safetensors needs it contiguous, sharing memory with no other
+            if not isinstance(
+                tensor, DTensor
+            ):  # safetensors needs it contiguous, sharing memory with no other
                 copies[name] = tensor.clone(memory_format=torch.contiguous_format)
         with _no_process_group_warning():
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
@@ -157,7 +163,9 @@ def write_snapshot(
     try:
         _run_on_all_processes(make_empty, runtime, runtime.is_main)
         _run_on_all_processes(write_mine, runtime, runtime.is_main or not alone)
-        mine = [(file.name, _checksum(file)) for file in partial.glob(f"shard-{runtime.rank + 1:05d}-*")]
+        mine = [
+            (file.name, _checksum(file)) for file in partial.glob(f"shard-{runtime.rank + 1:05d}-*")
+        ]
         for own in runtime.gather(mine):
             files += own
         _run_on_all_processes(finish, runtime, runtime.is_main)
@@ -165,7 +173,9 @@ def write_snapshot(
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             restore_replaced(folder)
-        raise UserError(f"cannot write {path}: {error}; snapshots before it, if any, are intact") from None
+        raise UserError(
+            f"cannot write {path}: {error}; snapshots before it, if any, are intact"
+        ) from None
     if runtime.is_main:
         _delete_older(folder)
     return path
@@ -177,7 +187,10 @@ def _run_on_all_processes(step: Callable[[], None], runtime: Runtime, mine: bool
     try:
         if mine:
             step()
-    except (Exception, CheckpointException) as error:  # all processes must learn of any failure of any type
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # all processes must learn of any failure of any type
         problem = _error_reason(error)
     problems = [text for text in runtime.gather(problem) if text]
     if problems:
@@ -188,13 +201,17 @@ def _run_on_all_processes(step: Callable[[], None], runtime: Runtime, mine: bool
 def _no_process_group_warning() -> Iterator[None]:
     """Silence torch's warning that a checkpoint is written or read without a process group, which is intended here."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled", category=UserWarning
+        )
         yield
 
 
 def _delete_older(folder: Path) -> None:
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
-        with suppress(OSError):  # renamed first, so that a half deleted folder is not named like a snapshot
+        with suppress(
+            OSError
+        ):  # renamed first, so that a half deleted folder is not named like a snapshot
             path.rename(folder / f".{path.name}.partial")
     for path in (*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
@@ -278,7 +295,9 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     held = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if wanted > held:
-        raise DamagedSnapshot(f"{path} is damaged: it names {wanted:,} bytes of tensors and holds {held:,}")
+        raise DamagedSnapshot(
+            f"{path} is damaged: it names {wanted:,} bytes of tensors and holds {held:,}"
+        )
     return layout
 
 

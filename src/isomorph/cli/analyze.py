@@ -81,7 +81,9 @@ def analyze(
         images alone: for CLIP a dict with texts, for SigLIP2 one with patches.
     """
     if inputs is not None and not is_function(inputs):
-        raise UserError(f"--inputs {inputs[:80]!r} must be package.module:function, as Python imports it")
+        raise UserError(
+            f"--inputs {inputs[:80]!r} must be package.module:function, as Python imports it"
+        )
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
@@ -130,7 +132,9 @@ def _open_models(
     channels = {entry.name: entry.config["input_size"][0] for entry in models}
     if len(set(channels.values())) > 1:
         counts = ", ".join(f"{name}: {number}" for name, number in channels.items())
-        raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
+        raise UserError(
+            f"the models differ in image channels ({counts}); give models with the same number"
+        )
     common = size or models[0].config["input_size"][-2:]
     return [_fit_to(entry, common) for entry in models]
 
@@ -148,7 +152,10 @@ def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
     except UserError as error:
         raise UserError(f"{model.name}: {error}") from None
     new = f"{size[0]} x {size[1]}"
-    say(f"isomorph: {model.name} gets images of {new}, its own size is {height} x {width}", sys.stderr)
+    say(
+        f"isomorph: {model.name} gets images of {new}, its own size is {height} x {width}",
+        sys.stderr,
+    )
     return fitted
 
 
@@ -169,7 +176,9 @@ def open_page_model(
     if path.is_dir() or path.suffix == ".safetensors":
         recipe = find_recipe(path)
     is_first = name == among[0]
-    has_weights = opening.pretrained or is_checkpoint_or_run(name) or bool(opening.weights and is_first)
+    has_weights = (
+        opening.pretrained or is_checkpoint_or_run(name) or bool(opening.weights and is_first)
+    )
     title = opt.display_name(title, has_weights)
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
@@ -196,7 +205,9 @@ def open_test_loaders(
     if test.evolution:
         drawn = source.subset(random_draw_indices(len(source)).tolist())
         batches = _same_image_loaders(models, drawn)
-        evolutions = {entry.name: feature_evolution(entry.model, batches[entry.name]) for entry in models}
+        evolutions = {
+            entry.name: feature_evolution(entry.model, batches[entry.name]) for entry in models
+        }
     return _same_image_loaders(models, chosen), sampled, evolutions
 
 
@@ -276,11 +287,17 @@ def compare_(
     if not folders and not evaluated:
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
     if (test.data or test.root) and not along:
-        raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
+        raise UserError(
+            "--data and --root choose the images of --along; give --along nonlocality or entropy too"
+        )
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.cli.open_models import library_options
-        from isomorph.lab.report.compare_page import compare_sections, histories_json, history_tables
+        from isomorph.lab.report.compare_page import (
+            compare_sections,
+            histories_json,
+            history_tables,
+        )
         from isomorph.lab.report.html import write_page
         from isomorph.lab.report.run_files import read_run_logs
     logs = read_run_logs(folders)
@@ -290,10 +307,16 @@ def compare_(
     with spinner("measuring") as show_step:
         if along:
             histories = _measure_along(folders, logs, along, test, options, device, show_step)
-    sampled = f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
-    sections = compare_sections(logs, gating_histories(folders, logs, options), histories, sampled, points)
+    sampled = (
+        f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
+    )
+    sections = compare_sections(
+        logs, gating_histories(folders, logs, options), histories, sampled, points
+    )
     if not sections:
-        raise UserError(f"{points[0].name} is the only model; give another one in --evaluated, or a run")
+        raise UserError(
+            f"{points[0].name} is the only model; give another one in --evaluated, or a run"
+        )
     size = write_page(out, _title_of(logs, points), sections[0].finding, sections, page_footer())
     measured: dict[str, Any] = {"out": str(out), "bytes": size}
     if histories:
@@ -366,7 +389,9 @@ def _measure_along(
         show_step(log.name)
         try:
             images = _open_images(log, test)
-            epochs, values = attention_history(folder, measures, images, device, log.problems, options)
+            epochs, values = attention_history(
+                folder, measures, images, device, log.problems, options
+            )
         except UserError as error:
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
             continue
@@ -397,7 +422,9 @@ def _accuracy_points(
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
             continue
-        own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost))
+        own.append(
+            AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost)
+        )
     names = [point.name for point in (*own, *points)]
     for name in names:
         if names.count(name) > 1:

@@ -61,7 +61,9 @@ def evaluate_(
     size: opt.Sizes = None,
     of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
-    overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class if it exists.")] = False,
+    overwrite: Annotated[
+        bool, Parameter(negative="", help="Replace --per-class if it exists.")
+    ] = False,
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:
@@ -96,7 +98,9 @@ def evaluate_(
     if task is not None:
         if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
-        given = given._replace(size=sizes[0] if sizes else None, root=data_root(net, data, load.root))
+        given = given._replace(
+            size=sizes[0] if sizes else None, root=data_root(net, data, load.root)
+        )
         evaluate_task(task, net, model, of, given, runtime, json_)
         return
     exported = Path(model).suffix in opt.EXPORTED
@@ -165,7 +169,9 @@ def _measure(
     if runtime.is_main:
         progress["progress"] = track_steps
     sweep = Sweep(sizes, of.rfc, of.rfc_fill)
-    rows, class_rows = run_sweep(net, test_sets, sweep, given.batch_size, given.workers, runtime=runtime, **progress)
+    rows, class_rows = run_sweep(
+        net, test_sets, sweep, given.batch_size, given.workers, runtime=runtime, **progress
+    )
     if of.per_class and runtime.is_main:
         write_atomically(of.per_class, lambda file: write_csv(file, class_rows))
     if not (of.cost and runtime.is_main):
@@ -175,7 +181,11 @@ def _measure(
 
 
 def _show_rows(
-    head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
+    head: dict[str, str],
+    rows: list[dict[str, Any]],
+    costs: list[dict[str, Any]],
+    many: bool,
+    json_: bool,
 ) -> None:
     """Print a metric per line, or a row for each suite, size and rfc ratio; a star marks the best of several ratios."""
     model = opt.display_name(head["model"], pretrained="weights" not in head)
@@ -307,7 +317,9 @@ def bench(
     """
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
-        raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
+        raise UserError(
+            f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL"
+        )
     with opt.loading():
         from isomorph.analysis.cost import cost_table
         from isomorph.cli.open_models import open_given

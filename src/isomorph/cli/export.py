@@ -65,10 +65,18 @@ def export(
             net = iso.absorb(net, prepared["mean"], prepared["std"])
         try:
             report = iso.export(
-                net, out, dynamic=dynamic, size=size, atol=atol, overwrite=overwrite, progress=show_step
+                net,
+                out,
+                dynamic=dynamic,
+                size=size,
+                atol=atol,
+                overwrite=overwrite,
+                progress=show_step,
             )
         except NotEqual as error:
-            raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
+            raise UserError(
+                f"{str(error.report).splitlines()[0]}; no file was written (see --atol)"
+            ) from None
     show(json_, report.as_dict(), f"{report}\nwrote {out}")
 
 
@@ -116,7 +124,9 @@ def quantize(
     with spinner("quantize") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
-        train, tested = _open_images(net, test, size, images, classes, batch_size if "batch" in dynamic else 1)
+        train, tested = _open_images(
+            net, test, size, images, classes, batch_size if "batch" in dynamic else 1
+        )
         report = iso.quantize(
             net,
             train,
@@ -143,7 +153,12 @@ def _accuracy(model: Any, images: Any, name: str) -> dict[str, Any]:
 
 
 def _open_images(
-    net: Any, given: opt.DataOptions, size: opt.Size, images: int, classes: int | None, batch_size: int
+    net: Any,
+    given: opt.DataOptions,
+    size: opt.Size,
+    images: int,
+    classes: int | None,
+    batch_size: int,
 ) -> tuple[Any, Any]:
     from isomorph.lab.data.loaders import eval_loader
     from isomorph.lab.data.sources import first_classes, spaced_images
@@ -187,7 +202,9 @@ def push(
     if out and private:
         raise UserError("--out uploads nothing; leave --private out")
     if out and out.exists() and not _is_free(out, overwrite):
-        raise UserError(f"--out {out} exists; give --overwrite to replace the files in it, or another folder")
+        raise UserError(
+            f"--out {out} exists; give --overwrite to replace the files in it, or another folder"
+        )
     with opt.loading():
         from isomorph.cli.open_models import find_recipe, open_given
         from isomorph.deployment.hub import push as upload

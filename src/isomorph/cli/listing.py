@@ -45,7 +45,9 @@ def models_(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     print_text_table(table)
 
 
-recipes = App(name="recipes", help="List the recipes; `isomorph recipes show NAME` prints one as YAML.")
+recipes = App(
+    name="recipes", help="List the recipes; `isomorph recipes show NAME` prints one as YAML."
+)
 opt.app.command(recipes)
 
 
@@ -60,9 +62,15 @@ def list_recipes(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     pattern
         Part of a name, or a glob, for example 'tcnn_*'.
     """
-    matching = {name: recipe for name, recipe in RECIPES.items() if pattern in name or fnmatchcase(name, pattern)}
+    matching = {
+        name: recipe
+        for name, recipe in RECIPES.items()
+        if pattern in name or fnmatchcase(name, pattern)
+    }
     if not matching:
-        raise UserError(f"no recipe matches {pattern!r}; give a part of a name, or a glob like 'tcnn_*'")
+        raise UserError(
+            f"no recipe matches {pattern!r}; give a part of a name, or a glob like 'tcnn_*'"
+        )
     if json_:
         show(True, matching)
         return
@@ -103,7 +111,12 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         Count the BatchNorms that fuse merges instead, and why not the others; the models are run, which takes longer.
     """
     with opt.loading():
-        from isomorph.surgery.coverage import cover_models, merge_norms, summarise_coverage, timm_models
+        from isomorph.surgery.coverage import (
+            cover_models,
+            merge_norms,
+            summarise_coverage,
+            timm_models,
+        )
         from isomorph.surgery.rule import RULES
     names = timm_models(models)
     if norms:
@@ -142,7 +155,14 @@ def _norm_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         if "error" not in row:
             merged = f"{row['merged']} of {row['norms']}"
-            table.append([row["model"], merged, f"{row['difference']:.0e}", _describe_reasons(row["reasons"])])
+            table.append(
+                [
+                    row["model"],
+                    merged,
+                    f"{row['difference']:.0e}",
+                    _describe_reasons(row["reasons"]),
+                ]
+            )
     return table
 
 
@@ -164,7 +184,16 @@ _ALLOCATOR = (
     "returns freed memory to the system: a step of your own code on a CPU may take twice as long; set "
     "MALLOC_TRIM_THRESHOLD_=2147483647 and MALLOC_MMAP_THRESHOLD_=1073741824, or call iso.keep_freed_memory()"
 )
-_PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
+_PACKAGES = (
+    "isomorph",
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "cyclopts",
+)
 
 
 @opt.command
@@ -198,7 +227,11 @@ def _examine_environment() -> Iterator[tuple[str, str, bool]]:
 
     yield "torchvision operators", "work", True
     yield "threads", str(torch.get_num_threads()), True
-    yield "allocator", _ALLOCATOR if returns_freed_memory() else "keeps freed memory, or is not glibc's", True
+    yield (
+        "allocator",
+        _ALLOCATOR if returns_freed_memory() else "keeps freed memory, or is not glibc's",
+        True,
+    )
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         yield f"GPU {i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB", True

@@ -7,7 +7,9 @@ from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, Un
 # Options of `train`, and before them those of all other commands, by the names that the library uses.
 _NAMES = {
     "checkpoint_path=FILE": ("--weights FILE", "--model.weights FILE"),
-    **dict.fromkeys(("pretrained=False", "--no-pretrained"), ("--no-pretrained", "--model.pretrained false")),
+    **dict.fromkeys(
+        ("pretrained=False", "--no-pretrained"), ("--no-pretrained", "--model.pretrained false")
+    ),
     "device=cpu": ("--device cpu", "--device cpu"),
     "data=NAME": ("--data NAME", "--data NAME"),
     **dict.fromkeys(("data.root", "--root"), ("--root", "--data.root")),
@@ -73,7 +75,9 @@ def explain_parse_error(error: CycloptsError) -> str:
         if command in ("analyze", "bench"):
             other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
-    text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())  # which the parser cuts short
+    text = re.sub(
+        r"Available commands: .*", "See `isomorph --help`", str(error).strip()
+    )  # which the parser cuts short
     text = re.sub(r"(?:^|(\.) )(\w)", _join_sentences, text.removesuffix("."))
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see

@@ -49,7 +49,9 @@ def open_given(
     """
     if Path(name).suffix in EXPORTED:
         takers = "evaluate, predict, robustness and verify (as its second model)"
-        raise UserError(f"{name} is an exported model, which only {takers} take; give its checkpoint")
+        raise UserError(
+            f"{name} is an exported model, which only {takers} take; give its checkpoint"
+        )
     weights = None
     if not among or name == among[0]:
         weights = getattr(opening, "weights", None)
@@ -73,7 +75,9 @@ def open_given(
 def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
     """Note what is taken for granted of a user's own model: its weights, and the images that it was trained on."""
     weights = "" if weighted else "its weights are those that the function returns; "
-    add_notes(model, f"{name}: {weights}images are prepared as for ImageNet: {describe_images(model)}")
+    add_notes(
+        model, f"{name}: {weights}images are prepared as for ImageNet: {describe_images(model)}"
+    )
 
 
 def find_recipe(path: Path) -> dict[str, Any] | None:
@@ -106,7 +110,9 @@ def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
     return open_given(name, opening)
 
 
-def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
+def open_classifier(
+    name: str, opening: OpenOptions, device: torch.device | str = "cpu"
+) -> nn.Module:
     """Open a classifier, also an exported one. Raises: UserError for options that it does not take, or other inputs."""
     if Path(name).suffix not in EXPORTED:
         return open_deployable(name, opening).to(device)
@@ -118,7 +124,9 @@ def open_classifier(name: str, opening: OpenOptions, device: torch.device | str 
     taken = artefact.metadata.get("inputs")
     if taken:
         inputs = " and ".join(taken)
-        raise UserError(f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint")
+        raise UserError(
+            f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint"
+        )
     return artefact
 
 
@@ -133,7 +141,9 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
     for assignment in given.model_kwargs or []:
         name, equals, text = assignment.partition("=")
         if not equals or not name.isidentifier():
-            raise UserError(f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96")
+            raise UserError(
+                f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96"
+            )
         arguments[name] = parse_value(text)
     return ModelOptions(given.arch, given.num_classes, arguments, given.ema)
 

@@ -70,7 +70,9 @@ def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
         found = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", token.value)
         height, width = (int(side or found[1]) for side in found.groups()) if found else (0, 0)
         if not (1 <= height <= 2**13 and 1 <= width <= 2**13):
-            raise ValueError(f"{token.value[:40]} is not a size; write 96, or 96x128 for height and width")
+            raise ValueError(
+                f"{token.value[:40]} is not a size; write 96, or 96x128 for height and width"
+            )
         sizes.append((height, width))
     return sizes
 
@@ -86,17 +88,28 @@ def _check_model(kind: type, path: Any) -> None:
     if "/" in name:
         raise ValueError(f"there is no file or folder {name}")
     if known := _names_if_unknown(name.partition(".")[0]):
-        raise ValueError(f"there is no checkpoint {name}" if isinstance(path, Path) else unknown_model(name, known))
+        raise ValueError(
+            f"there is no checkpoint {name}"
+            if isinstance(path, Path)
+            else unknown_model(name, known)
+        )
 
 
 def _names_if_unknown(name: str) -> list[str]:
     """Return the names of all models if no file of timm's or isomorph's models has the word, else an empty list."""
-    folders = Path(str(distribution("timm").locate_file("timm/models"))), Path(__file__).parents[1] / "models"
+    folders = (
+        Path(str(distribution("timm").locate_file("timm/models"))),
+        Path(__file__).parents[1] / "models",
+    )
     texts = [path.read_text("utf8") for folder in folders for path in folder.rglob("*.py")]
     own = [model["name"] for model in tables()["models"]]
     if name in own or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
         return []
-    return own + [model for text in texts for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)]
+    return own + [
+        model
+        for text in texts
+        for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
+    ]
 
 
 def _check_data(kind: type, name: str | None) -> None:
@@ -104,8 +117,12 @@ def _check_data(kind: type, name: str | None) -> None:
     if name is None or name in sources or os.path.isdir(os.path.expanduser(name)):
         return
     close = get_close_matches(name[:200], sources, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"give a folder, or one of {', '.join(sources)}"
-    raise ValueError(f"data source {name!r} is unknown, and there is no folder of that name; {hint}")
+    hint = (
+        f"did you mean {close[0]}?" if close else f"give a folder, or one of {', '.join(sources)}"
+    )
+    raise ValueError(
+        f"data source {name!r} is unknown, and there is no folder of that name; {hint}"
+    )
 
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -156,7 +173,9 @@ Out = Annotated[Path, Parameter(help="File for the new checkpoint (.safetensors)
 Data = Annotated[str | None, Parameter(validator=_check_data)]
 File = Annotated[Path, Parameter(validator=PathKind(exists=True, dir_okay=False))]
 Folder = Annotated[Path, Parameter(validator=PathKind(exists=True, file_okay=False))]
-Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
+Root = Annotated[
+    Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")
+]
 Split = Annotated[
     Share | None,
     Parameter(
@@ -165,7 +184,10 @@ Split = Annotated[
     ),
 ]
 MaxImages = Annotated[
-    Count | None, Parameter(help="Use only this many test images, evenly spaced over the classes, for a quick trial.")
+    Count | None,
+    Parameter(
+        help="Use only this many test images, evenly spaced over the classes, for a quick trial."
+    ),
 ]
 Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exists.")]
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
@@ -245,7 +267,9 @@ class DataOptions:
         """Raise UserError for options on the images of --data without --data."""
         for option in ("root", "split", "max_images"):
             if getattr(self, option) is not None and not self.data:
-                raise UserError(f"--{option.replace('_', '-')} is about the images of --data; give --data too")
+                raise UserError(
+                    f"--{option.replace('_', '-')} is about the images of --data; give --data too"
+                )
 
 
 @contextmanager

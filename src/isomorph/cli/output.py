@@ -38,7 +38,9 @@ def page_footer() -> str:
     """Return the footer of a page: versions and the date, and on a line of its own the command that writes the page."""
     import torch
 
-    versions = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    versions = (
+        f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    )
     return f"{versions}. This file loads nothing from the network. Made by:\n{shlex.join(['isomorph', *COMMAND])}"
 
 
@@ -82,13 +84,24 @@ def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int
     if not sys.stderr.isatty():
         yield ProgressLines().update
         return
-    columns = rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
+    columns = (
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
     description = rich_progress.TextColumn("{task.description}")
-    with rich_progress.Progress(description, *columns, console=Console(stderr=True), transient=True) as bar:
+    with rich_progress.Progress(
+        description, *columns, console=Console(stderr=True), transient=True
+    ) as bar:
         task = bar.add_task(title)
 
         def update(done: float, total: int, step: str) -> None:
-            bar.update(task, completed=round(done, 1), total=total or None, description=escape(printable(step)))
+            bar.update(
+                task,
+                completed=round(done, 1),
+                total=total or None,
+                description=escape(printable(step)),
+            )
 
         yield update
 

@@ -51,7 +51,11 @@ def port(
         second = open_given(target, opt.CheckpointOptions(), pretrained=False)
         show_step("comparing what both compute")
         inputs = random_inputs(2, first, size)
-        if size is None and isinstance(inputs, Tensor) and input_size_problem(first, inputs.shape[1:]):
+        if (
+            size is None
+            and isinstance(inputs, Tensor)
+            and input_size_problem(first, inputs.shape[1:])
+        ):
             inputs = random_inputs(2, second)
         report = iso.port_weights(first, second, inputs, partial=True)
     is_written = report.equal or partial

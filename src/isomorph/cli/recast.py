@@ -13,7 +13,13 @@ from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
 from isomorph.terminal_tables import count_of
 
-_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}  # as they are parsed
+_TYPES = {
+    "bool": bool,
+    "float": float,
+    "int": opt.Whole,
+    "str": str,
+    "tuple[int, int]": opt.Size,
+}  # as they are parsed
 
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
@@ -25,7 +31,9 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
     members = {"__annotations__": kinds, "__module__": __name__, **dict.fromkeys(kinds)}
     fields: Any = opt.group(type("RuleFields", (), members))
     help_ = " ".join(f"{name}: {text}" for name, text in known["rules"].items())
-    command.__annotations__["rule"] = Annotated[Literal[tuple(known["rules"])], Parameter(help=help_)]
+    command.__annotations__["rule"] = Annotated[
+        Literal[tuple(known["rules"])], Parameter(help=help_)
+    ]
     command.__annotations__["fields"] = fields
     assert command.__kwdefaults__ is not None
     command.__kwdefaults__["fields"] = fields()

@@ -96,7 +96,11 @@ def robustness(
         from isomorph.distributed import open_runtime
         from isomorph.lab.evaluation.model_data import open_test_images
         from isomorph.lab.evaluation.robustness.cells import measure_classifier, read_result
-        from isomorph.lab.evaluation.robustness.images import SEVERITIES, RobustnessOptions, open_published
+        from isomorph.lab.evaluation.robustness.images import (
+            SEVERITIES,
+            RobustnessOptions,
+            open_published,
+        )
         from isomorph.lab.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.lab.report.robustness_page import write_robustness
         from isomorph.lab.tasks.robustness import check_classifier
@@ -124,7 +128,9 @@ def robustness(
     if data is not None or not of.folder:
         clean = open_test_images(net, data, load.root, of.classes, of.split)
     with progress_bar("cells", show=runtime.is_main) as progress:
-        result = measure_classifier(net, clean, replace(options, runtime=runtime, progress=progress))
+        result = measure_classifier(
+            net, clean, replace(options, runtime=runtime, progress=progress)
+        )
     if not runtime.is_main:
         return
     texts: list[Any] = [severity_table(result), "\n" + "\n".join(summary_lines(result))]

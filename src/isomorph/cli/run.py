@@ -27,11 +27,19 @@ from isomorph.cli.messages import explain_parse_error, explain_shape_error, name
 from isomorph.cli.options import app
 from isomorph.cli.output import COMMAND
 from isomorph.errors import DataWarning, Stopped, UserError, is_out_of_memory
-from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, is_main_process, was_interrupted
+from isomorph.process import (
+    INTERRUPTED,
+    SafeChildProcesses,
+    ignore_interrupts,
+    is_main_process,
+    was_interrupted,
+)
 from isomorph.terminal_tables import say
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"
-_SIGPIPE = 128 + 13  # exit status when nobody reads the output, as of other programs before `| head`
+_SIGPIPE = (
+    128 + 13
+)  # exit status when nobody reads the output, as of other programs before `| head`
 _PATIENCE = 2.0  # seconds in which torchrun ends a process after another one has failed
 _PYTHON_SHOWS = warnings.showwarning
 
@@ -97,7 +105,9 @@ def _end_with_error(text: str, status: int) -> NoReturn:
 
 def _end_interrupted(command: str) -> NoReturn:
     ignore_interrupts()  # torchrun sends another one
-    resumes = "; the same command resumes from the last checkpoint, if there is one" * (command == "train")
+    resumes = "; the same command resumes from the last checkpoint, if there is one" * (
+        command == "train"
+    )
     if is_main_process():
         _print_error(f"interrupted{resumes}")
     sys.exit(INTERRUPTED)
@@ -121,16 +131,28 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         _end(_SIGPIPE)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # rich ends a help page so when nobody reads it
+        if isinstance(
+            ended.__context__, BrokenPipeError
+        ):  # rich ends a help page so when nobody reads it
             _end(_SIGPIPE)
         try:
             _flush()  # all output is written before the exit, so that a reader that is gone is noticed
         except BrokenPipeError:
             _end(_SIGPIPE)
         raise
-    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
+    except (
+        UserError,
+        CycloptsError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        AssertionError,
+        MemoryError,
+    ) as error:
         if was_interrupted():
             _end_interrupted(tokens[0])
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        _end_with_error(name_options(_error_message(error), tokens[0]), getattr(error, "exit_status", 2))
+        _end_with_error(
+            name_options(_error_message(error), tokens[0]), getattr(error, "exit_status", 2)
+        )

@@ -52,7 +52,12 @@ def sample(
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
-        from isomorph.lab.tasks.diffusion.sampling import check_replaceable, require_denoiser, write_folder, write_grid
+        from isomorph.lab.tasks.diffusion.sampling import (
+            check_replaceable,
+            require_denoiser,
+            write_folder,
+            write_grid,
+        )
         from isomorph.lab.tasks.diffusion.sampling import sample as generate
     target = open_runtime(device).device
     net = open_given(model, checkpoint)
@@ -64,7 +69,13 @@ def sample(
         options["progress"] = lambda done, total: update(done, total, "sampling")
         pixels = generate(net.to(target), images, sampler, steps, **options)
     (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
-    made = {"out": str(out), "images": images, "sampler": sampler, "seed": seed, "size": list(pixels.shape[-2:])}
+    made = {
+        "out": str(out),
+        "images": images,
+        "sampler": sampler,
+        "seed": seed,
+        "size": list(pixels.shape[-2:]),
+    }
     show(json_, made, f"wrote {out}: {images:,} images of {pixels.shape[-2]} x {pixels.shape[-1]}")
 
 
@@ -108,7 +119,9 @@ def fid(
         from isomorph.distributed import open_runtime
         from isomorph.lab.tasks.diffusion import image_distance
     split: Literal["train", "test"] = "test" if test else "train"
-    image_distance.open_folder(images)  # before the network is opened, whose weights may have to be downloaded
+    image_distance.open_folder(
+        images
+    )  # before the network is opened, whose weights may have to be downloaded
     real = image_distance.open_real_images(data, split, root, max_images)
     extractor = image_distance.open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:

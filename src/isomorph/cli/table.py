@@ -35,10 +35,19 @@ def table(
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.lab.recipes.tables import find_table, published_tables, table_with_evaluations, table_with_runs
+        from isomorph.lab.recipes.tables import (
+            find_table,
+            published_tables,
+            table_with_evaluations,
+            table_with_runs,
+        )
         from isomorph.lab.report.evaluations import read_evaluations
         from isomorph.lab.report.html import Section, write_page
-        from isomorph.lab.report.published_table import command_lines, published_charts, published_table
+        from isomorph.lab.report.published_table import (
+            command_lines,
+            published_charts,
+            published_table,
+        )
         from isomorph.lab.report.run_files import read_run_logs
     if name is None:
         listed = []

@@ -36,7 +36,9 @@ def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = F
     write_demo_page(result, out)
     print()
     print_table(result.table())
-    print(f"\n{result.start}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:")
+    print(
+        f"\n{result.start}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:"
+    )
     for what, line in next_commands(folder):
         print(f"  {line}  # {what}")
 
@@ -46,10 +48,16 @@ def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = F
     f"Every field of the recipe is an option:\n\n{tables()['recipe_help']}"
 )
 def train(
-    recipe: Annotated[str, Parameter(help="Name of a recipe (see `isomorph recipes`), or a .yaml or .toml file.")],
+    recipe: Annotated[
+        str, Parameter(help="Name of a recipe (see `isomorph recipes`), or a .yaml or .toml file.")
+    ],
     /,
     *fields: Annotated[
-        str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")
+        str,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.",
+        ),
     ],
     dry_run: Annotated[
         opt.Flag,

@@ -49,7 +49,9 @@ def require_packages(*names: str) -> None:
 def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     """Return the metadata of a model exported with these shapes, as JSON by key; keys without a value are left out."""
     first = shapes.shape
-    data = {key: value for key, value in describe_data(model).items() if not key.startswith("test_")}
+    data = {
+        key: value for key, value in describe_data(model).items() if not key.startswith("test_")
+    }
     if not shapes.named:
         config = evaluation_config(model, (first[1], first[2]))
         data |= {key: config[key] for key in DATA_KEYS if key in config}
@@ -82,7 +84,11 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 
 
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
-    known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
+    known = (
+        isinstance(texts, Mapping)
+        and "isomorph_version" in texts
+        and ("input_size" in texts or "inputs" in texts)
+    )
     if not known:
         raise UserError(
             f"{path} does not say which images it expects; give a file that isomorph export wrote",
@@ -291,7 +297,9 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
         # weights become floats once, not every time
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            contents, options, providers=["CPUExecutionProvider"]
+        )
 
     def run(**inputs: Tensor) -> Tensor:
         arrays = {name: x.numpy() for name, x in inputs.items()}
@@ -305,5 +313,7 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return (lambda **inputs: module(**inputs)), texts  # a module of the artefact would follow its train()
+        return (
+            lambda **inputs: module(**inputs)
+        ), texts  # a module of the artefact would follow its train()
     return (lambda **inputs: module(*inputs.values())), texts

@@ -216,7 +216,9 @@ def encode(
         if deviation.passed or not shapes.near or not far.passed:
             return shapes, contents, deviation
         height, width = shapes.shape[1:]
-        shapes = plan_shapes(model, shapes.dynamic, (height, width), (shapes.size_multiple or 1) + 1)
+        shapes = plan_shapes(
+            model, shapes.dynamic, (height, width), (shapes.size_multiple or 1) + 1
+        )
 
 
 @torch.no_grad()

@@ -215,7 +215,9 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     """
     path = folder / CONFIG
     header = read_header(folder / WEIGHTS)
-    own: dict[str, Any] = {key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header}
+    own: dict[str, Any] = {
+        key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header
+    }
     shared = {"isomorph": {"format": header["format"], **own}}
     config: dict[str, Any] = {}
     if "base" in own:
@@ -230,7 +232,9 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
                 return True
     else:
         built_as = own["module"]["class"].rpartition(".")[2]
-    changed = {"architecture": f"{built_as} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
+    changed = {
+        "architecture": f"{built_as} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"
+    }
     path.write_text(json.dumps(config | shared | changed, indent=2), encoding="utf-8")
     return False
 

@@ -117,7 +117,11 @@ def _card_data(
     if "top1" in metrics and classifies:
         model_name = name.rpartition("/")[2]
         data = describe_data(model).get("source") or "test images"
-        accuracy = [EvalResult(task, data, data, "accuracy", round(metrics["top1"], 2), metric_name="top-1 (%)")]
+        accuracy = [
+            EvalResult(
+                task, data, data, "accuracy", round(metrics["top1"], 2), metric_name="top-1 (%)"
+            )
+        ]
     return ModelCardData(
         library_name="timm" if in_timm else "isomorph",
         pipeline_tag=task if classifies else None,

@@ -53,7 +53,9 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     found = session.run(asked, {name: x.numpy() for name, x in given.items()})
 
     values: list[Tensor] = []

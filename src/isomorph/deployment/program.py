@@ -95,7 +95,9 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
 def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     """Trace a prepared model with torch.export. Raises: UserError naming the operator, or for several outputs."""
     inputs = shapes.checks[1]
-    axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
+    axes = {
+        name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()
+    }
     positional: tuple[Tensor, ...] = ()
     named: dict[str, Tensor] = {}
     dynamic: Any = axes
@@ -168,7 +170,9 @@ def to_onnx(
     options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=OPSET)
     try:
         with quiet():
-            made = torch.onnx.export(program, input_names=shapes.names, output_names=[shapes.output], **options)
+            made = torch.onnx.export(
+                program, input_names=shapes.names, output_names=[shapes.output], **options
+            )
             assert made is not None
             optimize_ir(made.model, should_fold=_should_compute)
             proto = made.model_proto

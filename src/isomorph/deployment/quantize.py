@@ -113,7 +113,9 @@ class QuantizeReport:
         width = max((len(layer.name) for layer in self.layers), default=0)
         lines = []
         for layer in self.layers:
-            row = f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision:<6}  {layer.reason}"
+            row = (
+                f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision:<6}  {layer.reason}"
+            )
             lines.append(row.rstrip())
         rounded = sum(layer.precision != "float" for layer in self.layers)
         kind = "weights" if self.mode == "weights" else "weights and activations"
@@ -127,7 +129,9 @@ class QuantizeReport:
         else:
             same = f"same class as the float model on {self.agreement:.1f}% of {images}"
             lines.append(f"{same}; outputs at {self.output_sqnr:.1f} dB")
-        lines.append(f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model")
+        lines.append(
+            f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model"
+        )
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -214,10 +218,14 @@ def quantize(
     measured = _measure(prepared, before, after, batches, shapes)
     notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
     layers = _describe_layers(before, after, kept)
-    report = QuantizeReport(path=str(path), mode=mode, layers=layers, notes=notes, left=merged.left, **measured)
+    report = QuantizeReport(
+        path=str(path), mode=mode, layers=layers, notes=notes, left=merged.left, **measured
+    )
     _write_metadata(after, {"fidelity": json.dumps(_stored_fidelity(report))})
     progress("writing")
-    write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
+    write_atomically(
+        path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite
+    )
     return report
 
 

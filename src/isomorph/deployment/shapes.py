@@ -126,15 +126,23 @@ def plan_shapes(
         # even ones alone
         for way in (multiple, multiple - far):
             sides = (height + way, width + way)
-            if multiple != far and min(sides) > multiple and not input_size_problem(model, (channels, *sides)):
+            if (
+                multiple != far
+                and min(sides) > multiple
+                and not input_size_problem(model, (channels, *sides))
+            ):
                 near.append(sides)
     tried = [(height, width), (height, width + far), (height + far, width), *near]
     all_batches = [*batches, *[batches[1]] * len(near)]
     checks = []
     for seed, (batch, sides) in enumerate(zip(all_batches, tried, strict=True)):
         generator = torch.Generator().manual_seed(seed)
-        checks.append({INPUT: torch.randn((batch, channels, *sides), generator=generator, device="cpu")})
-    return ExportShapes(dynamic, tuple(checks), {INPUT: axes}, size_multiple=multiple, near=len(near), named=False)
+        checks.append(
+            {INPUT: torch.randn((batch, channels, *sides), generator=generator, device="cpu")}
+        )
+    return ExportShapes(
+        dynamic, tuple(checks), {INPUT: axes}, size_multiple=multiple, near=len(near), named=False
+    )
 
 
 def _plan_denoiser(
@@ -153,7 +161,9 @@ def _plan_denoiser(
         far = _far(step)
         multiple = step
     tried = ((height, width), (height, width + far), (height + far, width))
-    checks: Any = tuple(own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True))
+    checks: Any = tuple(
+        own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True)
+    )
     of_steps = {axis: name for axis, name in axes.items() if axis == 0}
     return ExportShapes(dynamic, checks, {"x": axes, "t": of_steps}, "noise", multiple)
 
@@ -187,7 +197,9 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
             f"the model takes images of {height} x {width} only; give dynamic batch, without size, or create the model "
             "so that it takes any size (dynamic_img_size=True for ViTs of timm)"
         )
-    raise UserError(f"the exported graph is right for images of {height} x {width} only; give dynamic batch, not size")
+    raise UserError(
+        f"the exported graph is right for images of {height} x {width} only; give dynamic batch, not size"
+    )
 
 
 def _plan_text(

@@ -104,7 +104,9 @@ class AnnealedPair(nn.Sequential):
         if act.is_identity:
             return _merge(layers.values())
         linear = list(layers.values())
-        fused = OrderedDict(first=_merge(linear[:2]), act=copy.deepcopy(act), second=_merge(linear[2:]))
+        fused = OrderedDict(
+            first=_merge(linear[:2]), act=copy.deepcopy(act), second=_merge(linear[2:])
+        )
         return nn.Sequential(fused).eval()
 
 

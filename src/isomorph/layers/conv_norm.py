@@ -34,7 +34,9 @@ class ConvNorm(nn.Conv2d):
     def from_conv(conv: Any, eps: float = 1e-5) -> "ConvNorm":
         """Return a convolution with a norm that is the identity; it is copied."""
         new = copy.deepcopy(conv)
-        norm = nn.BatchNorm2d(conv.out_channels, eps, device=conv.weight.device, dtype=conv.weight.dtype)
+        norm = nn.BatchNorm2d(
+            conv.out_channels, eps, device=conv.weight.device, dtype=conv.weight.dtype
+        )
         with torch.no_grad():
             norm.weight.fill_((1 + eps) ** 0.5)
             if conv.bias is not None:

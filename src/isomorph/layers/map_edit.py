@@ -58,7 +58,9 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
         allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
-    elif allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B:  # the real tokens of padded sequences
+    elif (
+        allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B
+    ):  # the real tokens of padded sequences
         allowed = allowed[:, None, None]
     elif allowed.ndim == 2:  # one mask for all
         allowed = allowed[None, None]
@@ -261,7 +263,9 @@ class GatedMap(TokenPositions):
             keys, first = fit_grid(maps.shape[-1], (queries,), prefix)
         if allowed is None:
             parameters = (self.position, self.gate)
-            scaled, rest = self.cached(parameters, self.scaled_map, queries, keys, first, maps.dtype)
+            scaled, rest = self.cached(
+                parameters, self.scaled_map, queries, keys, first, maps.dtype
+            )
         else:
             on_grids = allowed[..., prefix:, first:]
             scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, on_grids)

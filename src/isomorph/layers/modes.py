@@ -74,7 +74,11 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def can_keep(*tensors: Tensor) -> bool:
     """True if what is computed from these tensors may serve later calls: nothing traces or captures this one."""
-    if not is_eager() or torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None:
+    if (
+        not is_eager()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or get_proxy_mode() is not None
+    ):
         return False
     for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_inference():
@@ -123,7 +127,9 @@ Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
 def _surroundings(device: torch.device) -> tuple[int, torch.dtype | None]:
     """Return the stream and autocast's dtype of a call, on which what it computes depends."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    precision = (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    )
     return stream, precision
 
 
@@ -216,7 +222,9 @@ def require_finite(outputs: Any) -> None:
 
 def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    exact = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    exact = {
+        name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()
+    }
     with eval_mode(module):  # dropout would differ from itself
         return torch.func.functional_call(module, exact, (x.double(),))
 

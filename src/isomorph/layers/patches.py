@@ -68,7 +68,9 @@ def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> 
     patches = by_image.permute(1, 0, 2)  # (B, C k k, L)
     if window.is_pointwise or not images:
         return patches.reshape(shape)  # torch's fold does not accept an empty batch
-    return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
+    return F.fold(
+        patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride
+    )
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:

@@ -130,7 +130,9 @@ class JointLinears(nn.Module):
     def __init__(self, joint: nn.Linear, names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
-        for name, (weight, bias) in zip(names, _chunks(joint.weight, joint.bias, len(names)), strict=True):
+        for name, (weight, bias) in zip(
+            names, _chunks(joint.weight, joint.bias, len(names)), strict=True
+        ):
             setattr(self, name, linear_of(weight, bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +204,9 @@ def allowed_by_masks(layer: Any, given: dict[str, Any]) -> Tensor | None:
     """Return where the masks of a call allow attention, or None. Raises: ValueError for a mask for each head."""
     attn_mask = given.get("attn_mask")
     if attn_mask is not None and attn_mask.ndim == 3:
-        raise ValueError("an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)")
+        raise ValueError(
+            "an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)"
+        )
     mask = joint_mask(attn_mask, given.get("key_padding_mask"), 1, layer.out_proj.weight.dtype)
     return None if mask is None else mask > -torch.inf
 

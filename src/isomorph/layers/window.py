@@ -47,7 +47,10 @@ class TokenWindows(NamedTuple):
         H, W = self.grid
         bands = []
         for top, bottom, height in _spans(H, self.side):
-            band = [_Rectangle(top, bottom, height, left, right, width) for left, right, width in _spans(W, self.side)]
+            band = [
+                _Rectangle(top, bottom, height, left, right, width)
+                for left, right, width in _spans(W, self.side)
+            ]
             bands.append(band)
         return bands
 
@@ -87,7 +90,13 @@ class _Rectangle(NamedTuple):
 
 
 def attend_with_share(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: TokenWindows, share: Tensor
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    windows: TokenWindows,
+    share: Tensor,
 ) -> Tensor:
     """Return attention with log m added to its scores. Shape: q, k, v (B, nh, N, hd), share () -> (B, nh, N, hd)"""
     scores = windows.log_share(share, q)
@@ -125,7 +134,9 @@ def attend_in_windows(
     return torch.cat([attend(q[:, :, :prefix], k, v, of_prefix), out], 2)
 
 
-def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, windows: TokenWindows) -> Tensor:
+def attend_in_padded_windows(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, windows: TokenWindows
+) -> Tensor:
     """Return what `attend_in_windows` returns, with windows of one size: a graph for grids of any size.
 
     Positions below and right of the grid are copies of its last ones, and no query attends to them.
@@ -161,7 +172,13 @@ def _rounded_up(length: int, side: int) -> int:
 
 
 def _attend_in_each(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, first_k: Tensor, first_v: Tensor, mask: Tensor | None
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_k: Tensor,
+    first_v: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     """Return attention in each window to its own tokens and to the first ones, those of the prefix.
 

@@ -70,11 +70,15 @@ def create(name: str, **arguments: Any) -> nn.Module:
             ) from error
         reason = " ".join(str(error).split())[:300]
         message = f"timm cannot create {name}: {reason}"
-        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
+        given = ", ".join(
+            f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained"
+        )
         if given:
             message += f" (with {given})"
         raise UserError(message) from error
-    kept = {key: value for key, value in arguments.items() if key not in _OF_WEIGHTS and is_plain(value)}
+    kept = {
+        key: value for key, value in arguments.items() if key not in _OF_WEIGHTS and is_plain(value)
+    }
     update_record(model, base={**arguments_to_record(model), "name": name, **kept})
     return model
 

@@ -24,9 +24,13 @@ Mixin: Any = object
 
 def image_cfg(**more: Any) -> dict[str, Any]:
     """Return the pretrained_cfg of a network for ImageNet at 224 or any other size; `more` overrides its entries."""
-    images = dict(input_size=(3, 224, 224), crop_pct=0.875, interpolation="bicubic", fixed_input_size=False)
+    images = dict(
+        input_size=(3, 224, 224), crop_pct=0.875, interpolation="bicubic", fixed_input_size=False
+    )
     colours = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    layers = dict(num_classes=1000, pool_size=None, first_conv="patch_embed.proj", classifier="head")
+    layers = dict(
+        num_classes=1000, pool_size=None, first_conv="patch_embed.proj", classifier="head"
+    )
     return images | colours | layers | more
 
 
@@ -133,10 +137,16 @@ class ForeignCheckpoints(Mixin):
     # torch calls this hook for the module and its children, so it also works when the model is part
     # of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        given = {
+            name.removeprefix(prefix): t
+            for name, t in state_dict.items()
+            if name.startswith(prefix)
+        }
         own = getattr(self, "pos_embed", None)
         positions = given.get("pos_embed")
-        resized = own is not None and positions is not None and own.shape[1:-1] != positions.shape[1:-1]
+        resized = (
+            own is not None and positions is not None and own.shape[1:-1] != positions.shape[1:-1]
+        )
         if resized or self.is_foreign(given):
             for name in given:
                 del state_dict[prefix + name]

@@ -153,7 +153,9 @@ class BlockwiseViT(AnySizeViT):
                 prefix_tokens = y.shape[1] - H * W
                 prefix, patches = y.split([prefix_tokens, H * W], dim=1)
                 if output_fmt == "NCHW":
-                    patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
+                    patches = (
+                        patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()
+                    )  # (B, C, H, W)
                 taken.append((patches, prefix) if return_prefix_tokens else patches)
         return taken if intermediates_only else (self.norm(x), taken)
 

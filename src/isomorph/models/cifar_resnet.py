@@ -113,7 +113,9 @@ class CifarResNet(StagedNet):
         self.feature_info = [dict(num_chs=16, reduction=1, module="act1")]
         for i in range(3):
             reduction = 2**i
-            self.feature_info.append(dict(num_chs=16 * reduction, reduction=reduction, module=f"layer{i + 1}"))
+            self.feature_info.append(
+                dict(num_chs=16 * reduction, reduction=reduction, module=f"layer{i + 1}")
+            )
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=global_pool)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -168,8 +170,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 def cifar_cfg(depth: int) -> dict[str, Any]:
     """Return the pretrained_cfg of the public weights, which expect ImageNet's mean and std."""
     images = dict(input_size=(3, 32, 32), pool_size=(8, 8), crop_pct=1.0, interpolation="bilinear")
-    layers = dict(num_classes=10, first_conv="conv1", classifier="linear", label_names=CIFAR10_CLASSES)
-    return image_cfg(url=f"{WEIGHT_FOLDER}/{WEIGHTS[depth]}", license="bsd-2-clause", **images, **layers)
+    layers = dict(
+        num_classes=10, first_conv="conv1", classifier="linear", label_names=CIFAR10_CLASSES
+    )
+    return image_cfg(
+        url=f"{WEIGHT_FOLDER}/{WEIGHTS[depth]}", license="bsd-2-clause", **images, **layers
+    )
 
 
 def create_cifar_resnet(
@@ -185,7 +191,9 @@ def create_cifar_resnet(
         if file.is_file():
             local["file"] = str(file)
     features = dict(out_indices=(0, 1, 2, 3))
-    return build_variant(kind, name, pretrained, features, local, blocks=(depth - 2) // 6, **arguments)
+    return build_variant(
+        kind, name, pretrained, features, local, blocks=(depth - 2) // 6, **arguments
+    )
 
 
 VARIANTS = {
@@ -195,5 +203,7 @@ VARIANTS = {
     "cifar_resnet56": Variant(dict(depth=56), "CIFAR ResNet-56: 853,018 parameters."),
 }
 
-default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS})
+default_cfgs = generate_default_cfgs(
+    {f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS}
+)
 register_variants(__name__, create_cifar_resnet, VARIANTS)

@@ -275,7 +275,11 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for tables of relative attention of another image size."""
         for name, parameter in self.named_parameters():
-            if name.endswith(".relative_bias") and name in state and state[name].shape != parameter.shape:
+            if (
+                name.endswith(".relative_bias")
+                and name in state
+                and state[name].shape != parameter.shape
+            ):
                 return True
         return False
 
@@ -366,9 +370,15 @@ def _variant(
 VARIANTS = {
     "coatnet_0": _variant((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), "25M parameters, 81.6 top-1"),
     "coatnet_1": _variant((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), "42M parameters, 83.3 top-1"),
-    "coatnet_2": _variant((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), "75M parameters, 84.1 top-1"),
-    "coatnet_3": _variant((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), "168M parameters, 84.5 top-1"),
-    "coatnet_4": _variant((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), "275M parameters, 88.56 top-1 at 512"),
+    "coatnet_2": _variant(
+        (2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), "75M parameters, 84.1 top-1"
+    ),
+    "coatnet_3": _variant(
+        (2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), "168M parameters, 84.5 top-1"
+    ),
+    "coatnet_4": _variant(
+        (2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), "275M parameters, 88.56 top-1 at 512"
+    ),
     "coatnet_5": _variant(
         (2, 2, 12, 28, 2),
         (192, 256, 512, 1280, 2048),
@@ -398,7 +408,9 @@ default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, _CFG))  # no public
 
 def _create_coatnet(name: str, pretrained: bool, **arguments: Any) -> CoAtNet:
     stages = split_layout(arguments.get("layout", "C-C-T-T"))
-    features = dict(out_indices=tuple(range(len(stages))), feature_cls="getter", flatten_sequential=True)
+    features = dict(
+        out_indices=tuple(range(len(stages))), feature_cls="getter", flatten_sequential=True
+    )
     return build_variant(CoAtNet, name, pretrained, features, **arguments)
 
 

@@ -50,7 +50,9 @@ def impatient_hub() -> AbstractContextManager[Any]:
 
 def is_connection_error(error: BaseException | None) -> bool:
     """Return True if an error, or one that it follows from, says that a server could not be reached."""
-    kinds = LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError | TimeoutError | URLError
+    kinds = (
+        LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError | TimeoutError | URLError
+    )
     while error is not None:
         if isinstance(error, kinds):
             return True
@@ -80,7 +82,9 @@ def is_in_hub_cache(repository: str) -> bool:
     """Return True if the hub's cache has weights of a repository, given as `owner/name` or `owner/name@revision`."""
     name, _, revision = repository.partition("@")
     with suppress(LocalEntryNotFoundError):
-        folder = huggingface_hub.snapshot_download(name, revision=revision or None, local_files_only=True)
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision or None, local_files_only=True
+        )
         return any(file.suffix in _WEIGHT_SUFFIXES for file in Path(folder).iterdir())
     return False
 

@@ -113,12 +113,16 @@ def image_size(size: int | Sequence[int]) -> ImageSize:
         height, width = sides
         if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:
             return height, width
-    raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
+    raise UserError(
+        f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both"
+    )
 
 
 def input_channels(model: nn.Module) -> int:
     """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
-    known = getattr(model, "in_chans", None) or getattr(_first_convolution(model), "in_channels", None)
+    known = getattr(model, "in_chans", None) or getattr(
+        _first_convolution(model), "in_channels", None
+    )
     if known:
         return known
     size = spec_of(model).input_size or (3,)
@@ -205,9 +209,7 @@ def _uncovered_edge(model: nn.Module, size: Sequence[int]) -> str:
     nearest = f"{math.ceil(height / ph) * ph} x {math.ceil(width / pw) * pw}"
     if height >= ph and width >= pw:
         nearest = f"{height // ph * ph} x {width // pw * pw} or {nearest}"
-    return (
-        f"patches of {ph} x {pw} do not fill them; give {nearest}, because timm would leave out the rest of the image"
-    )
+    return f"patches of {ph} x {pw} do not fill them; give {nearest}, since timm would leave out the rest of the image"
 
 
 def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
@@ -339,7 +341,9 @@ def shorten(names: Sequence[str]) -> str:
 def config_labels(model: nn.Module) -> list[str]:
     """Return the names of classes in the config of a model of transformers; empty where they are numbers only."""
     given = getattr(getattr(model, "config", None), "id2label", None)
-    if not isinstance(given, Mapping) or all(name == f"LABEL_{label}" for label, name in given.items()):
+    if not isinstance(given, Mapping) or all(
+        name == f"LABEL_{label}" for label, name in given.items()
+    ):
         return []
     return [str(given[label]) for label in sorted(given)]
 
@@ -353,5 +357,8 @@ def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
         if classes != len(wnids):
             return "class {}".format
         names = wnids
-    english = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in set(names) & set(wnids)}
+    english = {
+        wnid: imagenet.label_name_to_description(wnid).split(",")[0]
+        for wnid in set(names) & set(wnids)
+    }
     return lambda label: english.get(names[label], str(names[label]))

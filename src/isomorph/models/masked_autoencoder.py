@@ -101,7 +101,9 @@ def _check_encoder(encoder: nn.Module) -> None:
         raise UserError(
             f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}",
         )
-    needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
+    needing_grid = {
+        type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)
+    }
     if not needing_grid and isinstance(encoder, BlockwiseViT):
         needing_grid = {f"a {kind}"}
     if needing_grid:
@@ -115,7 +117,9 @@ def _check_encoder(encoder: nn.Module) -> None:
         )
     stem = encoder.patch_embed
     proj = getattr(stem, "proj", None)
-    if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0):
+    if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(
+        proj, "stride", 0
+    ):
         raise UserError(
             f"masked pre-training needs plain patches, and a {type(stem).__name__} mixes them; use another ViT"
         )
@@ -169,7 +173,9 @@ class MaskedAutoencoder(nn.Module):
                 module.requires_grad_(False)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.decoder_embed = nn.Linear(encoder.embed_dim, width)
-        self.decoder_blocks = nn.ModuleList(Block(width, heads, qkv_bias=True) for _ in range(depth))
+        self.decoder_blocks = nn.ModuleList(
+            Block(width, heads, qkv_bias=True) for _ in range(depth)
+        )
         self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
         self.decoder_pred = nn.Linear(width, math.prod(self.patch_size) * encoder.in_chans)
         table = sincos_pos_embed(encoder.patch_embed.grid_size, width)
@@ -217,9 +223,13 @@ class MaskedAutoencoder(nn.Module):
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix = tokens[:, : vit.num_prefix_tokens]
         patches = tokens[:, vit.num_prefix_tokens :]
-        tokens = torch.cat([prefix, gather_tokens(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
+        tokens = torch.cat(
+            [prefix, gather_tokens(patches, seen.visible)], dim=1
+        )  # (B, prefix + V, channels)
         tokens = vit.norm_pre(tokens)
-        tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
+        tokens = (
+            checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
+        )
         return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
 
     def decode(self, images: Tensor, noise: Tensor | None, blocks: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,9 @@ class ConvPatchEmbed(PatchEmbed):
         self.conv3 = nn.Conv2d(second, third, 3, padding=1, bias=False, **factory)
         self.bn3 = nn.BatchNorm2d(third, **factory)
         half = (patch[0] // 2, patch[1] // 2)
-        self.proj = nn.Conv2d(third, embed_dim, half, half, bias=kwargs.get("bias", True), **factory)
+        self.proj = nn.Conv2d(
+            third, embed_dim, half, half, bias=kwargs.get("bias", True), **factory
+        )
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the image size. Raises: UserError for a different patch size."""
@@ -225,7 +227,9 @@ class ScaledMlp(Mlp):
 
     def __init__(self, in_features: int, **kwargs: Any) -> None:
         super().__init__(in_features, **kwargs)
-        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **factory_kwargs(kwargs)))
+        self.scale_channel = nn.Parameter(
+            torch.full((in_features,), 1e-5, **factory_kwargs(kwargs))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale_channel * super().forward(x)
@@ -304,7 +308,9 @@ def checkpoint_filter_fn(
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
     """
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(
+        unwrap_state_dict(state_dict), model
+    )
     if isinstance(model, ReleasedRefinedViT):
         if model.dense_head:
             return state
@@ -364,7 +370,9 @@ default_cfgs = generate_default_cfgs(_all_cfgs())
 
 def _create(kind: type, name: str, pretrained: bool, **arguments: Any) -> nn.Module:
     released = kind is ReleasedRefinedViT
-    cfg = _heads_cfg(released or arguments.get("conv_embed", False), arguments.get("dense_head", released))
+    cfg = _heads_cfg(
+        released or arguments.get("conv_embed", False), arguments.get("dense_head", released)
+    )
     return build_variant(kind, name, pretrained, own_cfg=cfg, **arguments)
 
 

@@ -46,12 +46,24 @@ class _Network(NamedTuple):
 
 
 _NETWORKS = {
-    "resnetrs50": _Network((3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"),
-    "resnetrs101": _Network((3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"),
-    "resnetrs152": _Network((3, 8, 36, 3), RESNET_RS, 320, "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"),
-    "resnetrs200": _Network((3, 24, 36, 3), RESNET_RS, 320, "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"),
-    "resnetrs270": _Network((4, 29, 53, 4), RESNET_RS, 320, "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"),
-    "resnetrs350": _Network((4, 36, 72, 4), RESNET_RS, 320, "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"),
+    "resnetrs50": _Network(
+        (3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"
+    ),
+    "resnetrs101": _Network(
+        (3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"
+    ),
+    "resnetrs152": _Network(
+        (3, 8, 36, 3), RESNET_RS, 320, "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "resnetrs200": _Network(
+        (3, 24, 36, 3), RESNET_RS, 320, "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "resnetrs270": _Network(
+        (4, 29, 53, 4), RESNET_RS, 320, "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "resnetrs350": _Network(
+        (4, 36, 72, 4), RESNET_RS, 320, "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"
+    ),
     "resnet50d": _Network((3, 4, 6, 3), RESNET_D, 320, "81.6 top-1 at 320 (T-CNN Table 5)"),
     "resnet101d": _Network((3, 4, 23, 3), RESNET_D, 384, "83.1 top-1 at 384 (T-CNN Table 5)"),
     "resnet152d": _Network((3, 8, 36, 3), RESNET_D, 384, "83.8 top-1 at 384 (T-CNN Table 5)"),
@@ -147,7 +159,9 @@ for _name, _network in _NETWORKS.items():
 
 _SMALL = {
     "t_cifar_resnet20": Variant(dict(depth=20), "with the six convolutions of layer3 as attention"),
-    "t_cifar_resnet56": Variant(dict(depth=56), "with the eighteen convolutions of layer3 as attention"),
+    "t_cifar_resnet56": Variant(
+        dict(depth=56), "with the eighteen convolutions of layer3 as attention"
+    ),
 }
 for _name, _variant in _SMALL.items():
     _CFGS[f"{_name}.cnn_cifar10"] = cifar_cfg(_variant.arguments["depth"])

@@ -99,7 +99,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     them. The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     given = unwrap_state_dict(state_dict).items()
-    state_dict = {name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)}
+    state_dict = {
+        name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)
+    }
     state_dict = _with_own_tensors(_with_own_pooling(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
@@ -125,7 +127,11 @@ def _with_own_pooling(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
 def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Add what a checkpoint lacks; a distillation token has a zero position, as published with G2SD."""
     added: dict[str, Tensor] = {}
-    if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
+    if (
+        isinstance(model, TDRLViTDistilled)
+        and "dist_token" not in state_dict
+        and "pos_embed" in state_dict
+    ):
         positions = state_dict["pos_embed"]
         first = positions[:, :1]
         zero = torch.zeros_like(first)
@@ -143,7 +149,11 @@ def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
 def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
     """Return the tables and scalars of relative attention by name."""
     names = (".relative_bias", ".prefix_bias")
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if name.endswith(names)}
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name.endswith(names)
+    }
 
 
 def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
@@ -164,8 +174,12 @@ def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, 
 # 12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL
 # Tables 1 and 3.
 VARIANTS = {
-    "tdrl_vit_ti": Variant(dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"),
-    "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),
+    "tdrl_vit_ti": Variant(
+        dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"
+    ),
+    "tdrl_vit_s": Variant(
+        dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"
+    ),
 }
 
 _DISTILLED = "with a distillation token 79.1 top-1 pre-trained and distilled by a ViT-B"

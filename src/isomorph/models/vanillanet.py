@@ -83,7 +83,9 @@ class VanillaNet(StagedNet):
         if not self.num_classes:
             return nn.Identity()
         first = nn.Linear(self.num_features * self.global_pool.feat_mult(), self.num_classes)
-        return AnnealedPair(first, nn.Linear(self.num_classes, self.num_classes), last_norm=False, slope=self.slope)
+        return AnnealedPair(
+            first, nn.Linear(self.num_classes, self.num_classes), last_norm=False, slope=self.slope
+        )
 
     def embed(self, x: Tensor) -> Tensor:
         return self.stem(x)
@@ -97,7 +99,9 @@ class VanillaNet(StagedNet):
         old = self.head
         self.num_classes = num_classes
         if global_pool is not None:
-            self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
+            self.global_pool = SelectAdaptivePool2d(
+                pool_type=global_pool, flatten=bool(global_pool)
+            )
         act = getattr(old, "act", None)
         if act is not None:
             self.slope = float(act.slope)
@@ -142,10 +146,14 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 _DESCRIPTION = "15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)"
-VARIANTS = {"vanillanet_5": Variant(dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2)), _DESCRIPTION)}
+VARIANTS = {
+    "vanillanet_5": Variant(dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2)), _DESCRIPTION)
+}
 _LAYERS = dict(first_conv="stem.pair.first", classifier=("head.first", "head.norm1", "head.second"))
 # No URL: weights come as a file.
-default_cfgs = generate_default_cfgs({name: image_cfg(pool_size=(7, 7), **_LAYERS) for name in VARIANTS})
+default_cfgs = generate_default_cfgs(
+    {name: image_cfg(pool_size=(7, 7), **_LAYERS) for name in VARIANTS}
+)
 
 
 def _create_vanillanet(name: str, pretrained: bool, **arguments: Any) -> VanillaNet:

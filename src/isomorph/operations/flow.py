@@ -17,7 +17,16 @@ from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
 # Operations that read of their second tensor its shape or dtype alone.
 LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
 # Operations that read the shape of their tensor alone.
-SHAPES_ALONE = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
+SHAPES_ALONE = {
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "full_like",
+}
 
 
 class Operation(NamedTuple):
@@ -47,7 +56,9 @@ class Flow(TorchFunctionMode):
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
         self.given_out: set[Value] = set()
-        self.tensors: dict[Value, Tensor] = {}  # kept: the identity of a tensor is its own only while it lives
+        self.tensors: dict[
+            Value, Tensor
+        ] = {}  # kept: the identity of a tensor is its own only while it lives
         # The names of every parameter and buffer by its identity.
         self.names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in constants.items():
@@ -188,12 +199,16 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return True
     if torch.Tag.data_dependent_output in func.tags:
         return True
-    if func is torch.ops.aten.index.Tensor:  # by numbers the form is that of the indices, by a mask it is not
+    if (
+        func is torch.ops.aten.index.Tensor
+    ):  # by numbers the form is that of the indices, by a mask it is not
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if torch.Tag.dynamic_output_shape in func.tags:
         return True
     read = tensors_in(args, kwargs)
-    if func.namespace in ("aten", "prims", "prim") and all(tensor.is_floating_point() for tensor in read):
+    if func.namespace in ("aten", "prims", "prim") and all(
+        tensor.is_floating_point() for tensor in read
+    ):
         return False
     return not _is_same_without_values(func, args, kwargs, [tensor.shape for tensor in made])
 

@@ -26,7 +26,14 @@ MapLayout = Literal["heads", "windows", "joint", "queries"]
 _SOFTMAX: set[Any] = {torch.softmax, Tensor.softmax, F.softmax}
 _BEGINS = _SOFTMAX | {F.scaled_dot_product_attention}
 _DROPOUTS: set[Any] = {F.dropout, F.alpha_dropout}
-_PRODUCT: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, operator.matmul}
+_PRODUCT: set[Any] = {
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    operator.matmul,
+}
 
 
 def usual_layout(maps: Tensor, heads: int) -> MapLayout:
@@ -95,7 +102,9 @@ class FusedCall(NamedTuple):
     def mask(self) -> Tensor | None:
         """The mask, or that of causal attention: True for allowed, or added to the scores."""
         if self.is_causal:
-            ones = torch.ones(self.query.shape[-2], self.key.shape[-2], dtype=torch.bool, device=self.query.device)
+            ones = torch.ones(
+                self.query.shape[-2], self.key.shape[-2], dtype=torch.bool, device=self.query.device
+            )
             return ones.tril()
         return self.attn_mask
 
@@ -122,10 +131,14 @@ class FollowMaps(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maps: list[Tensor] = []  # made of a softmax over keys, and not multiplied by values yet
+        self.maps: list[
+            Tensor
+        ] = []  # made of a softmax over keys, and not multiplied by values yet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.unflatten if func is Tensor.unflatten else func  # which torch up to 2.11 cannot compile in a mode
+        func = (
+            torch.unflatten if func is Tensor.unflatten else func
+        )  # which torch up to 2.11 cannot compile in a mode
         if not self.maps and func not in _BEGINS:  # most calls
             return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}
@@ -161,11 +174,15 @@ class FollowMaps(TorchFunctionMode):
 
     def _are_map_and_values(self, *factors: Any) -> bool:
         """True if one factor of a product is a map; not for one with a matrix of weights, as of talking heads."""
-        return all(getattr(x, "ndim", 0) > 2 for x in factors) and sum(map(self.follows, factors)) == 1
+        return (
+            all(getattr(x, "ndim", 0) > 2 for x in factors) and sum(map(self.follows, factors)) == 1
+        )
 
     def at_fused(self, call: FusedCall) -> Tensor:
         q, k, v, mask, dropout, causal, scale, gqa = call
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa
+        )
 
     def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
         """Take notice of a softmax over keys."""
@@ -217,7 +234,9 @@ class EditMaps(FollowMaps):
 
     def at_fused(self, call: FusedCall) -> Tensor:
         if call.is_causal:
-            raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
+            raise ValueError(
+                "is_causal is not supported: an edited map mixes queries and cannot be causal"
+            )
         return call.attend(self._edit)
 
     def before_dropout(self, maps: Tensor) -> Tensor:

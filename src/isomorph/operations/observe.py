@@ -40,7 +40,10 @@ Notice = Callable[[ModuleCall], None]
 
 @contextmanager
 def observing(
-    model: nn.Module, before: Notice | None = None, after: Notice | None = None, names: Iterable[str] | None = None
+    model: nn.Module,
+    before: Notice | None = None,
+    after: Notice | None = None,
+    names: Iterable[str] | None = None,
 ) -> Iterator[Running]:
     """Context in which every call of the named modules, by default of all, is shown to `before` and `after`.
 
@@ -61,7 +64,9 @@ def observing(
         if before is not None:
             before(ModuleCall(name, module, args, kwargs))
 
-    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(
+        name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if after is not None:
             after(ModuleCall(name, module, args, kwargs, output))
 
@@ -73,13 +78,19 @@ def observing(
         watched = {name: model.get_submodule(name) for name in names}
     with ExitStack() as hooks:
         for name, module in watched.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(leave, name), with_kwargs=True))
+            hooks.enter_context(
+                module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            )
+            hooks.enter_context(
+                module.register_forward_hook(partial(leave, name), with_kwargs=True)
+            )
             hooks.enter_context(module.register_forward_hook(end, always_call=True))
         yield running
 
 
-def observe(model: nn.Module, call: Callable[[], Any], names: Iterable[str] | None = None) -> list[ModuleCall]:
+def observe(
+    model: nn.Module, call: Callable[[], Any], names: Iterable[str] | None = None
+) -> list[ModuleCall]:
     """Return the calls of the named modules, by default of all, in the order in which they end.
 
     >>> from isomorph.operations import observe

@@ -11,7 +11,19 @@ from torch import Tensor, nn
 from isomorph.operations.values import NOT_HELD, held_by, value_of
 
 # Objects that nothing can change.
-_CONSTANTS: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, type(None), type(Ellipsis), Enum)
+_CONSTANTS: tuple[type, ...] = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type(None),
+    type(Ellipsis),
+    Enum,
+)
 _CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # A model that refers to more objects than this is not looked through.
 _MOST_OBJECTS = 200_000
@@ -46,7 +58,9 @@ def state_of(model: nn.Module) -> list[Any]:
                 waiting += [*value.keys(), *value.values()]
             elif isinstance(value, tuple | list | set | frozenset):
                 waiting += value
-            elif isinstance(value, FunctionType) or (gc.is_tracked(value) and not isinstance(value, NOT_HELD)):
+            elif isinstance(value, FunctionType) or (
+                gc.is_tracked(value) and not isinstance(value, NOT_HELD)
+            ):
                 waiting += held_by(value)
             elif not isinstance(value, NOT_HELD):
                 found.append(object())

@@ -90,7 +90,9 @@ def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
         hooks = hooks_on(wrapper)
         if hooks:
             name = type(wrapper).__name__ if isinstance(wrapper, kinds) else "compiled model"
-            raise UserError(f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside")
+            raise UserError(
+                f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside"
+            )
     return inner
 
 
@@ -107,7 +109,9 @@ def is_compiled(model: Any) -> bool:
     """True if the model or a submodule is compiled."""
     # model.compile() sets a private attribute of torch's and wraps nothing
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+    return any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts
+    )
 
 
 @torch.inference_mode(False)  # the copy can be trained
@@ -119,7 +123,10 @@ def copy_module(model: nn.Module) -> nn.Module:
         reason = first_line(error).partition(". ")[0]
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
     modes = {name: module.training for name, module in model.named_modules()}
-    for name, copied in new.named_modules():  # a feature extractor of torchvision is copied in train mode
+    for (
+        name,
+        copied,
+    ) in new.named_modules():  # a feature extractor of torchvision is copied in train mode
         mode = modes.get(name, copied.training)
         if mode != copied.training:
             copied.train(mode)

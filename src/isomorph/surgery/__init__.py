@@ -16,7 +16,16 @@ from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, 
 from isomorph.surgery.reparameterize import Reparameterize
 from isomorph.surgery.resize import ResizeReport, resize_patches
 from isomorph.surgery.revert import Revert, revert
-from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
+from isomorph.surgery.rule import (
+    RULES,
+    Edit,
+    Rule,
+    build_rule,
+    edits,
+    edits_since,
+    notes,
+    register_rule,
+)
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.linears import AttentionToLinears

@@ -66,7 +66,9 @@ class Absorb(Rule):
         if len(self.mean) != len(self.std) or not self.std or min(self.std) <= 0:
             raise UserError("mean and std need a number for each channel, and std positive ones")
         letters = sorted(set(_COLOURS) & set(self.channels))
-        is_order = letters == sorted(_COLOURS) and all(self.channels.count(x) == 1 for x in _COLOURS)
+        is_order = letters == sorted(_COLOURS) and all(
+            self.channels.count(x) == 1 for x in _COLOURS
+        )
         if self.channels != _COLOURS and len(self.mean) != len(_COLOURS):
             raise UserError(
                 f"channels {self.channels!r} is for models of colour images; this mean has {len(self.mean)}"
@@ -142,8 +144,12 @@ class Absorb(Rule):
         gain = 1 / (self.scale * torch.tensor(self.std, **like))
         mean = [self.scale * each for each in self.mean]
         width = conv.in_channels // conv.groups
-        first = torch.arange(conv.groups, device=gain.device).repeat_interleave(conv.out_channels // conv.groups)
-        read = first[:, None] * width + torch.arange(width, device=gain.device)  # (out, in / groups)
+        first = torch.arange(conv.groups, device=gain.device).repeat_interleave(
+            conv.out_channels // conv.groups
+        )
+        read = first[:, None] * width + torch.arange(
+            width, device=gain.device
+        )  # (out, in / groups)
         weight = conv.weight.double() * gain[read][..., None, None]
         if conv.groups != 1:
             return weight, mean
@@ -173,7 +179,8 @@ def pads_with_zeros(module: nn.Module) -> bool:
 def _like(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     """Return a convolution with other filters, in the precision of the first."""
     window: dict[str, Any] = {
-        name: getattr(conv, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+        name: getattr(conv, name)
+        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     }
     new = nn.Conv2d(
         weight.shape[1] * conv.groups,
@@ -227,17 +234,24 @@ def absorb(
         raise UserError("the model does not say which images it takes; give some as images=")
     names = tuple(layers_that_read(new, example))
     if not names:
-        raise UserError("no layer reads the images as they are; normalise them in front of the model")
+        raise UserError(
+            "no layer reads the images as they are; normalise them in front of the model"
+        )
     for name in names:
         reason = rule.reason(Site(new, name))
         if reason is not None:
-            raise UserError(f"{name} reads the images, and cannot absorb their normalisation: {reason}")
+            raise UserError(
+                f"{name} reads the images, and cannot absorb their normalisation: {reason}"
+            )
     padded = [name for name in names if pads_with_zeros(new.get_submodule(name))]
     edit = Edit(rule, names)
     _check_equal(new, edit, rule, example)
     new = apply_edit(new, edit)
     if padded:
-        add_notes(new, f"{list_names(padded)}: it pads with zeros, so the mean is subtracted in front of it")
+        add_notes(
+            new,
+            f"{list_names(padded)}: it pads with zeros, so the mean is subtracted in front of it",
+        )
     _record_raw_images(new, rule)
     return new
 
@@ -267,7 +281,10 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
     exact = copy_module(model).cpu().double().eval()
     generator = torch.Generator().manual_seed(0)
     count = 1 if rule.is_grey else len(rule.order)
-    raw = torch.rand(2, count, *example.shape[2:], generator=generator, dtype=torch.float64) * rule.scale
+    raw = (
+        torch.rand(2, count, *example.shape[2:], generator=generator, dtype=torch.float64)
+        * rule.scale
+    )
     wanted = run_model(exact, rule.normalise(raw))
     difference = relative_difference(wanted, run_model(apply_edit(exact, edit), raw))
     if not difference <= _EQUAL:

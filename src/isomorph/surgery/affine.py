@@ -75,12 +75,15 @@ class Affine:
         summands = tuple(summand._replace(gain=summand.gain * gain) for summand in self.summands)
         gone = self.gone if change in self.gone else (*self.gone, change)
         through = self.through and self.through.scaled(gain, shift, change)
-        return replace(self, summands=summands, shift=self.shift * gain + shift, gone=gone, through=through)
+        return replace(
+            self, summands=summands, shift=self.shift * gain + shift, gone=gone, through=through
+        )
 
     def times(self, number: float) -> "Affine":
         """Return number * value, multiplied by the model's own code."""
         summands = tuple(
-            summand._replace(gain=summand.gain * number, stays=True, factor=number) for summand in self.summands
+            summand._replace(gain=summand.gain * number, stays=True, factor=number)
+            for summand in self.summands
         )
         through = self.through and self.through.times(number)
         return replace(self, summands=summands, shift=self.shift * number, through=through)
@@ -129,7 +132,9 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def carrier_of(summands: tuple[Summand, ...]) -> Summand | None:
     """Return the summand whose layer can hold the sum of all, or None: that with the largest window."""
-    layers = [summand for summand in summands if summand.layer and not (summand.stays or summand.after)]
+    layers = [
+        summand for summand in summands if summand.layer and not (summand.stays or summand.after)
+    ]
     if not layers:
         return None
     if len(summands) == 1:

@@ -45,7 +45,12 @@ class AffineValues:
     """
 
     def __init__(
-        self, model: nn.Module, flow: Flow, keeps: set[Value], affine_norms: bool, avoid: frozenset[str]
+        self,
+        model: nn.Module,
+        flow: Flow,
+        keeps: set[Value],
+        affine_norms: bool,
+        avoid: frozenset[str],
     ) -> None:
         self.model = model
         self.flow = flow
@@ -101,7 +106,10 @@ class AffineValues:
         x = depends_on[0]
         if operation.name in LAYERS:
             return self._read_layer(operation)
-        if operation.name in NORMS and bind_arguments(operation).get("input") is self.flow.tensors[x]:
+        if (
+            operation.name in NORMS
+            and bind_arguments(operation).get("input") is self.flow.tensors[x]
+        ):
             return self._read_norm(operation, x)
         if is_unchanged(operation) or adds_zero(operation):
             return self._take(x)
@@ -125,7 +133,9 @@ class AffineValues:
         """Return a layer of a source, or the source itself; `axis` and the number of channels are those of `value`."""
         channels = self.shape(value)[axis]
         ones = torch.ones(channels, dtype=torch.float64, device=self.flow.tensors[value].device)
-        return Affine(value, value, value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones))
+        return Affine(
+            value, value, value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones)
+        )
 
     # Moves, averages and choices of elements
 
@@ -190,7 +200,12 @@ class AffineValues:
     def _through_two_layers(self, before: Affine, found: Affine, name: str) -> Affine | None:
         """Return a pointwise layer and the layer before it as a function of what that one reads, or None."""
         first = carrier_of(before.summands)
-        if first is None or len(before.summands) > 1 or before.gone or self.is_avoided(first.layer, name):
+        if (
+            first is None
+            or len(before.summands) > 1
+            or before.gone
+            or self.is_avoided(first.layer, name)
+        ):
             return None
         if first.window.groups > 1 or not first.window.is_plain:
             return None
@@ -221,7 +236,9 @@ class AffineValues:
         is_in_order = rows is not None and rows.tolist() == list(range(len(parameter)))
         return parameter if is_in_order else None
 
-    def _owner(self, operation: Operation, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
+    def _owner(
+        self, operation: Operation, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[str, str]:
         """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
         names = [] if weight is None else self.flow.names.get(id(weight), [])
         if weight is None or not names:
@@ -236,7 +253,9 @@ class AffineValues:
         attached = describe_attachments(module)
         if attached:
             return name, f"{shown} has {attached}"
-        if bias is not None and (len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1):
+        if bias is not None and (
+            len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1
+        ):
             return name, f"the bias of {shown} is tied or used elsewhere"
         own_bias = (vars(module) | module._parameters).get("bias", weight)
         owns_both = module._parameters.get("weight") is weight and own_bias is bias
@@ -287,7 +306,13 @@ class AffineValues:
         weight = given.get("weight")
         bias = given.get("bias")
         owns = self.model.get_submodule(name)._parameters.get("weight") is weight
-        if not self.affine_norms or weight is None or weight.ndim != 1 or not owns or output in self.keeps:
+        if (
+            not self.affine_norms
+            or weight is None
+            or weight.ndim != 1
+            or not owns
+            or output in self.keeps
+        ):
             return None
         self.norms.add(name)
         reason = self._why_not_alone(name)
@@ -318,7 +343,11 @@ class AffineValues:
         (value,) = calls[0]
         for operation in self.operations_of[name]:
             depends_on = [each for each in operation.inputs if each not in self.flow.constant]
-            is_arithmetic = operation.name in ARITHMETIC or operation.name == "batch_norm" or is_unchanged(operation)
+            is_arithmetic = (
+                operation.name in ARITHMETIC
+                or operation.name == "batch_norm"
+                or is_unchanged(operation)
+            )
             if not is_arithmetic or depends_on != [value]:
                 return False
             value = operation.outputs[0]
@@ -409,7 +438,11 @@ class AffineValues:
         first_terms = self._terms(first)
         second_terms = self._terms(second)
         if subtracts:
-            may_change = [term for term in second_terms if not self.is_avoided(*(part.layer for part in term.summands))]
+            may_change = [
+                term
+                for term in second_terms
+                if not self.is_avoided(*(part.layer for part in term.summands))
+            ]
             second_terms = [term.negated() for term in may_change]
         for one, other in product(first_terms, second_terms):
             total = sum_of(one, other)
@@ -433,9 +466,16 @@ class AffineValues:
     def _multiplied(self, value: Value) -> Affine | None:
         """Return a value of layers that the model's own code multiplies by a number, or None."""
         made = self.flow.made.get(value)
-        if self.flow.branches_on_data or self.flow.reads_parameters:  # numbers may not be those of the code
+        if (
+            self.flow.branches_on_data or self.flow.reads_parameters
+        ):  # numbers may not be those of the code
             return None
-        if made is None or made.name not in MUL | DIV or len(made.inputs) != 1 or not self.is_read_once(value):
+        if (
+            made is None
+            or made.name not in MUL | DIV
+            or len(made.inputs) != 1
+            or not self.is_read_once(value)
+        ):
             return None
         numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
         is_turned = made.name in DIV and not isinstance(made.args[0], Tensor)
@@ -455,7 +495,9 @@ def _with_source(found: Affine, factor: float) -> Affine:
     return replace(found, summands=(*found.summands, own), through=None)
 
 
-def _along_axis(gain: Tensor, shift: Tensor, ndim: int, axis: int, channels: int) -> tuple[Tensor, Tensor] | None:
+def _along_axis(
+    gain: Tensor, shift: Tensor, ndim: int, axis: int, channels: int
+) -> tuple[Tensor, Tensor] | None:
     """Return tensors that vary along one axis of those with which they are broadcast. Shape: -> (C,), (C,)"""
     sides = (1,) * (ndim - gain.ndim) + tuple(gain.shape)
     if len(sides) != ndim:

@@ -46,12 +46,16 @@ class Anneal:
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
-            raise UserError(f"steps {self.steps!r} of the anneal must be a whole number of at least 1")
+            raise UserError(
+                f"steps {self.steps!r} of the anneal must be a whole number of at least 1"
+            )
         if self.start is not None:
             check_gating(*self.start)
         check_gating(*self.stop)
 
-    def at(self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]) -> tuple[float, float]:
+    def at(
+        self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]
+    ) -> tuple[float, float]:
         """Return (locality, gate) at a step, `stop` from the last step on; without a `start` it begins at `exact`."""
         t = min(max(step / self.steps, 0.0), 1.0)
         locality_0, gate_0 = self.start or exact
@@ -74,19 +78,25 @@ class Anneal:
                 other.set_slope(t)
         for layer in gated:
             if self.start is None and type(layer) is GPSA:
-                raise UserError("the model was not recast, so it has no exact initialisation; give the anneal a start")
+                raise UserError(
+                    "the model was not recast, so it has no exact initialisation; give the anneal a start"
+                )
             defaults = CONV_GATING if isinstance(layer, TapHeads) else ATTENTION_GATING
             layer.set_gating(*self.at(step, defaults["exact"]))
 
 
-def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
+def annealed_layers(
+    model: nn.Module,
+) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
     """Return the gated layers, and annealed ReLUs and windows, of a model. Raises: UserError if there is neither."""
     gated: list[Any] = []
     others: list[Any] = []
     for module in model.modules():
         if isinstance(module, GatedAttention):
             gated.append(module)
-        elif isinstance(module, AnnealedReLU | WindowAttention) and not getattr(module, "pruned", False):
+        elif isinstance(module, AnnealedReLU | WindowAttention) and not getattr(
+            module, "pruned", False
+        ):
             others.append(module)
     if not (gated or others):
         raise UserError("the model has no gated attention or windows to anneal; recast it first")

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid, grid_places
-from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
+from isomorph.layers.unfused_multihead import (
+    UnfusedMultiheadAttention,
+    allowed_by_masks,
+    multihead_reason,
+)
 from isomorph.operations import MapLayout
 from isomorph.surgery.altered import cached_by_class
 from isomorph.surgery.modules import functions_of
@@ -52,26 +56,36 @@ def mask_unit_order(count: int, units: GridSize) -> Tensor:
     return places
 
 
-def mask_unit_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+def mask_unit_places(
+    layer: Any, shapes: Sequence[GridSize], queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens of Hiera's attention, in one mask unit or in all of the image."""
     in_unit = layer.window_size
     pooled = math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
-    places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2  # a query is the maximum of pooled^2 tokens
+    places = (
+        mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
+    )  # a query is the maximum of pooled^2 tokens
     return places, mask_unit_order(keys // math.prod(units), units)
 
 
-def row_mean_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+def row_mean_places(
+    layer: Any, shapes: Sequence[GridSize], queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens of Next-ViT's attention, whose keys are means of tokens in a row."""
     places = grid_places(fit_grid(queries, shapes)[0]) / layer.sr_ratio
     return places, places[: keys * layer.N_ratio].unflatten(0, (keys, -1)).mean(1)
 
 
-def halo_places(layer: Any, _: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+def halo_places(
+    layer: Any, _: Sequence[GridSize], queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens of HaloNet's attention, whose windows of keys reach beyond those of queries."""
     block = math.isqrt(queries)
     window = math.isqrt(keys)
-    return grid_places((block, block)) * layer.block_stride, grid_places((window, window)) - layer.halo_size
+    return grid_places((block, block)) * layer.block_stride, grid_places(
+        (window, window)
+    ) - layer.halo_size
 
 
 class AttentionFacts(NamedTuple):
@@ -132,10 +146,14 @@ def _words_reason(layer: Any) -> str | None:
 
 
 _CHANNELS = AttentionFacts("attends between channels, so it has no map over tokens")
-_KEYS_ALONE = AttentionFacts("takes the softmax of its keys alone, so it has no map from queries to keys")
+_KEYS_ALONE = AttentionFacts(
+    "takes the softmax of its keys alone, so it has no map from queries to keys"
+)
 _POOLS = AttentionFacts("pools tokens with weights that do not depend on a query")
 _ONE_QUERY = AttentionFacts(query_reason="only its class token is a query, and has no position")
-_SHIFTED = AttentionFacts(reason=lambda _: "its shifted windows hide their mask; recast timm's Swin, which has one")
+_SHIFTED = AttentionFacts(
+    reason=lambda _: "its shifted windows hide their mask; recast timm's Swin, which has one"
+)
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
@@ -158,23 +176,31 @@ FACTS: dict[str, AttentionFacts | None] = {
     "timm.models.cait.ClassAttn": _ONE_QUERY,
     "timm.models.coat.FactorAttnConvRelPosEnc": _KEYS_ALONE,
     "timm.models.crossvit.CrossAttention": _ONE_QUERY,
-    "timm.models.csatv2.SpatialTransformerBlock": AttentionFacts("compares images, so it has no map over tokens"),
+    "timm.models.csatv2.SpatialTransformerBlock": AttentionFacts(
+        "compares images, so it has no map over tokens"
+    ),
     "timm.models.davit.ChannelAttention": _CHANNELS,
     "timm.models.davit.ChannelAttentionV2": _CHANNELS,
     "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
     "timm.models.efficientvim.HSMSSD": None,
-    "timm.models.efficientvit_mit.LiteMLA": AttentionFacts("is linear, so it has no map from queries to keys"),
+    "timm.models.efficientvit_mit.LiteMLA": AttentionFacts(
+        "is linear, so it has no map from queries to keys"
+    ),
     "timm.models.efficientvit_msra.CascadedGroupAttention": AttentionFacts(heads=lambda _: 1),
     "timm.models.hiera.MaskUnitAttention": AttentionFacts(
         layout=lambda _: "heads",
-        grid_reason=lambda _: "its tokens are in the order of its mask units, which has no rows and columns",
+        grid_reason=lambda _: (
+            "its tokens are in the order of its mask units, which has no rows and columns"
+        ),
         places=mask_unit_places,
     ),
     "timm.models.iformer.SHMA": AttentionFacts(heads=lambda _: 1),
     "timm.models.mobilevit.LinearSelfAttention": _KEYS_ALONE,
     "timm.models.nest.Attention": AttentionFacts(layout=lambda _: "heads", square=True),
     "timm.models.nextvit.EfficientAttention": AttentionFacts(
-        grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid",
+        grid_reason=lambda layer: (
+            None if layer.sr is None else "its keys are means of tokens in a row, without a grid"
+        ),
         places=row_mean_places,
     ),
     "timm.models.swiftformer.EfficientAdditiveAttention": _KEYS_ALONE,
@@ -182,7 +208,9 @@ FACTS: dict[str, AttentionFacts | None] = {
     "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
     "timm.models.volo.ClassAttention": _ONE_QUERY,
     "timm.models.volo.OutlookAttention": AttentionFacts(
-        reason=lambda _: "OutlookAttention mixes the neighbours of each position, with no queries and keys"
+        reason=lambda _: (
+            "OutlookAttention mixes the neighbours of each position, with no queries and keys"
+        )
     ),
     "timm.models.xcit.XCA": _CHANNELS,
     "torch.nn.modules.activation.MultiheadAttention": AttentionFacts(

@@ -22,7 +22,9 @@ from isomorph.layers.modes import first_float
 Inputs = Tensor | Mapping[str, Any]
 
 
-def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None) -> dict[str, Any] | None:
+def own_inputs(
+    model: nn.Module, batch: int, size: tuple[int, ...] | None = None
+) -> dict[str, Any] | None:
     """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
     own = getattr(model, "example_inputs", None)
     if own is None:
@@ -75,7 +77,9 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 def _describe(inputs: Inputs) -> str:
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
-    described = f"an input of shape {describe_shape(inputs)} in {str(inputs.dtype).removeprefix('torch.')}"
+    described = (
+        f"an input of shape {describe_shape(inputs)} in {str(inputs.dtype).removeprefix('torch.')}"
+    )
     if inputs.ndim == 4 and inputs.is_floating_point():
         return described
     return f"{described}, not a batch of normalised images (B, C, H, W)"
@@ -103,7 +107,9 @@ def check_not_empty(inputs: Inputs) -> None:
     values = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
     sizes = [value.numel() for value in values if isinstance(value, Tensor)]
     if sizes and not any(sizes):
-        raise UserError(f"the batch is empty ({describe_shape(inputs)}); give at least one image or other input")
+        raise UserError(
+            f"the batch is empty ({describe_shape(inputs)}); give at least one image or other input"
+        )
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,7 +257,9 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
         shown: Any = (shapes, other_shapes)
         if set(shapes) == set(other_shapes) == {""}:
             shown = (shapes[""], other_shapes[""])
-        raise UserError(f"the outputs of the models have different shapes: {shown[0]} and {shown[1]}")
+        raise UserError(
+            f"the outputs of the models have different shapes: {shown[0]} and {shown[1]}"
+        )
     if not tensors:
         raise UserError(f"the output of the model has no tensors: {type(output).__name__}")
     found = [(0.0, 0.0)]

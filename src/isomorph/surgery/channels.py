@@ -17,10 +17,50 @@ from isomorph.operations import Flow, Operation, Value, tensors_in
 from isomorph.surgery.layer_calls import is_unchanged
 
 # Operations each of whose outputs consists of elements of the input, and of zeros.
-_MOVES = {"flatten", "reshape", "view", "reshape_as", "view_as", "unflatten", "unsqueeze", "squeeze"}
-_MOVES |= {"permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "adjoint"}
-_MOVES |= {"roll", "flip", "fliplr", "flipud", "rot90", "narrow", "select", "__getitem__", "index_select", "gather"}
-_MOVES |= {"take_along_dim", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unfold", "pad"}
+_MOVES = {
+    "flatten",
+    "reshape",
+    "view",
+    "reshape_as",
+    "view_as",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+}
+_MOVES |= {
+    "permute",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "t",
+    "T",
+    "mT",
+    "adjoint",
+}
+_MOVES |= {
+    "roll",
+    "flip",
+    "fliplr",
+    "flipud",
+    "rot90",
+    "narrow",
+    "select",
+    "__getitem__",
+    "index_select",
+    "gather",
+}
+_MOVES |= {
+    "take_along_dim",
+    "split",
+    "split_with_sizes",
+    "tensor_split",
+    "chunk",
+    "unbind",
+    "unfold",
+    "pad",
+}
 _MOVES |= {"expand", "expand_as", "repeat", "repeat_interleave", "tile"}
 _MOVES |= {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"}
 # Operations that give weighted means of elements, with weights that do not depend on the elements.
@@ -89,7 +129,9 @@ def kind_of_step(flow: Flow, operation: Operation, value: Value) -> Kind | None:
         return "attention" if _are_attention_weights(flow, *others) else None
     if operation.name == _FUSED_ATTENTION:
         return "attention" if _is_plain_attention(flow, operation, value) else None
-    if not others <= flow.constant or any(isinstance(tensor, Tensor) for tensor in _masks(operation)):
+    if not others <= flow.constant or any(
+        isinstance(tensor, Tensor) for tensor in _masks(operation)
+    ):
         return None
     kinds: dict[Kind, set[str]] = {"move": _MOVES, "mean": _MEANS, "largest": _LARGEST}
     return next((kind for kind, names in kinds.items() if operation.name in names), None)
@@ -138,7 +180,9 @@ def _other_attention_weights(flow: Flow, value: Value) -> Tensor:
 
 def _random(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        like.device
+    )
 
 
 def _run(operation: Operation, given: dict[Value, Tensor]) -> list[Tensor]:
@@ -158,7 +202,9 @@ def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
     given = {step.value: tensor}
     if step.operation.name == _FUSED_ATTENTION:
         arguments = _attention_arguments(step.operation)
-        scores = {other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]}
+        scores = {
+            other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]
+        }
         given |= {other: _random(flow.tensors[other]) for other in scores - {step.value}}
     elif step.kind == "attention":
         (weights,) = set(step.operation.inputs) - {step.value}
@@ -170,11 +216,18 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
-        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):  # padded with another number than 0
+        if bool(
+            _run_step(flow, step, torch.zeros_like(tensor)).any()
+        ):  # padded with another number than 0
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None
-    except (IndexError, RuntimeError, TypeError, ValueError):  # an operation for another dtype or layout
+    except (
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # an operation for another dtype or layout
         return None
     return after
 

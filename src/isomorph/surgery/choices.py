@@ -20,7 +20,19 @@ from isomorph.operations.observe import Running, observing
 from isomorph.operations.values import leaves_in
 
 # Operations from floating-point numbers to others that jump at some of them.
-_STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remainder", "round", "sgn", "sign", "trunc"}
+_STEPS = {
+    "ceil",
+    "floor",
+    "floor_divide",
+    "fmod",
+    "frac",
+    "heaviside",
+    "remainder",
+    "round",
+    "sgn",
+    "sign",
+    "trunc",
+}
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,9 @@ class _Repeater(_Recorder):
             if result.shape != x.shape:
                 changed = True
                 return result.to(x.dtype, copy=True)
-            if not (jumps or _is_chosen(x)):  # the largest values are nearly the same, whichever they are
+            if not (
+                jumps or _is_chosen(x)
+            ):  # the largest values are nearly the same, whichever they are
                 return x
             changed |= not torch.equal(result.to(x.dtype), x)
             return x.copy_(result)  # of an operation in place it is the tensor that was given

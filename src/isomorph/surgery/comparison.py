@@ -101,7 +101,9 @@ def as_number(leaf: Any) -> Tensor | None:
     if isinstance(leaf, Tensor):
         return leaf.detach()
     if isinstance(leaf, bool | int | float | complex):
-        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None, device="cpu")
+        return torch.tensor(
+            leaf, dtype=torch.float64 if isinstance(leaf, float) else None, device="cpu"
+        )
     if isinstance(leaf, np.ndarray | np.generic) and np.asarray(leaf).dtype.kind in "biufc":
         return torch.from_numpy(np.array(leaf))
     return None
@@ -118,7 +120,9 @@ def check_structure(outputs: Tensors, others: Tensors) -> None:
         if other != shape:
             raise UserError(f"{where}{f' at {path}' if path else ''}: {shape} and {other}")
     for path in others.keys() - outputs.keys():
-        raise UserError(f"{where}: only the second has {path or 'a single tensor'} of {tuple(others[path].shape)}")
+        raise UserError(
+            f"{where}: only the second has {path or 'a single tensor'} of {tuple(others[path].shape)}"
+        )
 
 
 def structure_notes(output: Any, other: Any, path: str = "") -> Iterator[str]:
@@ -201,7 +205,9 @@ def compare_tensors(
     drawn: list[Tensors] | None = None
     for path, exact in double[0].items():
         if not exact.numel():
-            rows.append(TensorDifference(path, tuple(exact.shape), _dtype(single[0][path]), 0.0, 0.0, 0.0))
+            rows.append(
+                TensorDifference(path, tuple(exact.shape), _dtype(single[0][path]), 0.0, 0.0, 0.0)
+            )
             continue
         compared = _Compared((single[0][path], single[1][path]), (exact, double[1][path]), atol)
         rows.append(compared.difference(path))
@@ -210,7 +216,9 @@ def compare_tensors(
             if row.is_within(atol):
                 continue
             drawn = redraw() if drawn is None else drawn
-            if compared.stay_smaller(axis, channels, [outputs[path] for outputs in drawn if path in outputs]):
+            if compared.stay_smaller(
+                axis, channels, [outputs[path] for outputs in drawn if path in outputs]
+            ):
                 rows.append(row)
     return rows
 
@@ -218,7 +226,9 @@ def compare_tensors(
 class _Compared:
     """One tensor in the outputs of two models, in float32 and float64."""
 
-    def __init__(self, single: tuple[Tensor, Tensor], double: tuple[Tensor, Tensor], atol: float) -> None:
+    def __init__(
+        self, single: tuple[Tensor, Tensor], double: tuple[Tensor, Tensor], atol: float
+    ) -> None:
         self.dtype = _dtype(single[0])
         self.atol = atol
         numbers, others = map(full_precision, single)
@@ -228,9 +238,13 @@ class _Compared:
         # how far each model differs from itself in float64
         self.noise = _noise(numbers, self.values)
         self.other_noise = _noise(others, exact_others)
-        self.problem = _count_not_finite(numbers, others) or _count_not_finite(self.values, exact_others)
+        self.problem = _count_not_finite(numbers, others) or _count_not_finite(
+            self.values, exact_others
+        )
 
-    def difference(self, path: str, axis: int = 0, channels: Tensor | None = None) -> TensorDifference:
+    def difference(
+        self, path: str, axis: int = 0, channels: Tensor | None = None
+    ) -> TensorDifference:
         """Return the largest differences in the whole tensor, or in some of its channels."""
 
         def largest(values: Tensor) -> float:
@@ -238,7 +252,9 @@ class _Compared:
             found = chosen.max().item() if chosen.numel() else 0.0
             return math.inf if math.isnan(found) else found
 
-        rounding = max(ROUNDING * largest(self.noise), min(self.atol, ROUNDING * largest(self.other_noise)))
+        rounding = max(
+            ROUNDING * largest(self.noise), min(self.atol, ROUNDING * largest(self.other_noise))
+        )
         return TensorDifference(
             path,
             tuple(self.values.shape),
@@ -261,7 +277,9 @@ class _Compared:
             ends = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
             bounds = [0, *ends.tolist(), len(scales)]
             for start, end in pairwise(bounds[1:]):
-                rounding = noises[: bounds[1]].max()  # 0 of constants or integers, of which it shows nothing
+                rounding = noises[
+                    : bounds[1]
+                ].max()  # 0 of constants or integers, of which it shows nothing
                 rounds_less = not rounding or noises[start:end].max() <= rounding / _GAP
                 if rounds_less and scales[start] <= scales[0] / _SMALLER:
                     yield axis, order[start:end].sort().values
@@ -269,7 +287,9 @@ class _Compared:
     def stay_smaller(self, axis: int, channels: Tensor, drawn: Sequence[Tensor]) -> bool:
         """True if channels are smaller by orders for other inputs too; without these, if they have many values."""
         size = self.values.shape[axis]
-        alike = [x for x in drawn if x.ndim == self.values.ndim and x.shape[axis] == size and x.numel()]
+        alike = [
+            x for x in drawn if x.ndim == self.values.ndim and x.shape[axis] == size and x.numel()
+        ]
         if not alike:
             return self.values.numel() // size * len(channels) >= _MANY
         scales = _scales(self.values, axis)
@@ -281,7 +301,9 @@ class _Compared:
 
 
 def _apart(values: Tensor, others: Tensor) -> Tensor:
-    return (values - others.to(values.device)).abs().masked_fill(values == others.to(values.device), 0)
+    return (
+        (values - others.to(values.device)).abs().masked_fill(values == others.to(values.device), 0)
+    )
 
 
 def _noise(values: Tensor, exact: Tensor) -> Tensor:
@@ -297,7 +319,11 @@ def _finite(values: Tensor) -> Tensor:
 
 def _scales(values: Tensor, axis: int) -> Tensor:
     """Return the largest value at every index of an axis. Shape: (..., C, ...) -> (C,)"""
-    return _finite(values.abs()).movedim(axis, 0).flatten(1).amax(1) if values.ndim > 1 else _finite(values.abs())
+    return (
+        _finite(values.abs()).movedim(axis, 0).flatten(1).amax(1)
+        if values.ndim > 1
+        else _finite(values.abs())
+    )
 
 
 def _count_not_finite(values: Tensor, others: Tensor) -> str:
@@ -388,4 +414,6 @@ def measure_fidelity(pairs: Sequence[Pair], classes: int | None = None) -> Fidel
     """Return how close outputs are to those of the first model, batch by batch, which have one tensor each."""
     outputs = torch.cat([next(iter(first.values())).double() for first, _ in pairs])
     others = torch.cat([next(iter(second.values())).double() for _, second in pairs])
-    return Fidelity(signal_to_noise(outputs, others), class_agreement(outputs, others, classes), len(outputs))
+    return Fidelity(
+        signal_to_noise(outputs, others), class_agreement(outputs, others, classes), len(outputs)
+    )

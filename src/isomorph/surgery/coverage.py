@@ -33,11 +33,17 @@ def timm_models(names: Sequence[str] = ()) -> list[str]:
     for glob in names:
         found = timm.list_models(glob)
         if not found:
-            raise UserError(f"{glob!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
+            raise UserError(
+                f"{glob!r} matches no model of timm; give a name or a glob, for example 'resnet*'"
+            )
         chosen |= dict.fromkeys(found)
     if names:
         return list(chosen)
-    return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("timm.")]
+    return [
+        name
+        for name in timm.list_models()
+        if timm.model_entrypoint(name).__module__.startswith("timm.")
+    ]
 
 
 def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
@@ -94,7 +100,11 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 # How the reasons begin for norms that do not follow one layer that nothing else reads.
-_NOT_ALONE = ("it follows", "it reads the model's input", "the output of the layer before it is read elsewhere")
+_NOT_ALONE = (
+    "it follows",
+    "it reads the model's input",
+    "the output of the layer before it is read elsewhere",
+)
 
 
 def _count(model: nn.Module) -> int:
@@ -111,9 +121,17 @@ def _randomised(model: nn.Module) -> nn.Module:
     for norm in model.modules():
         if not isinstance(norm, _BatchNorm) or not norm.affine:
             continue
-        for tensor, middle in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
+        for tensor, middle in (
+            (norm.weight, 1.0),
+            (norm.bias, 0.0),
+            (norm.running_mean, 0.0),
+            (norm.running_var, 1.0),
+        ):
             if tensor is not None:
-                tensor.copy_(middle + 0.2 * (torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5))
+                tensor.copy_(
+                    middle
+                    + 0.2 * (torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5)
+                )
     return model
 
 
@@ -130,7 +148,9 @@ def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str,
         family["models"] += 1
         for rule, (accepted, modules, reasons) in row["rules"].items():
             total, all_reasons = family["rules"].setdefault(rule, (Counter(), Counter()))
-            total.update(accepted=accepted, modules=modules, some=accepted > 0, every=0 < accepted == modules)
+            total.update(
+                accepted=accepted, modules=modules, some=accepted > 0, every=0 < accepted == modules
+            )
             total.update(having=modules > 0)
             all_reasons.update(reasons)
     for family in families.values():

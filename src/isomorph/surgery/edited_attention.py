@@ -45,7 +45,9 @@ def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
         channels_last = x.shape[1], x.shape[2]
         channels_first = x.shape[2], x.shape[3]
         has_convolution = any(isinstance(module, nn.Conv2d) for module in layer.modules())
-        sizes += [channels_first, channels_last] if has_convolution else [channels_last, channels_first]
+        sizes += (
+            [channels_first, channels_last] if has_convolution else [channels_last, channels_first]
+        )
     return [size for size in sizes if size is not None and 0 not in size]
 
 
@@ -115,11 +117,15 @@ class EditedAttention(AlteredAttention):
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
         """Return mask, grid and prefix tokens of a call, from its arguments by name. Raises: ValueError if causal."""
         if given.get("is_causal"):
-            raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
+            raise ValueError(
+                "is_causal is not supported: an edited map mixes queries and cannot be causal"
+            )
         shapes = [] if self.facts.square else self.shapes(grid_size, given)
         places = partial(self.facts.places, self, shapes) if self.facts.places else None
         mask = self.facts.mask(cast(Any, self), given)
-        return MapCall(mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, places)
+        return MapCall(
+            mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, places
+        )
 
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
         """Return the edited map, in the layout of the layer; `mask`: that of its fused attention."""
@@ -151,8 +157,12 @@ class EditedAttention(AlteredAttention):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{name} did not form its map in this call, so it was not edited")
-        if mode.edited > 1 and self.facts == AttentionFacts():  # of a class that is not known to have several
-            raise ValueError(f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds")
+        if (
+            mode.edited > 1 and self.facts == AttentionFacts()
+        ):  # of a class that is not known to have several
+            raise ValueError(
+                f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds"
+            )
         return out
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
@@ -169,17 +179,24 @@ class EditedAttention(AlteredAttention):
         """
         weight = next(self.map_edit.parameters())
         atol = max(atol, torch.finfo(weight.dtype).eps)
-        scores = torch.randn(1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
+        scores = torch.randn(
+            1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0), device="cpu"
+        )
         maps = scores.softmax(-1).to(weight)
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:
-            raise ValueError(f"not plain attention: its maps' relative deviation is {deviation:.2g}, above {atol:g}")
+            raise ValueError(
+                f"not plain attention: its maps' relative deviation is {deviation:.2g}, above {atol:g}"
+            )
         return self.plain()
 
 
 def is_attention(module: nn.Module) -> bool:
     """Return True for attention of any class: with a map that can be edited, or known to have none."""
-    return isinstance(module, Attention | AlteredAttention) or attention_facts(type(module)) is not None
+    return (
+        isinstance(module, Attention | AlteredAttention)
+        or attention_facts(type(module)) is not None
+    )
 
 
 def edit_reason(layer: nn.Module) -> str | None:

@@ -13,7 +13,18 @@ from isomorph.surgery.calls import Inputs
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
 # What the names of methods begin with that change a model or write files.
 _CHANGES: tuple[str, ...] = ("configure", "dump", "export", "fit", "freeze", "init", "load", "log")
-_CHANGES += ("prune", "push", "register", "reset", "resize", "save", "set", "test", "train", "unfreeze")
+_CHANGES += (
+    "prune",
+    "push",
+    "register",
+    "reset",
+    "resize",
+    "save",
+    "set",
+    "test",
+    "train",
+    "unfreeze",
+)
 _CHANGES += ("validat", "write")
 
 

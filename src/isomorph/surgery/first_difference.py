@@ -63,7 +63,9 @@ class FirstDifference:
     def __str__(self) -> str:
         place = f"first at {self.operation} in {self.module or 'the model'}"
         if self.original_operation:
-            place += f" (original: {self.original_operation} in {self.original_module or 'the model'})"
+            place += (
+                f" (original: {self.original_operation} in {self.original_module or 'the model'})"
+            )
         sizes = (
             f"relative difference {self.before:.2g} before it, {self.after:.2g} after it"
             f" (max |diff| {self.absolute_before:.2g}, {self.absolute_after:.2g})"
@@ -98,7 +100,9 @@ class _Side:
             value = run.values[number]
             if value.is_floating_point() and value.numel():
                 self.by_size[value.numel()].append(number)
-        self.marks = {number: _marks(run.values[number]) for each in self.by_size.values() for number in each}
+        self.marks = {
+            number: _marks(run.values[number]) for each in self.by_size.values() for number in each
+        }
         self.matches: dict[int, _Match] = {}
         self.joined: set[int] = set()
         self.relevant: set[int] = set()
@@ -176,11 +180,15 @@ class _Side:
 def _marks(value: Tensor) -> Tensor:
     """Return numbers of a value that the order of its entries does not change, the largest magnitude last."""
     x = value.detach().double().flatten().cpu()
-    return torch.stack([x.mean(), x.min(), x.max(), x.abs().mean(), x.square().mean().sqrt(), x.abs().max()])
+    return torch.stack(
+        [x.mean(), x.min(), x.max(), x.abs().mean(), x.square().mean().sqrt(), x.abs().max()]
+    )
 
 
 @torch.no_grad()
-def first_difference(original: Operations, other: Operations, difference: float, atol: float) -> FirstDifference | None:
+def first_difference(
+    original: Operations, other: Operations, difference: float, atol: float
+) -> FirstDifference | None:
     """Return the first operation of the second model after which the models differ; None if all outputs are known.
 
     `difference`: how much the outputs differ, relative to the largest value. Values are equal if they differ by a

@@ -48,7 +48,11 @@ class Fuse(Rule):
     atol: ClassVar[float] = 1e-4
 
     def reason(self, site: Site) -> str | None:
-        return None if _has_own_fuse(site.module) else f"{type(site.module).__name__} has no fused form"
+        return (
+            None
+            if _has_own_fuse(site.module)
+            else f"{type(site.module).__name__} has no fused form"
+        )
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)
@@ -59,7 +63,9 @@ class Fuse(Rule):
         defining = next(i for i, base in enumerate(kind.__mro__) if "fuse" in vars(base))
         # the inherited method may not know what the forward of a subclass computes
         if any("forward" in vars(base) for base in kind.__mro__[:defining] if not _is_own(base)):
-            raise UserError(f"{kind.__name__} overrides forward, which its method fuse() does not know")
+            raise UserError(
+                f"{kind.__name__} overrides forward, which its method fuse() does not know"
+            )
         copied: Any = copy.deepcopy(module).eval()
         try:
             fuse_pyramids(copied)
@@ -84,7 +90,12 @@ def _move_biases(model: nn.Module) -> None:
         linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
         for layer, norm in pairwise(unit.children()):
             is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
-            if is_new and isinstance(norm, _BatchNorm) and norm.running_mean is not None and parents[layer] == 1:
+            if (
+                is_new
+                and isinstance(norm, _BatchNorm)
+                and norm.running_mean is not None
+                and parents[layer] == 1
+            ):
                 norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator]
                 layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
@@ -99,7 +110,9 @@ def _has_own_fuse(module: nn.Module) -> bool:
 
 def fuse_pyramids(module: nn.Module) -> None:
     """Fuse the pyramids inside a module in place."""
-    for name, inner in outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST)).items():
+    for name, inner in outermost_modules(
+        module, lambda part: isinstance(part, _FUSED_FIRST)
+    ).items():
         if name:
             module.set_submodule(name, Fuse().build(Site(inner)))
     _move_biases(module)
@@ -150,9 +163,15 @@ def fuse(
     with float32_on(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
     if report.left and report.difference is None:
-        warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
+        warnings.warn(
+            f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}",
+            stacklevel=2,
+        )
     elif never := _uncalled_alternatives(report):
-        warnings.warn(f"no example calls {never[0]}: outputs of inputs that do may change; give one", stacklevel=2)
+        warnings.warn(
+            f"no example calls {never[0]}: outputs of inputs that do may change; give one",
+            stacklevel=2,
+        )
     return new
 
 
@@ -186,7 +205,9 @@ def fuse_with_report(
         calls, problem = _reference_calls(exact, model, example, only_forward)
     left: dict[str, str] = {}
     if calls is not None:
-        left = find_faults(list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen)))
+        left = find_faults(
+            list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen))
+        )
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
     report = FuseReport(names)
@@ -208,15 +229,22 @@ def fuse_with_report(
         )
         calls.end()
     elif norms:
-        left = {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
+        left = {
+            name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)
+        }
     _check_rounded(new)
     if left:
         name, reason = next(iter(left.items()))
-        add_notes(new, f"fuse left {len(left)} norms or layers as they are, {name} because: {reason}")
+        add_notes(
+            new, f"fuse left {len(left)} norms or layers as they are, {name} because: {reason}"
+        )
     if report.across:
         name, between = next(iter(report.across.items()))
         count = len(report.across)
-        add_notes(new, f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)")
+        add_notes(
+            new,
+            f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)",
+        )
     before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
     return new, replace(report, left=left, parameters=(before, after))
 
@@ -232,7 +260,9 @@ def _check_eval(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module.training and not acts_alike_in_both_modes(module):
             shown = name or "the model"
-            raise UserError(f"fuse needs eval mode, but {shown} is in train mode; call model.eval()")
+            raise UserError(
+                f"fuse needs eval mode, but {shown} is in train mode; call model.eval()"
+            )
 
 
 def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
@@ -257,7 +287,11 @@ def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:
 def _check_rounded(model: nn.Module) -> None:
     """Raise NotFinite for merged weights that the model's precision cannot hold."""
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and not torch.isfinite(tensor).all():
+        if (
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_meta
+            and not torch.isfinite(tensor).all()
+        ):
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise NotFinite(
                 f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
@@ -265,7 +299,10 @@ def _check_rounded(model: nn.Module) -> None:
 
 
 def _reference_calls(
-    exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None, only_forward: bool
+    exact: nn.Module,
+    model: nn.Module,
+    example: Inputs | Sequence[Inputs] | None,
+    only_forward: bool,
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
@@ -276,7 +313,10 @@ def _reference_calls(
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"
-        run_model(copy_model(model), example if isinstance(example, torch.Tensor | Mapping) else example[0])
+        run_model(
+            copy_model(model),
+            example if isinstance(example, torch.Tensor | Mapping) else example[0],
+        )
         return None, f"in float64, {error}"
 
 

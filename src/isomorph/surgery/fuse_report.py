@@ -44,18 +44,26 @@ class FuseReport:
         if self.difference is not None:
             compared = f"compared at {', '.join(self.inputs)}"
             rounded = f", {self.rounded:.2g} once the weights are rounded" if self.rounded else ""
-            lines.append(f"  max |diff| / max |out| {self.difference:.2g} in float64{rounded}, {compared}")
+            lines.append(
+                f"  max |diff| / max |out| {self.difference:.2g} in float64{rounded}, {compared}"
+            )
             lines.append(f"  called by {', '.join(self.entry_points)}")
         if self.untried and self.across:
             lines.append(f"  not tried: other values of {', '.join(self.untried)}")
         if self.uncalled and self.merged:
-            lines.append(f"  not compared, as no example calls them: {list_names(list(self.uncalled))}")
+            lines.append(
+                f"  not compared, as no example calls them: {list_names(list(self.uncalled))}"
+            )
         for between, names in _grouped(self.across).items():
             if names != [between]:
-                lines.append(f"  merged across {between}, which gives or gets other values now: {list_names(names)}")
+                lines.append(
+                    f"  merged across {between}, which gives or gets other values now: {list_names(names)}"
+                )
         into_readers = [name for name, between in self.across.items() if name == between]
         if into_readers:
-            lines.append(f"  merged into what reads them, so that they give what they get: {list_names(into_readers)}")
+            lines.append(
+                f"  merged into what reads them, so that they give what they get: {list_names(into_readers)}"
+            )
         for reason, names in _grouped(self.left).items():
             lines.append(f"  left {list_names(names)}: {reason}")
         return "\n".join(lines)

@@ -22,7 +22,13 @@ from isomorph.surgery.rule import Rule, check_grid
 from isomorph.surgery.site import Site, TokenGrid, embedding_of, only_embedding_model
 
 # Layers that need the grid positions of their tokens.
-GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, AlteredAttention)
+GRID_LAYERS = (
+    SpatialAttention,
+    ViTGPSA,
+    ViTPositionalAttention,
+    ViTRelativeAttention,
+    AlteredAttention,
+)
 
 
 class _Grids:
@@ -33,15 +39,21 @@ class _Grids:
     def __init__(self) -> None:
         self.seen: dict[GridSize, None] = {}  # an ordered set
         self.traced: GridSize | None = None  # under a compiler, which sees no thread
-        self.thread = threading.local()  # its `image`: the grid of the last one, and the backward pass or -1
+        self.thread = (
+            threading.local()
+        )  # its `image`: the grid of the last one, and the backward pass or -1
 
     def __reduce__(self) -> Any:
         return _Grids, ()
 
-    def before_embedding(self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_embedding(
+        self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Set the grid of the image; without a patch embedding its size stands for the grid."""
         if kwargs.get("patch_coord") is not None:
-            raise UserError("patches with coordinates have a grid for each image; give images (B, C, H, W)")
+            raise UserError(
+                "patches with coordinates have a grid for each image; give images (B, C, H, W)"
+            )
         image = args[0] if args else next(iter(kwargs.values()))
         if image.ndim != 4:  # tokens: the model is a part of another
             return
@@ -54,7 +66,9 @@ class _Grids:
             self.seen.setdefault(grid)
             self.thread.image = grid, _backward_pass()
 
-    def before_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_block(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not torch.compiler.is_compiling():
             self.of_tokens(args[0] if args else kwargs.get("x"))
 

@@ -141,7 +141,9 @@ class Insert(Rule):
         self.check(site)
         module = site.module
         new = copy_as(module, altered_class(WithBlock, type(module)))
-        new.inserted = InsertedBlock(BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry)
+        new.inserted = InsertedBlock(
+            BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry
+        )
         return new
 
 
@@ -180,8 +182,12 @@ def insert(
     model = check_model(model)
     example = own_example(model) if example is None else example
     if example is None:
-        raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
-    example = map_tensors(to_model(example, model), torch.clone)  # inference tensors have no gradients
+        raise UserError(
+            "give an example, a batch as the model reads it: the shapes are those of its outputs"
+        )
+    example = map_tensors(
+        to_model(example, model), torch.clone
+    )  # inference tensors have no gradients
     name = _registered_name(block)
     seen: dict[str, list[Any]] = {place: [] for place in _places(model, after)}
 
@@ -199,13 +205,20 @@ def insert(
     for rule in dict.fromkeys(rules.values()):
         places = tuple(place for place in rules if rules[place] == rule)
         new = apply_edit(new, Edit(rule, places))
-    for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
+    for (
+        place,
+        rule,
+    ) in rules.items():  # also in a frozen model, and after a module without parameters
         features = _entry(seen[place][0], rule.entry)
-        new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
+        new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(
+            True
+        )
     called = copy_model(new)
     outputs = _check_blocks(called, counts, example)
     if not all(a.is_meta or torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
-        raise UserError("inserting changed the outputs: the model is random in eval mode, or a block is not finite")
+        raise UserError(
+            "inserting changed the outputs: the model is random in eval mode, or a block is not finite"
+        )
     add_notes(new, *_dead_gammas(called, list(rules), outputs))
     return new
 
@@ -218,7 +231,9 @@ def _registered_name(block: MakeBlock | nn.Module) -> str:
         BLOCKS.setdefault(name, lambda channels: copy.deepcopy(given))
         return name
     if not callable(block):
-        raise UserError(f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention")
+        raise UserError(
+            f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention"
+        )
     name = block_name(block)
     if BLOCKS.get(name) is block:
         return name
@@ -233,7 +248,9 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
     named = dict(model.named_modules())
     selected = [name for name, module in named.items() if matches_where(after, name, module)]
     if not selected:
-        raise UserError(f"{describe_where(after, 'after')} matches no module{nearest_names(after, named)}")
+        raise UserError(
+            f"{describe_where(after, 'after')} matches no module{nearest_names(after, named)}"
+        )
     for name in selected:
         place = name
         while isinstance(named[place], nn.Sequential) and len(named[place]):
@@ -244,10 +261,17 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
 
 
 def _outputs(
-    model: nn.Module, example: Inputs, names: Iterable[str], before: Notice | None = None, after: Notice | None = None
+    model: nn.Module,
+    example: Inputs,
+    names: Iterable[str],
+    before: Notice | None = None,
+    after: Notice | None = None,
 ) -> list[Tensor]:
     """Return the outputs of a model while modules are observed; it may keep a part of this call: give a copy."""
-    with eval_mode(model), observing(model, before, after, names):  # with gradients: the same kernels with blocks
+    with (
+        eval_mode(model),
+        observing(model, before, after, names),
+    ):  # with gradients: the same kernels with blocks
         return tensors_in(run_model(model, example))
 
 
@@ -255,7 +279,9 @@ def _is_features(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
-def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None) -> Insert:
+def _rule(
+    model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None
+) -> Insert:
     if not outputs:
         raise UserError(
             f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
@@ -265,7 +291,9 @@ def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: i
     if entry is None and not isinstance(output, Tensor):
         fitting = [key for key, value in _items_of(output) if _is_features(value)]
         if len(fitting) != 1:
-            raise UserError(f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key")
+            raise UserError(
+                f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key"
+            )
         entry = fitting[0]
     try:
         features = _entry(output, entry)
@@ -290,8 +318,12 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
 
     Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
     """
-    votes: list[list[int]] = [[features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]]
-    for module in (model.get_submodule(place), model)[: features.ndim - 2]:  # of three axes by its own alone
+    votes: list[list[int]] = [
+        [features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]
+    ]
+    for module in (model.get_submodule(place), model)[
+        : features.ndim - 2
+    ]:  # of three axes by its own alone
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = features.ndim > 3  # if nothing tells
@@ -302,7 +334,9 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
     if features.ndim > 3:
         return "map" if first else "map, channels last"
     if first:
-        raise UserError(f"{place} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another")
+        raise UserError(
+            f"{place} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another"
+        )
     return "tokens"
 
 
@@ -315,7 +349,9 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
         place = call.name.removesuffix(_BLOCK)
         x = call.input
         if not isinstance(x, Tensor):
-            raise UserError(f"{place} iterates over its children with a {type(x).__name__}; insert after one of them")
+            raise UserError(
+                f"{place} iterates over its children with a {type(x).__name__}; insert after one of them"
+            )
         running.append((place, x, x._version))
         seen[place] += 1
 
@@ -323,7 +359,9 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
         place, x, version = running.pop()
         y = call.output
         if x._version != version:
-            raise UserError(f"the block after {place} changes its input in place; make its first layer not in place")
+            raise UserError(
+                f"the block after {place} changes its input in place; make its first layer not in place"
+            )
         if not isinstance(y, Tensor):
             raise UserError(
                 f"the block after {place} turns {tuple(x.shape)} into a {type(y).__name__}; it must keep the shape"
@@ -338,7 +376,9 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     except DoesNotRun as error:
         place, x, _ = running[0]
         reason = first_line(error)[:160]
-        raise UserError(f"the block does not fit {tuple(x.shape)} after {place}: {reason}") from None
+        raise UserError(
+            f"the block does not fit {tuple(x.shape)} after {place}: {reason}"
+        ) from None
     for place, count in calls.items():
         if seen[place] != count:
             raise UserError(

@@ -6,12 +6,30 @@ from isomorph.operations import Operation
 
 # The parameters of torch's functions, in order.
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_TRANSPOSED = (
+    "input",
+    "weight",
+    "bias",
+    "stride",
+    "padding",
+    "output_padding",
+    "groups",
+    "dilation",
+)
 LAYERS: dict[str, tuple[str, ...]] = {"linear": _CONV[:3]}
 LAYERS |= {f"conv{n}d": _CONV for n in (1, 2, 3)}
 LAYERS |= {f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)}
 NORMS = {
-    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "batch_norm": (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
@@ -22,7 +40,16 @@ MUL = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 DIV = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
 ARITHMETIC = ADD | SUB | MUL | DIV
 # Operations that give their input back in eval mode; those that drop may do so in any mode.
-UNCHANGED = {"contiguous", "clone", "detach", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d"}
+UNCHANGED = {
+    "contiguous",
+    "clone",
+    "detach",
+    "identity",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+}
 UNCHANGED |= {"alpha_dropout", "feature_dropout"}
 
 
@@ -63,7 +90,11 @@ def window_of(operation: Operation) -> InputWindow:
     sides = tuple(given["weight"].shape[2:])
 
     def each(value: Any) -> tuple[Any, ...]:
-        return (value,) * len(sides) if isinstance(value, int) else tuple(value) * (len(sides) // len(value))
+        return (
+            (value,) * len(sides)
+            if isinstance(value, int)
+            else tuple(value) * (len(sides) // len(value))
+        )
 
     dilation = each(given.get("dilation", 1))
     padding = given.get("padding", 0)

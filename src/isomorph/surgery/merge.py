@@ -41,7 +41,9 @@ class Merge(Rule):
     def reason(self, site: Site) -> str | None:
         module = site.module
         needs_weight = self.form in ("layer", "unscaled")
-        return "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
+        return (
+            "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
+        )
 
     @torch.no_grad()
     def build(self, site: Site) -> nn.Module:
@@ -50,7 +52,11 @@ class Merge(Rule):
         if self.form == "nothing":
             return ZeroBranch()
         if self.form == "identity":
-            kept = [(name, child) for name, child in module.named_children() if type(child) is not nn.Identity]
+            kept = [
+                (name, child)
+                for name, child in module.named_children()
+                if type(child) is not nn.Identity
+            ]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
         new: Any = copy.deepcopy(module)
         if self.form == "unscaled":
@@ -60,7 +66,9 @@ class Merge(Rule):
         width = "out_features" if hasattr(new, "out_features") else "out_channels"
         rows = self.outputs or getattr(new, width, len(weight))
         if self.outputs:
-            new.weight = nn.Parameter(weight.new_zeros(rows, *weight.shape[1:]), weight.requires_grad)
+            new.weight = nn.Parameter(
+                weight.new_zeros(rows, *weight.shape[1:]), weight.requires_grad
+            )
             setattr(new, width, rows)
         if self.outputs or (self.bias and new.bias is None):
             new.bias = nn.Parameter(weight.new_zeros(rows), weight.requires_grad)
@@ -113,7 +121,9 @@ class Merged(NamedTuple):
 class _Plans:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
-    def __init__(self, model: nn.Module, calls: ReferenceCalls, affine: bool, avoid: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, calls: ReferenceCalls, affine: bool, avoid: frozenset[str]
+    ) -> None:
         self.first: dict[Any, Group] | None = None
         self.agreed: dict[Any, Group] = {}
         self.across: dict[Any, list[str]] = defaultdict(list)
@@ -131,7 +141,11 @@ class _Plans:
         if self.first is None:
             self.first = found
             self.agreed = found
-        self.agreed = {key: group for key, group in self.agreed.items() if key in found or not plan.concerns(group)}
+        self.agreed = {
+            key: group
+            for key, group in self.agreed.items()
+            if key in found or not plan.concerns(group)
+        }
         for key, group in found.items():
             self.across[key] += group.across
         self.norms |= plan.norms
@@ -141,7 +155,11 @@ class _Plans:
     def usable(self, chosen: list[Group]) -> list[Group]:
         """Return the chosen groups in order, without those that need another that is not chosen."""
         sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
-        return [each for each in self.groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
+        return [
+            each
+            for each in self.groups
+            if each in chosen and (each.carriers[0] in sums or not each.needs_sum)
+        ]
 
     def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
         """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
@@ -149,9 +167,13 @@ class _Plans:
         for group in self.groups:
             between = self.across[group.key]
             gone = {name for _, name in group.gone}
-            alone = [name for name in between if _is_called_alone(model, name, as_slice=name in gone)]
+            alone = [
+                name for name in between if _is_called_alone(model, name, as_slice=name in gone)
+            ]
             if between and not across:
-                rejected[group] = f"with it merged, {between[0]} would give or get other values (across=False)"
+                rejected[group] = (
+                    f"with it merged, {between[0]} would give or get other values (across=False)"
+                )
             elif alone and not only_forward:
                 shown = f"with it merged, {alone[0]} called alone would give or get other values"
                 rejected[group] = f"{shown}; only_forward=True allows it"
@@ -222,8 +244,14 @@ def merge(
     trials = _Trials(model, plans)
     allowed = [group for group in plans.groups if group not in bad]
     bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
-    lost = [group for key, group in (plans.first or {}).items() if group in bad or key not in plans.agreed]
-    summands = [summand for group in lost for summand in group.summands if summand.after or summand.stays]
+    lost = [
+        group
+        for key, group in (plans.first or {}).items()
+        if group in bad or key not in plans.agreed
+    ]
+    summands = [
+        summand for group in lost for summand in group.summands if summand.after or summand.stays
+    ]
     at_fault = {summand.layer for summand in summands if summand.layer}
     if at_fault:
         return merge(model, calls, affine, across, avoid | at_fault)
@@ -242,7 +270,9 @@ def merge(
     found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
     if not any(group.kind == "readers" for group in good):
         return found
-    return _joined(found, merge(new, calls, affine, across, avoid))  # layers of two norms may read one value now
+    return _joined(
+        found, merge(new, calls, affine, across, avoid)
+    )  # layers of two norms may read one value now
 
 
 def _joined(first: Merged, second: Merged) -> Merged:
@@ -260,7 +290,11 @@ def _joined(first: Merged, second: Merged) -> Merged:
 
 def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
     """Return the modules with parameters of their own that no call runs or reads."""
-    with_weights = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
+    with_weights = [
+        name
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(False))
+    ]
     return tuple(name for name in with_weights if name not in plans.called)
 
 
@@ -272,9 +306,13 @@ def _reasons_left(model: nn.Module, plans: _Plans, bad: dict[Group, str]) -> dic
     reasons |= plans.left
     for name, module in model.named_modules():
         if name in plans.norms:
-            reasons.setdefault(name, "calls at other sizes or by other methods differ in what they read")
+            reasons.setdefault(
+                name, "calls at other sizes or by other methods differ in what they read"
+            )
         elif isinstance(module, _BatchNorm):
-            reasons[name] = NOT_CALLED if name not in plans.called else "it is not the BatchNorm of a batch"
+            reasons[name] = (
+                NOT_CALLED if name not in plans.called else "it is not the BatchNorm of a batch"
+            )
     return reasons
 
 
@@ -296,7 +334,9 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
 
     written = merged_weights(model, group)
     for name, (weight, bias) in zip(group.carriers, written, strict=False):
-        layer = reshape(Merge("layer", len(weight) if group.kind == "chain" else 0, bias is not None), name)
+        layer = reshape(
+            Merge("layer", len(weight) if group.kind == "chain" else 0, bias is not None), name
+        )
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)

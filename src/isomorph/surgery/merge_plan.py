@@ -30,7 +30,13 @@ class _Reader(NamedTuple):
 class MergePlan:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
-    def __init__(self, model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Flow,
+        affine: bool = False,
+        avoid: frozenset[str] = frozenset(),
+    ) -> None:
         self.model = model
         self.flow = flow
         self.groups: list[Group] = []
@@ -99,17 +105,23 @@ class MergePlan:
 
     def _write_into_layer(self, found: Affine) -> None:
         carrier = carrier_of(found.summands)
-        others = [summand.layer for summand in found.summands if summand.layer and summand is not carrier]
+        others = [
+            summand.layer for summand in found.summands if summand.layer and summand is not carrier
+        ]
         if carrier is None or carrier.layer is None or not (found.gone or others):
             return
         others += [summand.after for summand in found.summands if summand.after]
         changes = [*self._changes_of(found), *(("nothing", name) for name in others if name)]
-        group = Group("sum", (carrier.layer,), (carrier.window,), tuple(changes), found.summands, found.shift)
+        group = Group(
+            "sum", (carrier.layer,), (carrier.window,), tuple(changes), found.summands, found.shift
+        )
         self._add(group, self._values_between(found.source, found.end))
 
     def _changes_of(self, found: Affine) -> list[Change]:
         """Return what becomes of the modules of a value; a branch without a layer gives 0: its weight is elsewhere."""
-        has_own_branch = any(summand.layer is None and not summand.stays for summand in found.summands)
+        has_own_branch = any(
+            summand.layer is None and not summand.stays for summand in found.summands
+        )
         changes = []
         for form, name in found.gone:
             if has_own_branch and form == "identity" and found.source in self.flow.inputs[name][0]:
@@ -129,7 +141,11 @@ class MergePlan:
         reason = self._find_readers(value, found, readers)
         if reason:
             for name in norms:
-                before = f"{self.left[name]}; nor does it fit into what follows: " if name in self.left else ""
+                before = (
+                    f"{self.left[name]}; nor does it fit into what follows: "
+                    if name in self.left
+                    else ""
+                )
                 self.left[name] = before + reason
             return
         group = Group(
@@ -141,7 +157,9 @@ class MergePlan:
             shift=found.shift,
             scales=tuple(reader.scale for reader in readers),
         )
-        self._add(group, {value, *self._values_between(found.source, value), *self._values_after(value)})
+        self._add(
+            group, {value, *self._values_between(found.source, value), *self._values_after(value)}
+        )
 
     def _find_readers(self, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
         """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
@@ -153,7 +171,9 @@ class MergePlan:
             if not moved:
                 reason = self._add_reader(operation, value, found, readers)
             for output, each in moved.items():
-                is_dropped = len(moved) > 1 and not self.flow.reads[output] and output not in self._keeps
+                is_dropped = (
+                    len(moved) > 1 and not self.flow.reads[output] and output not in self._keeps
+                )
                 if not is_dropped and not reason:
                     reason = self._find_readers(output, each, readers)
             if reason:
@@ -167,9 +187,14 @@ class MergePlan:
         kind = kind_of_step(self.flow, operation, value)
         if not kind:
             return {}
-        return {output: found.moved(Step(operation, value, kind, i)) for i, output in enumerate(operation.outputs)}
+        return {
+            output: found.moved(Step(operation, value, kind, i))
+            for i, output in enumerate(operation.outputs)
+        }
 
-    def _add_reader(self, operation: Operation, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
+    def _add_reader(
+        self, operation: Operation, value: Value, found: Affine, readers: list[_Reader]
+    ) -> str | None:
         """Add a layer that reads a value; return why the value cannot be written into it, if so."""
         output = operation.outputs[0]
         layer = self._values.of.get(output) if operation.name in LAYERS else None
@@ -289,7 +314,9 @@ class MergePlan:
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
-        zero_branches = {name for group in self.groups for form, name in group.gone if form == "nothing"}
+        zero_branches = {
+            name for group in self.groups for form, name in group.gone if form == "nothing"
+        }
         outputs: dict[str, int] = {}
         for output, before in reversed(self._values.chained):
             first = carrier_of(before.summands)
@@ -313,7 +340,9 @@ class MergePlan:
                 gone=(("identity", last),),
                 needs_sum=bool(before.gone) or len(before.summands) > 1,
             )
-            self._add(group, self._values_between(before.source, output), frozenset(_parts_of(before)))
+            self._add(
+                group, self._values_between(before.source, output), frozenset(_parts_of(before))
+            )
 
 
 def _names_of(group: Group) -> list[str]:

@@ -33,7 +33,9 @@ def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
 
 
-def _after_scale(layer: Any, window: InputWindow, scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+def _after_scale(
+    layer: Any, window: InputWindow, scale: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of layer(gain * x + shift)."""
     gain, shift = scale
     weight = layer.weight.unflatten(0, (window.groups, -1))  # (G, out, in, ...)

@@ -41,7 +41,9 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if methods:
         return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
     if type(block.drop_path) is not nn.Identity:
-        return "it has stochastic depth, which drops branches; create the model with drop_path_rate=0"
+        return (
+            "it has stochastic depth, which drops branches; create the model with drop_path_rate=0"
+        )
     branches: list[Any] = list(block.conv_kxk)
     if block.conv_scale is not None:
         branches.append(block.conv_scale)

@@ -70,9 +70,13 @@ class ModelPair:
 
     def __init__(self, original: nn.Module, recast: nn.Module, atol: float) -> None:
         def prepared(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-            return copy.deepcopy(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
+            return (
+                copy.deepcopy(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
+            )
 
-        self.models = {t: (prepared(original, t), prepared(recast, t)) for t in (torch.float32, torch.float64)}
+        self.models = {
+            t: (prepared(original, t), prepared(recast, t)) for t in (torch.float32, torch.float64)
+        }
         self.edited = edited_names(recast, len(edits(original)))
         self.atol = atol
         self.others: set[str] = set()
@@ -110,7 +114,9 @@ class ModelPair:
 
         `runs` are those of both models in float32, or another precision, and in float64.
         """
-        outputs = [self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)]
+        outputs = [
+            self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)
+        ]
         if extra and not _has_numbers(outputs[0], outputs[2]):
             raise NotCompared("the original's outputs are not finite")
         for _, leaf in leaves(outputs[2]):
@@ -162,7 +168,10 @@ class ModelPair:
         made = record_choices(exact.model, partial(_call, exact))
         if not made.choices:
             return None
-        again = [repeat_choices(run.model, partial(_call, run), made) for run in (runs[0], runs[1], runs[3])]
+        again = [
+            repeat_choices(run.model, partial(_call, run), made)
+            for run in (runs[0], runs[1], runs[3])
+        ]
         if any(call.unmatched for call in again):
             return None
         o, r, exact_values, other = map(_numbers_of, (again[0], again[1], made, again[2]))
@@ -173,7 +182,9 @@ class ModelPair:
         if not all(row.is_within(self.atol) for row in tensors):
             return tensors, ()
         changed = list(dict.fromkeys((*again[0].changed, *again[1].changed, *again[2].changed)))
-        self.said[f"rounding decides between almost equal numbers in {list_names(changed)}: {_REPEATED}"] = None
+        self.said[
+            f"rounding decides between almost equal numbers in {list_names(changed)}: {_REPEATED}"
+        ] = None
         return tensors, tuple(changed)
 
     def _redraw(self, batch: Inputs) -> list[Tensors]:
@@ -219,7 +230,9 @@ class ModelPair:
             (read if is_read else unused).append(name)
         notes = []
         if unused:
-            notes.append(f"{list_names(unused)} was not called on these inputs, so they say nothing about it")
+            notes.append(
+                f"{list_names(unused)} was not called on these inputs, so they say nothing about it"
+            )
         return tuple(read), notes
 
     @torch.no_grad()
@@ -235,16 +248,24 @@ class ModelPair:
             name = call.name
             module = recast.get_submodule(name)
             args, kwargs = given.pop(name)
-            if type(module) is Attention:  # it has no use for the grid that a hook passes to gated attention
+            if (
+                type(module) is Attention
+            ):  # it has no use for the grid that a hook passes to gated attention
                 kwargs.pop("grid_size", None)
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             largest = tensors[0].abs().max().item() if tensors else 0.0
-            row = _compare_module(name, module, call.output, module(*args, **kwargs), self.atol, largest)
-            found[name] = max(row, found.get(name, row), key=lambda row: relative(row.fp64, row.scale))
+            row = _compare_module(
+                name, module, call.output, module(*args, **kwargs), self.atol, largest
+            )
+            found[name] = max(
+                row, found.get(name, row), key=lambda row: relative(row.fp64, row.scale)
+            )
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]
-        run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
+        run_model(
+            recast, batch
+        )  # sets grid_size of the layers that are called outside their model below
         with observing(original, before=keep, after=compare, names=names):
             run_model(original, batch)
         return tuple(found[name] for name in names if name in found)
@@ -270,17 +291,23 @@ def _compare_module(
     outputs = tensors_by_path(output)
     others = tensors_by_path(other)
     first = next(iter(outputs), "")
-    shared = [path for path in outputs if path in others and outputs[path].shape == others[path].shape]
+    shared = [
+        path for path in outputs if path in others and outputs[path].shape == others[path].shape
+    ]
     if first not in shared:
         shape = tuple(outputs[first].shape) if outputs else ()
-        row = TensorDifference(first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes")
+        row = TensorDifference(
+            first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes"
+        )
         return Difference.of(name, [row], atol, kind)
     pair = {path: outputs[path] for path in shared}, {path: others[path] for path in shared}
     rows = compare_tensors(pair, pair, atol, by_channel=False)
     return Difference.of(name, [replace(row, rounding=rounding) for row in rows], atol, kind)
 
 
-_REPEATED = "compared with the choices of the original, and so are the numbers that they are made from"
+_REPEATED = (
+    "compared with the choices of the original, and so are the numbers that they are made from"
+)
 
 
 def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:

@@ -30,7 +30,9 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 def matches_where(where: Where, name: str, module: nn.Module) -> bool:
     """Return True if `where` selects the module with this name. Raises: UserError for a module as `where`."""
     if isinstance(where, nn.Module):
-        raise UserError(f"where is a {type(where).__name__}; give the name of the module, like 'layer4.0.conv2'")
+        raise UserError(
+            f"where is a {type(where).__name__}; give the name of the module, like 'layer4.0.conv2'"
+        )
     if callable(where):
         return bool(where(name, module))
     globs = [where] if isinstance(where, str) else where
@@ -104,14 +106,22 @@ def acts_alike_in_both_modes(module: nn.Module) -> bool:
             except Exception:  # of a layer that reads something else than a map
                 return False
     first, second = outputs
-    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    return (
+        isinstance(first, torch.Tensor)
+        and isinstance(second, torch.Tensor)
+        and torch.equal(first, second)
+    )
 
 
 def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
     named = list(model.named_modules(remove_duplicate=False))
     inside = tuple(_beginning(name) for name, module in named if isinstance(module, Pyramid))
-    return [(name, module) for name, module in named if isinstance(module, Pyramid) or not name.startswith(inside)]
+    return [
+        (name, module)
+        for name, module in named
+        if isinstance(module, Pyramid) or not name.startswith(inside)
+    ]
 
 
 def _beginning(path: str) -> str:
@@ -119,7 +129,9 @@ def _beginning(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+def outermost_modules(
+    model: nn.Module, wanted: Callable[[nn.Module], bool]
+) -> dict[str, nn.Module]:
     """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
     outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -214,7 +226,10 @@ SEPARATE_BIAS = "qkv_bias_separate"
 
 def call_joint_projection(site: Site) -> None:
     """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv if that was replaced."""
-    if hasattr(site.parent, SEPARATE_BIAS) and type(getattr(site.parent, "qkv", None)) is not nn.Linear:
+    if (
+        hasattr(site.parent, SEPARATE_BIAS)
+        and type(getattr(site.parent, "qkv", None)) is not nn.Linear
+    ):
         setattr(site.parent, SEPARATE_BIAS, True)
 
 

@@ -51,7 +51,11 @@ class Scores(NamedTuple):
         else:
             assert self.logits is not None
             same = self.logits.shape[-2] == self.logits.shape[-1]
-        return None if same else "its keys are not those of its queries' tokens, one for each token and head"
+        return (
+            None
+            if same
+            else "its keys are not those of its queries' tokens, one for each token and head"
+        )
 
 
 class _Seen(Exception):
@@ -145,7 +149,9 @@ def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str,
     return found
 
 
-def _trials(layer: nn.Module, grids: Sequence[tuple[GridSize, int]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def _trials(
+    layer: nn.Module, grids: Sequence[tuple[GridSize, int]]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield inputs that a layer may take: tokens, and feature maps with the channels last and first."""
     width = _width(layer)
     if width is None:
@@ -243,14 +249,20 @@ def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
     for size in (*said, 224, 64, 32):
         if isinstance(size, int):
             yield channels, size, size
-        elif isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        elif (
+            isinstance(size, tuple | list)
+            and len(size) == 2
+            and all(isinstance(n, int) for n in size)
+        ):
             yield channels, *size
 
 
 @torch.no_grad()
 def observe_calls(model: nn.Module) -> dict[nn.Module, Scores]:
     """Return the scores of the attention layers of a model that takes images, with shapes alone, by layer."""
-    layers = {name: part for name, part in model.named_modules() if calls_fused_attention(type(part))}
+    layers = {
+        name: part for name, part in model.named_modules() if calls_fused_attention(type(part))
+    }
     if not layers:
         return {}
     try:

@@ -62,13 +62,19 @@ _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__geta
 # Attributes of a class that decide what its modules compute, save and load.
 _CHECKED_ATTRIBUTES = (*OVERRIDABLE_METHODS, *_CALLS, "weight", "bias")
 
-_PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
+_PERMANENT_HINT = (
+    "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
+)
 
 
 def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
     find = inspect.getattr_static
-    return [name for name in _CHECKED_ATTRIBUTES if find(type(module), name, None) is not find(kind, name, None)]
+    return [
+        name
+        for name in _CHECKED_ATTRIBUTES
+        if find(type(module), name, None) is not find(kind, name, None)
+    ]
 
 
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
@@ -176,7 +182,9 @@ def plain_layer(module: Any) -> nn.Module:
     if is_parametrized(module):
         return module
     if type(module) is timm.layers.Linear:
-        linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        linear = nn.Linear(
+            module.in_features, module.out_features, module.bias is not None, device="meta"
+        )
         linear.weight, linear.bias = module.weight, module.bias
         return linear
     if not _has_another_form(module):

@@ -59,7 +59,9 @@ class Prune(Rule):
     @property
     def accepted_difference(self) -> float:
         """Largest difference that `verify` accepts by default: what heads leave out adds up, windows are exact."""
-        return 1e-5 if self.becomes == "windows" else min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
+        return (
+            1e-5 if self.becomes == "windows" else min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
+        )
 
     def reason(self, site: Site) -> str | None:
         module = site.module
@@ -80,14 +82,20 @@ class Prune(Rule):
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     found = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
     if not found:
-        raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
+        raise UserError(
+            "the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first"
+        )
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not layers:
-        raise UserError(f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}")
+        raise UserError(
+            f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}"
+        )
     return layers
 
 
-def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> dict[str, str]:
+def prunable_layers(
+    model: nn.Module, tolerance: float = 0.01, where: Where = "*"
+) -> dict[str, str]:
     """Return what `prune` would make of each layer that it changes: "position", "convolution" or "attention".
 
     Raises: UserError for a tolerance out of range, or if `where` selects no gated attention layer; NotFinite if
@@ -156,9 +164,13 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     """
     forms = prunable_layers(model, tolerance, where)
     if not forms:
-        raise UserError(f"nothing to prune: {_nothing_to_prune(list(_gated_layers(model, where).values()), tolerance)}")
+        raise UserError(
+            f"nothing to prune: {_nothing_to_prune(list(_gated_layers(model, where).values()), tolerance)}"
+        )
     pruned = copy_model(model)
     for form in dict.fromkeys(forms.values()):
         rule = Prune(form, tolerance)  # type: ignore[arg-type]  # a string that is one of the forms
-        pruned = apply_edit(pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form)))
+        pruned = apply_edit(
+            pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form))
+        )
     return pruned

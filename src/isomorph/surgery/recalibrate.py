@@ -48,9 +48,13 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
-        raise UserError("a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False")
+        raise UserError(
+            "a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False"
+        )
     if isinstance(batches, Tensor):
-        raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
+        raise UserError(
+            "recalibrate takes a list of batches or a loader, not one tensor; give [images]"
+        )
     count = 0
     with eval_mode(model), _measure_inputs(model) if keep_function else _renew_statistics(norms):
         for batch in batches:
@@ -89,7 +93,9 @@ def _measure_inputs(model: nn.Module) -> Iterator[None]:
         for norm, mean, variance in _norm_inputs(call.module, call.input):
             moments_of.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
-    layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
+    layers = outermost_modules(
+        model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm)
+    )
     with observing(model, before=measure, names=layers):
         yield
     for norm, pairs in moments_of.items():
@@ -102,7 +108,9 @@ def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Ten
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         if len(channels) == 1:
             shape = list(x.shape)
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {shape}"
+            )
         yield module, channels.mean(0), channels.var(0)
         return
     parts = module.pyramids if isinstance(module, JointPyramid) else [module]

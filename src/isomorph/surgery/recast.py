@@ -42,10 +42,14 @@ def check_model(model: Any) -> nn.Module:
             )
         raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UserError("the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace")
+        raise UserError(
+            "the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace"
+        )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
-            raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
+            raise UserError(
+                f"{name} has no shape yet (lazy layer); run the model once on an input first"
+            )
         if parameter.is_inference() and not torch.is_inference_mode_enabled():
             raise UserError(
                 f"{name} was made under torch.inference_mode, so nothing can be trained or compared; "
@@ -162,7 +166,9 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         raise UserError(_why_none(choice, selected))
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
-        raise UserError(f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}")
+        raise UserError(
+            f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}"
+        )
     if where == "*":
         return found._replace(accepted=_outermost(found.accepted))
     _check_apart(found.accepted)
@@ -221,7 +227,9 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     if choice.exclude != ():
         return "; exclude leaves out the others"
     around = tuple(f"{site.name}." for site in selected)
-    inside = _judge(choice.rule, [site for site in choice.sites if site.name.startswith(around)]).accepted
+    inside = _judge(
+        choice.rule, [site for site in choice.sites if site.name.startswith(around)]
+    ).accepted
     if inside:
         return f"; name what is inside: {list_names(inside)}"
     return nearest_names(choice.where, choice.own)
@@ -248,11 +256,15 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     if callable(globs) or isinstance(globs, str):
         return
     if not (isinstance(globs, Sequence) and all(isinstance(glob, str) for glob in globs)):
-        raise UserError(f"where={globs!r} selects nothing; give globs, or a function (name, module) -> bool")
+        raise UserError(
+            f"where={globs!r} selects nothing; give globs, or a function (name, module) -> bool"
+        )
     names = [site.name for site in choice.sites]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}")
+            raise UserError(
+                f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}"
+            )
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -314,7 +326,9 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
     skipped = [f"{name} ({reason})" for name, reason in found.rejected.items()]
     if skipped:
-        add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
+        add_notes(
+            new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}"
+        )
     return new
 
 
@@ -344,7 +358,9 @@ def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
     for name in edit.names:
         site = root.find(name)
         if site is None:
-            raise UserError(f"the model has no module {name}, which {type(rule).__name__} should recast")
+            raise UserError(
+                f"the model has no module {name}, which {type(rule).__name__} should recast"
+            )
         original = site.module
         with float32_on(original):
             try:
@@ -417,7 +433,9 @@ def float32_on(original: nn.Module) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
+def replace_module(
+    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module
+) -> nn.Module:
     """Replace a module under all its names, channels_last if it is, and return the model (the replacement for "").
 
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
@@ -448,4 +466,6 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
 
 
 def _is_channels_last(parameter: nn.Parameter) -> bool:
-    return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
+    return not parameter.is_contiguous() and parameter.is_contiguous(
+        memory_format=torch.channels_last
+    )

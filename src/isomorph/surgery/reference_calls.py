@@ -11,7 +11,15 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
-from isomorph.operations import Flow, copy_module, left_no_trace, observing, see, state_of, tensors_in
+from isomorph.operations import (
+    Flow,
+    copy_module,
+    left_no_trace,
+    observing,
+    see,
+    state_of,
+    tensors_in,
+)
 from isomorph.slow_work import SlowWork
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
@@ -70,7 +78,9 @@ class ReferenceCalls:
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False
+    ) -> None:
         given: list[Any] = [example]
         if not isinstance(example, Tensor | Mapping):
             given = list(example)
@@ -107,9 +117,17 @@ class ReferenceCalls:
         self.calls = [call for call in self.calls if call.outputs]
         if not self.calls:
             raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
-        if not all(_is_finite(call) for call in self.calls if call.inputs is first and call.entry == FORWARD):
-            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
-        self.calls = [call for call in self.calls if _is_finite(call)]  # at other sizes a model may divide by 0
+        if not all(
+            _is_finite(call)
+            for call in self.calls
+            if call.inputs is first and call.entry == FORWARD
+        ):
+            raise NotFinite(
+                "the model's outputs are not finite; check its weights and statistics, and the example"
+            )
+        self.calls = [
+            call for call in self.calls if _is_finite(call)
+        ]  # at other sizes a model may divide by 0
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
@@ -118,7 +136,10 @@ class ReferenceCalls:
         flow = see(copied, lambda: run_model(copied, _copy(first)))
         watched = []
         for name in flow.branches_on_data:
-            watched += [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
+            watched += [
+                f"{name}.{child}".lstrip(".")
+                for child, _ in model.get_submodule(name).named_children()
+            ]
         return watched
 
     def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
@@ -161,7 +182,9 @@ class ReferenceCalls:
         """
         self._count_call()
         found: list[Any] = []
-        watching = observing(model, after=lambda call: found.append(call.output), names=self._watched)
+        watching = observing(
+            model, after=lambda call: found.append(call.output), names=self._watched
+        )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
             made = run(model, partial(entry, model, _copy(inputs)))

@@ -112,10 +112,14 @@ class ResizeReport:
                 f"{self.embedding:.1g}, rounding of the filters)"
             )
         if self.enlarged is not None:
-            lines.append(f"  exact: an enlarged patch has the embedding of the original one ({self.enlarged:.1g})")
+            lines.append(
+                f"  exact: an enlarged patch has the embedding of the original one ({self.enlarged:.1g})"
+            )
         if self.grid[0] != self.grid[1]:
             lines.append("  not exact: embeddings of positions are interpolated to the new grid")
-        lines.append(f"  outputs on these images move by {self.moved}; by timm's set_input_size {self.moved_by_timm}")
+        lines.append(
+            f"  outputs on these images move by {self.moved}; by timm's set_input_size {self.moved_by_timm}"
+        )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -178,7 +182,9 @@ def resize_patches(
     )
 
 
-def _for_sizes(original: Any, patch_size: int | Size | None, image_size: int | Size | None) -> tuple[Any, Any]:
+def _for_sizes(
+    original: Any, patch_size: int | Size | None, image_size: int | Size | None
+) -> tuple[Any, Any]:
     """Return copies of a model for other sizes, with filters computed in float64 and as timm computes them.
 
     Raises: UserError as `resize_patches`.
@@ -194,10 +200,14 @@ def _for_sizes(original: Any, patch_size: int | Size | None, image_size: int | S
     patch = _pair(patch_size or _kernel(layer))
     image = _pair(image_size or tuple(embed.img_size))
     if image[0] % patch[0] or image[1] % patch[1]:
-        raise UserError(f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them")
+        raise UserError(
+            f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them"
+        )
     by_timm: Any = copy_module(original)
     try:
-        with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # timm warns when it interpolates relative positions
             by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error
@@ -256,7 +266,9 @@ def _single_tensor(outputs: Any) -> Tensor:
 def _pair(size: int | Sequence[int]) -> Size:
     sides = (size, size) if isinstance(size, int) else tuple(size)
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
+        raise UserError(
+            f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both"
+        )
     return sides[0], sides[1]
 
 
@@ -308,7 +320,9 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
 
 def _shift(outputs: Tensor, others: Tensor) -> OutputShift:
     if outputs.shape != others.shape:
-        raise UserError("outputs of the model have a value for each position; give a model with a head or pooling")
+        raise UserError(
+            "outputs of the model have a value for each position; give a model with a head or pooling"
+        )
     apart = (outputs - others).double().square().mean().sqrt()
     size = outputs.double().square().mean().sqrt()
     return OutputShift(float(apart / size), class_agreement(outputs, others))

@@ -10,7 +10,13 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import attach, check_model, float32_on, kept_random_state, replace_module
+from isomorph.surgery.recast import (
+    attach,
+    check_model,
+    float32_on,
+    kept_random_state,
+    replace_module,
+)
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 from isomorph.surgery.site import Site
 
@@ -51,7 +57,11 @@ class Revert(Rule):
     atol: ClassVar[float] = 1e-3
 
     def reason(self, site: Site) -> str | None:
-        return None if _revert_method(site.module) else f"{type(site.module).__name__} has no original form"
+        return (
+            None
+            if _revert_method(site.module)
+            else f"{type(site.module).__name__} has no original form"
+        )
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)
@@ -77,8 +87,14 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     model = copy_model(model)
     ties = Ties(model)
     layers = _layers_to_revert(model, where)
-    reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers.values()}
-    for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):  # inner ones first
+    reverted = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if module in layers.values()
+    }
+    for name, layer in sorted(
+        layers.items(), key=lambda item: -item[0].count(".")
+    ):  # inner ones first
         original = _original_of(name, layer, atol, alone=len(layers) == 1)
         model = replace_module(model, name, layer, original)
     add_notes(model, *ties.restore(model))
@@ -95,7 +111,9 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
 def _layers_to_revert(model: nn.Module, where: Where) -> dict[str, nn.Module]:
     """Return the selected layers that have an original form. Raises: UserError if there are none."""
     possible = {name: module for name, module in model.named_modules() if _revert_method(module)}
-    layers = {name: module for name, module in possible.items() if matches_where(where, name, module)}
+    layers = {
+        name: module for name, module in possible.items() if matches_where(where, name, module)
+    }
     if layers:
         return layers
     hint = "for pyramids use fuse"

@@ -72,7 +72,10 @@ class Rule:
     def kind_names(cls) -> list[str]:
         """Return what the rule recasts, as messages name it."""
         known = [kind for kind in cls.kind if not kind.__module__.startswith("isomorph.layers")]
-        return [f"{kind.__name__} of timm" if kind.__module__.startswith("timm.") else kind.__name__ for kind in known]
+        return [
+            f"{kind.__name__} of timm" if kind.__module__.startswith("timm.") else kind.__name__
+            for kind in known
+        ]
 
     def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -96,7 +99,9 @@ class Rule:
     def check(self, site: Site) -> None:
         """Check that the rule fits a module. Raises: UserError with the reason if not."""
         if isinstance(site, nn.Module):
-            raise UserError(f"rules get a Site, and this is a {type(site).__name__}; give iso.surgery.Site(module)")
+            raise UserError(
+                f"rules get a Site, and this is a {type(site).__name__}; give iso.surgery.Site(module)"
+            )
         reason = self.reason(site)
         if reason is not None:
             raise UserError(f"{type(self).__name__} does not fit this module: {reason}")
@@ -104,9 +109,14 @@ class Rule:
 
 def _check_members(rule: type[Rule]) -> None:
     """Check that a rule reads sites. Raises: UserError for one written for modules, with what to change."""
-    for name, instead in (("within", "read site.model in reason and build"), ("attach", "name it connect(self, site)")):
+    for name, instead in (
+        ("within", "read site.model in reason and build"),
+        ("attach", "name it connect(self, site)"),
+    ):
         if name in vars(rule):
-            raise UserError(f"{rule.__name__}.{name} is never called: rules get a Site now; {instead}")
+            raise UserError(
+                f"{rule.__name__}.{name} is never called: rules get a Site now; {instead}"
+            )
     for name in ("reason", "build"):
         method = vars(rule).get(name)
         if not inspect.isfunction(method):
@@ -180,7 +190,11 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
     """Check a grid of tokens and the number of prefix tokens; None is allowed. Raises: UserError otherwise."""
     if grid_size is not None:
-        is_pair = isinstance(grid_size, Sequence) and not isinstance(grid_size, str) and len(grid_size) == 2
+        is_pair = (
+            isinstance(grid_size, Sequence)
+            and not isinstance(grid_size, str)
+            and len(grid_size) == 2
+        )
         _require(is_pair, "grid_size", grid_size, "must be (height, width)")
         height, width = grid_size
         check_int("grid_size height", height, GRID)
@@ -216,7 +230,9 @@ def register_rule(rule: RuleType) -> RuleType:
     if not (dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen):
         raise UserError(f"{name} is not a rule; make it a frozen dataclass")
     if not (isinstance(rule, type) and issubclass(rule, Rule) and hasattr(rule, "atol")):
-        raise UserError(f"{name} is not a rule; derive it from iso.surgery.Rule and give it an atol")
+        raise UserError(
+            f"{name} is not a rule; derive it from iso.surgery.Rule and give it an atol"
+        )
     if RULES.get(name, rule) is not rule:
         raise UserError(f"a rule named {name} is registered already; choose another name")
     RULES[name] = rule

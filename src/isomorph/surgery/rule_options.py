@@ -67,6 +67,10 @@ def _field_docstrings(rule: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for kind in rule.__mro__[-2::-1]:  # without object
         with suppress(OSError, TypeError):
-            found = re.findall(r'^    (\w+):[^\n]*\n    """(.*?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
+            found = re.findall(
+                r'^    (\w+):[^\n]*\n    """(.*?)"""',
+                inspect.getsource(kind),
+                re.MULTILINE | re.DOTALL,
+            )
             texts |= {name: " ".join(text.split()) for name, text in found}
     return texts

@@ -11,10 +11,20 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.grid import GridSize
 
 # The last component of a joint projection's name, mapped to the names of its parts in order.
-JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
+JOINT_PARTS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "qk": ("q", "k"),
+    "kv": ("k", "v"),
+}
 
 # Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'.
-_PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_token", "register_tokens")
+_PREFIX_TOKENS = (
+    "cls_token",
+    "class_embedding",
+    "class_token",
+    "distillation_token",
+    "register_tokens",
+)
 
 Fact = TypeVar("Fact")
 
@@ -152,7 +162,11 @@ def part_names(model: nn.Module) -> list[str]:
 
 def embedding_models(model: nn.Module) -> list[Any]:
     """Return the submodules with a `patch_embed` that gives the grid of an image, one for each embedding."""
-    parts = [part for part in model.modules() if hasattr(getattr(part, "patch_embed", None), "dynamic_feat_size")]
+    parts = [
+        part
+        for part in model.modules()
+        if hasattr(getattr(part, "patch_embed", None), "dynamic_feat_size")
+    ]
     return list({id(part.patch_embed): part for part in reversed(parts)}.values())
 
 
@@ -160,7 +174,9 @@ def only_embedding_model(model: nn.Module) -> Any:
     """Return the submodule with a `patch_embed`, or None. Raises: UserError for several, and for dropped patches."""
     owners = embedding_models(model)
     if len(owners) > 1:
-        raise UserError("the model has several patch embeddings; recast each part, or give grid_size and prefix_tokens")
+        raise UserError(
+            "the model has several patch embeddings; recast each part, or give grid_size and prefix_tokens"
+        )
     if not owners:
         return None
     drop = getattr(owners[0], "patch_drop", None)
@@ -202,5 +218,7 @@ def _prefix_tokens(model: Any) -> int | None:
     for module in model.modules():
         tokens = [module._parameters[name] for name in _PREFIX_TOKENS if name in module._parameters]
         if tokens:
-            return sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens if token is not None)
+            return sum(
+                1 if token.ndim == 1 else token.shape[-2] for token in tokens if token is not None
+            )
     return None

@@ -79,7 +79,9 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     """
     new = copy_model(model)
     if hasattr(new, "detect"):
-        raise UserError("a detector needs its backbone's strides; create it with another backbone, like t_resnet50d")
+        raise UserError(
+            "a detector needs its backbone's strides; create it with another backbone, like t_resnet50d"
+        )
     new = apply_rule(new, Unstride(), where)
     example = own_example(new)
     if example is not None:
@@ -89,21 +91,31 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
-    with eval_mode(model), eval_mode(new), observing(new, after=_check_stage, names=edits(new)[-1].names):
+    with (
+        eval_mode(model),
+        eval_mode(new),
+        observing(new, after=_check_stage, names=edits(new)[-1].names),
+    ):
         try:
             run_model(new, example)
         except DoesNotRun as error:
             with suppress(DoesNotRun):  # the model itself may not take the size in its config
                 run_model(model, example)
-                raise UserError(f"without these strides {error}; select others, or unstride before recasting") from None
+                raise UserError(
+                    f"without these strides {error}; select others, or unstride before recasting"
+                ) from None
 
 
 def _check_stage(call: ModuleCall) -> None:
     given = call.input
     made = call.output
-    if not (isinstance(given, Tensor) and isinstance(made, Tensor) and given.ndim == made.ndim == 4):
+    if not (
+        isinstance(given, Tensor) and isinstance(made, Tensor) and given.ndim == made.ndim == 4
+    ):
         return
-    if given.shape[2:] == made.shape[2:] or given.shape[1:3] == made.shape[1:3]:  # (B, C, H, W), (B, H, W, C)
+    if (
+        given.shape[2:] == made.shape[2:] or given.shape[1:3] == made.shape[1:3]
+    ):  # (B, C, H, W), (B, H, W, C)
         return
     reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
     raise UserError(

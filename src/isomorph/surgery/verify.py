@@ -25,7 +25,12 @@ from isomorph.surgery.calls import (
     run_model,
     tensors_at,
 )
-from isomorph.surgery.comparison import TensorDifference, compare_tensors, measure_fidelity, tensors_by_path
+from isomorph.surgery.comparison import (
+    TensorDifference,
+    compare_tensors,
+    measure_fidelity,
+    tensors_by_path,
+)
 from isomorph.surgery.first_difference import FirstDifference, Operations, first_difference
 from isomorph.surgery.model_pair import ModelPair, NotCompared, normal_like
 from isomorph.surgery.modules import list_names
@@ -117,7 +122,9 @@ def compare_outputs(
     pair = ModelPair(original, recast, atol)
     with count_calls(pair.models[torch.float32][1], pair.edited) as calls:
         rows = [pair.row(batch, name) for name, batch in named]
-    not_called, unused = pair.uncalled([name for name in pair.edited if not calls[name]], batches[0])
+    not_called, unused = pair.uncalled(
+        [name for name in pair.edited if not calls[name]], batches[0]
+    )
     said = [*notes(recast)[len(notes(original)) :], *unused]
     if thorough:
         further, skipped = _try_further(pair, batches[0])
@@ -130,7 +137,9 @@ def compare_outputs(
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
     first = None if report.passed else _where_they_part(report, pair, batches)
-    return replace(report, first=first, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0])))
+    return replace(
+        report, first=first, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0]))
+    )
 
 
 def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> list[Inputs]:
@@ -147,7 +156,9 @@ def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> lis
 
 
 @torch.no_grad()
-def _compare_int8(original: nn.Module, recast: nn.Module, batches: Sequence[Inputs]) -> VerifyReport:
+def _compare_int8(
+    original: nn.Module, recast: nn.Module, batches: Sequence[Inputs]
+) -> VerifyReport:
     """Compare a file with rounded weights by how close it was to its model when it was made."""
     model = copy.deepcopy(original)._apply(partial(cast, dtype=torch.float32)).eval()
     pairs = []
@@ -160,7 +171,9 @@ def _compare_int8(original: nn.Module, recast: nn.Module, batches: Sequence[Inpu
         pairs.append(outputs)
     stored: Any = recast.fidelity
     found = measure_fidelity(pairs, getattr(original, "num_classes", None))
-    said = [] if found.is_like(stored) else ["give images as those that it was calibrated on, or atol"]
+    said = (
+        [] if found.is_like(stored) else ["give images as those that it was calibrated on, or atol"]
+    )
     return VerifyReport(ATOL, tuple(rows), notes=tuple(said), fidelity=found, stored=stored)
 
 
@@ -168,7 +181,10 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
     """Return the differences for what a batch cannot show, and notes on what was not compared, and on what is left."""
     rows: list[Difference] = []
     said: list[str] = []
-    attempts = [(name, partial(pair.row, inputs, name, extra=True)) for name, inputs in _further_inputs(batch)]
+    attempts = [
+        (name, partial(pair.row, inputs, name, extra=True))
+        for name, inputs in _further_inputs(batch)
+    ]
     attempts += [(mode, partial(pair.mode_row, batch, mode)) for mode in _modes(batch)]
     for name, attempt in attempts:
         if name == _TWICE and rows and not rows[-1].is_within(pair.atol):
@@ -186,7 +202,9 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
     return rows, said
 
 
-def _where_they_part(report: VerifyReport, pair: ModelPair, batches: Sequence[Inputs]) -> FirstDifference | None:
+def _where_they_part(
+    report: VerifyReport, pair: ModelPair, batches: Sequence[Inputs]
+) -> FirstDifference | None:
     """Return the first operation after which the outputs differ, for the first batch for which they do.
 
     One image is enough where the models differ on it.
@@ -203,7 +221,9 @@ def _where_they_part(report: VerifyReport, pair: ModelPair, batches: Sequence[In
                 own = getattr(recast, "operations", None)
                 theirs = own(x) if callable(own) else Operations.of(recast, x)
                 found = first_difference(mine, theirs, difference, report.atol)
-            except Exception:  # of a model that cannot be watched, such as one that resizes its inputs
+            except (
+                Exception
+            ):  # of a model that cannot be watched, such as one that resizes its inputs
                 return None
             if found is not None:
                 return found

@@ -39,7 +39,12 @@ class Difference:
 
     @classmethod
     def of(
-        cls, name: str, tensors: Sequence[TensorDifference], atol: float, kind: str = "", **facts: Any
+        cls,
+        name: str,
+        tensors: Sequence[TensorDifference],
+        atol: float,
+        kind: str = "",
+        **facts: Any,
     ) -> "Difference":
         """Return the difference of outputs, which is that of the tensor that differs most."""
         worst = max(tensors, key=lambda row: (row.excess(atol), row.scale))
@@ -150,7 +155,11 @@ class VerifyReport:
         if not self.finite:
             return f"NOT equal: outputs are not finite{self._not_finite}"
         if self.fidelity and self.stored:
-            start = "as close as when it was made" if self.passed else "NOT as close as when it was made"
+            start = (
+                "as close as when it was made"
+                if self.passed
+                else "NOT as close as when it was made"
+            )
             return f"{start}: int8 outputs at {self.fidelity}; then {self.stored}"
         if self.not_called:
             return f"NOT equal: the model reads the weights of {list_names(self.not_called)} without calling it"
@@ -187,7 +196,9 @@ class VerifyReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, with None for what is not finite."""
-        return json_values({**asdict(self), "fp32": self.fp32, "fp64": self.fp64, "passed": self.passed})
+        return json_values(
+            {**asdict(self), "fp32": self.fp32, "fp64": self.fp64, "passed": self.passed}
+        )
 
     def __str__(self) -> str:
         lines = [self.verdict]

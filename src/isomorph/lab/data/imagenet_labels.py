@@ -12,7 +12,9 @@ from timm.data import ImageNetInfo
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source, image_name, with_changes
 
-LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")  # written by benchmarks/imagenet_labels.py
+LABEL_FILE = Path(__file__).with_name(
+    "imagenet_labels.npz"
+)  # written by benchmarks/imagenet_labels.py
 _WNID = re.compile(r"n\d{8}")
 _NUMBER = re.compile(r"\d+")
 _NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"
@@ -54,7 +56,9 @@ def imagenet_labels() -> ImageNetLabels:
         return ImageNetLabels(wnids, subsets, real)
 
 
-def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | None, title: str) -> np.ndarray:
+def imagenet_classes(
+    source: Source, suite: str, class_indices: np.ndarray | None, title: str
+) -> np.ndarray:
     """Return the ImageNet label (0 to 999) of every class of a source; -1 for a class without images.
 
     Class names may be wnids; label numbers (or, for a suite of 200 classes that are all present, indices among those);
@@ -81,7 +85,9 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
     if class_indices is not None:
         hint = f"check that it is {suite}"
         allowed = set(class_indices.tolist())
-    unknown = [name for name, label in zip(names.values(), known, strict=True) if label not in allowed]
+    unknown = [
+        name for name, label in zip(names.values(), known, strict=True) if label not in allowed
+    ]
     if unknown:
         others = f"{len(unknown)} classes that are not among the {len(allowed)} of {suite}"
         raise UserError(f"{title} has {others}, for example {unknown[0]}; {hint}")

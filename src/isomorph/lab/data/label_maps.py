@@ -76,11 +76,15 @@ def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tenso
         else:
             image = step(image)
     if len(boxes) != 1:
-        raise UserError("label maps need images that are cropped and resized once; set augment.crop_padding to 0")
+        raise UserError(
+            "label maps need images that are cropped and resized once; set augment.crop_padding to 0"
+        )
     return image, boxes[0], flipped
 
 
-def _random_resized_crop(step: RandomResizedCropAndInterpolation, image: Image.Image) -> tuple[Image.Image, Tensor]:
+def _random_resized_crop(
+    step: RandomResizedCropAndInterpolation, image: Image.Image
+) -> tuple[Image.Image, Tensor]:
     """Return a random crop, resized, and its box as fractions of the image. Shape: -> image, (4,)"""
     top, left, height, width = step.get_params(image, step.scale, step.ratio)
     modes = step.interpolation
@@ -112,7 +116,9 @@ class LabelMapSource(Source):
         name = image_name(self.images, index)
         owner = self.classes[int(self.labels[index])]
         if name is None:
-            raise UserError("token_labels.maps needs named files: data.source must be imagefolder, tar or webdataset")
+            raise UserError(
+                "token_labels.maps needs named files: data.source must be imagefolder, tar or webdataset"
+            )
         *folders, file = name.split("/")
         named = list(map(composed, folders))
         if owner in named:
@@ -132,11 +138,15 @@ class LabelMapSource(Source):
 
 def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
     if not os.path.isdir(folder):
-        raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
+        raise UserError(
+            f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt"
+        )
 
     missing = [path for path in paths if not os.path.isfile(folder / path)]
     if missing:
-        raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {folder / missing[0]}")
+        raise UserError(
+            f"label maps are missing in {folder}: {len(missing)}, the first of them {folder / missing[0]}"
+        )
 
 
 def _load_label_map(path: Path, num_classes: int) -> Tensor:
@@ -150,11 +160,15 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
             given = f"a tensor of {tuple(loaded.shape)}"
         else:
             given = type(loaded).__name__
-        raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
+        raise UserError(
+            f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)"
+        )
     if not loaded.isfinite().all():
         raise UserError(f"{path} is not a label map: it has values that are not finite")
     classes = loaded[1].double()
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():
-        raise UserError(f"{path} has class {classes[wrong][0]:g}, not an integer from 0 to {num_classes - 1}")
+        raise UserError(
+            f"{path} has class {classes[wrong][0]:g}, not an integer from 0 to {num_classes - 1}"
+        )
     return loaded

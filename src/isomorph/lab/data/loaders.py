@@ -28,9 +28,13 @@ from isomorph.terminal_tables import count_of
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
-Example = tuple[Tensor, int | MapLabels, list[str]]  # image, label, errors of unreadable images skipped before it
+Example = tuple[
+    Tensor, int | MapLabels, list[str]
+]  # image, label, errors of unreadable images skipped before it
 
-_NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
+_NO_AUGMENTATION: dict[str, Any] = dict(
+    scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0
+)
 
 
 class IsolatedDataLoader(DataLoader[Any]):
@@ -60,7 +64,9 @@ def _explain_killed_worker() -> Iterator[None]:
         of_worker = "worker (pid" in str(error) or "Pin memory thread" in str(error)
         if not getattr(error, "errno", 0) and not of_worker:
             raise
-        raise UserError("a data-loading process was killed, perhaps as memory ran out; use fewer workers") from None
+        raise UserError(
+            "a data-loading process was killed, perhaps as memory ran out; use fewer workers"
+        ) from None
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:
@@ -101,7 +107,9 @@ def eval_loader(
         raise UserError(f"rfc_fill {rfc_fill!r} is unknown; choose 'zero' or 'black'")
     if rfc is not None:
         if not 0.05 <= rfc < math.inf or min(config["input_size"][-2:]) / rfc < 1:
-            raise UserError(f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop")
+            raise UserError(
+                f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop"
+            )
         options |= dict(crop_pct=rfc, crop_mode="center")
     transform: Any = eval_transform(options)
     if rfc is not None and rfc_fill == "zero":  # the normalised image is cropped
@@ -141,7 +149,9 @@ def loader_of_share(
 ) -> DataLoader[Any]:
     """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
     if len(examples) < runtime.world:
-        raise UserError(f"{count_of(len(examples), 'test example')} for {runtime.world} processes; start fewer")
+        raise UserError(
+            f"{count_of(len(examples), 'test example')} for {runtime.world} processes; start fewer"
+        )
     own = range(len(examples))[runtime.share]
     batches = [[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)]
     return ordered_loader(examples, batches, workers, collate)
@@ -175,7 +185,9 @@ def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
     """
     channels = config["input_size"][0]
     if channels not in (1, 3):
-        raise UserError(f"the model reads images of {channels} channels; images are read with 3, or with 1 as grey")
+        raise UserError(
+            f"the model reads images of {channels} channels; images are read with 3, or with 1 as grey"
+        )
     if channels == 1:
         steps = transform.transforms
         to_tensor = [isinstance(step, transforms.ToTensor) for step in steps].index(True)
@@ -255,7 +267,9 @@ class SeededDataset(Dataset[Example]):
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
-                    raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
+                    raise UserError(
+                        f"{error} (or allow unreadable images with data.unreadable)"
+                    ) from None
                 index = (index + 1) % len(self.source)
 
 
@@ -269,7 +283,9 @@ def ignore_stop_signals(worker: int) -> None:
     """Make a worker ignore signals to stop: the main process handles them, and ends its workers once it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # some systems lack it: there, a SIGTERM to all processes ends the workers
+    if hasattr(
+        signal, "sigwaitinfo"
+    ):  # some systems lack it: there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_when_parent_asks, daemon=True).start()
 

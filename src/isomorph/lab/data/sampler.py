@@ -33,7 +33,9 @@ class BatchOrder:
 
     def __post_init__(self) -> None:
         if not 0 < self.batch <= self.images:
-            raise UserError(f"{self.images} images make no batch of {self.batch}; lower data.batch_size")
+            raise UserError(
+                f"{self.images} images make no batch of {self.batch}; lower data.batch_size"
+            )
 
     @property
     def steps(self) -> int:
@@ -64,7 +66,9 @@ class BatchParts:
 class TrainSampler(Sampler[list[SeededIndex]]):
     """Sampler of one process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
 
-    def __init__(self, order: BatchOrder, epochs: int, first: int = 0, parts: BatchParts = BatchParts()) -> None:
+    def __init__(
+        self, order: BatchOrder, epochs: int, first: int = 0, parts: BatchParts = BatchParts()
+    ) -> None:
         self.order = order
         self.epochs = epochs
         self.first = first

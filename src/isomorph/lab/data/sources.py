@@ -128,17 +128,23 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
-    if image.mode == "I" and image.format == "PPM":  # Pillow scales these to 16 bits, whatever their white
+    if (
+        image.mode == "I" and image.format == "PPM"
+    ):  # Pillow scales these to 16 bits, whatever their white
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("F", "I"):
         low, high = image.getextrema()
         if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]
-            raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
+            raise ValueError(
+                f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits"
+            )
     if image.mode.startswith("I;16"):
         pixels = np.asarray(image)
         high = pixels.max()
         if 0 < high < _DIMMEST_WHITE:
-            raise ValueError(f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits")
+            raise ValueError(
+                f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits"
+            )
         image = Image.fromarray((pixels // 257).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
@@ -206,7 +212,9 @@ class Source(Dataset[tuple[Any, int]]):
         self.labels = np.asarray(labels, np.int64)
         self.classes = tuple(classes)
         if len(images) != len(self.labels):
-            raise UserError(f"a source needs as many labels as images; it has {len(self.labels)} and {len(images)}")
+            raise UserError(
+                f"a source needs as many labels as images; it has {len(self.labels)} and {len(images)}"
+            )
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
         self.split: tuple[float, int] | None = None
         self.transform: Callable[[Image.Image], Any] | None = None
@@ -314,7 +322,9 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
     (1070, 277)
     """
     if not 0 < test_fraction < 1:
-        raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
+        raise UserError(
+            f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2"
+        )
     labels = np.asarray(source.labels)
     names = [image_name(source.images, i) or str(source.ids[i]) for i in range(len(labels))]
     places = np.array([hash_to_unit(name) for name in names])
@@ -324,7 +334,9 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
         held_out[members[places[members].argmin()]] = True
         held_out[members[places[members].argmax()]] = False
     if not held_out.any():
-        raise UserError(f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images")
+        raise UserError(
+            f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images"
+        )
     train = source.subset(np.flatnonzero(~held_out))
     test = source.subset(np.flatnonzero(held_out))
     train.split = test.split = (test_fraction, len(labels))
@@ -345,6 +357,8 @@ def first_classes(source: Source, number: int) -> Source:
     ('0', '1', '2')
     """
     if not 0 < number <= len(source.classes):
-        raise UserError(f"cannot take the first {number} classes; the data has {len(source.classes)}")
+        raise UserError(
+            f"cannot take the first {number} classes; the data has {len(source.classes)}"
+        )
     part = source.subset(np.flatnonzero(np.asarray(source.labels) < number))
     return with_changes(part, classes=source.classes[:number])

@@ -58,7 +58,9 @@ class Stream:
     (1, [(0, 0)])
     """
 
-    def __init__(self, split: DatasetSplit, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
+    def __init__(
+        self, split: DatasetSplit, classes: Iterable[str], images: int | None, buffer: int = 1000
+    ) -> None:
         self.split = split
         self.classes = tuple(classes)
         self.images = images
@@ -67,7 +69,9 @@ class Stream:
 
     def __len__(self) -> int:
         if self.images is None:
-            raise UserError(f"{self.split.title} does not tell how many images it has; give the number as images=")
+            raise UserError(
+                f"{self.split.title} does not tell how many images it has; give the number as images="
+            )
         return self.images
 
     def samples(
@@ -106,7 +110,9 @@ class Stream:
     def _num_files(self) -> int:
         return self.split.dataset.num_shards
 
-    def _rows_of_share(self, files: Iterable[int], share: int, shares: int) -> Iterator[StreamSample]:
+    def _rows_of_share(
+        self, files: Iterable[int], share: int, shares: int
+    ) -> Iterator[StreamSample]:
         files = list(files)
         divided = len(files) // shares * shares
         for file in files[share:divided:shares]:
@@ -132,7 +138,9 @@ class Stream:
 
     def _sample(self, cell: Any, label: Any, identity: int) -> StreamSample:
         if not isinstance(label, int) or not 0 <= label < len(self._numbers):
-            raise UserError(f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self._numbers) - 1}")
+            raise UserError(
+                f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self._numbers) - 1}"
+            )
         try:
             return self.split.stored_image(cell), self._numbers[label], identity
         except OSError as error:
@@ -182,7 +190,9 @@ def open_stream(
     return Stream(opened, names or map(str, range(classes or 0)), images or opened.images)
 
 
-_StreamBatch = tuple[Tensor, Labels, list[str]]  # images, labels, error messages of unreadable images
+_StreamBatch = tuple[
+    Tensor, Labels, list[str]
+]  # images, labels, error messages of unreadable images
 
 
 def workers_of_part(parts: BatchParts, workers: int) -> int:
@@ -205,7 +215,9 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
     whichever step the run resumes: the samples of earlier steps are skipped.
     """
 
-    def __init__(self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int) -> None:
+    def __init__(
+        self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int
+    ) -> None:
         self.stream = stream
         self.transform = transform
         self.sampler = sampler
@@ -217,7 +229,9 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         parts = self.sampler.parts.own
         first = self.sampler.first
         worker, workers = _worker_position()
-        turn = (worker + first * len(parts)) % workers  # the loader asks worker 0 first, at whichever step it starts
+        turn = (
+            worker + first * len(parts)
+        ) % workers  # the loader asks worker 0 first, at whichever step it starts
         for epoch in range(first // steps, self.sampler.epochs):
             shares: dict[int, Iterator[StreamSample]] = {}
             for number in range(epoch * steps * len(parts), (epoch + 1) * steps * len(parts)):
@@ -236,7 +250,9 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         index = part * each + step % each
         shares = self.sampler.parts.total * each
         for number in count():
-            samples = self.stream.samples(derive_seed("round", epoch, number), self.sampler.order.seed, index, shares)
+            samples = self.stream.samples(
+                derive_seed("round", epoch, number), self.sampler.order.seed, index, shares
+            )
             first = next(samples, None)
             if first is None:
                 raise UserError(

@@ -67,7 +67,9 @@ def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
     batch = demo.images[:SHOWN]
     mean = torch.tensor(demo.config["mean"])[:, None, None]
     std = torch.tensor(demo.config["std"])[:, None, None]
-    images = [PageImage(f"digit {number}", image * std + mean) for number, image in enumerate(batch, 1)]
+    images = [
+        PageImage(f"digit {number}", image * std + mean) for number, image in enumerate(batch, 1)
+    ]
     shown = []
     for name, model in models.items():
         by_layer = {}

@@ -96,7 +96,9 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
     """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other come to a standstill next to other busy processes
+    torch.set_num_threads(
+        1
+    )  # threads that wait for each other come to a standstill next to other busy processes
     try:
         with TemporaryDirectory(prefix="isomorph-demo-") as runs:
             demo = _run_steps(folder, Path(runs), show, list(overrides))
@@ -120,7 +122,9 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
 
     say("[bold]1/4[/] train a small CNN on scikit-learn's images of digits")
     cnn = run("digits_cnn", "CNN", "epochs=3")
-    say("\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images")
+    say(
+        "\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images"
+    )
     tcnn = recast(cnn.model, ConvToGPSA(), where=LAYERS)
     save(tcnn.eval(), folder / "tcnn.safetensors")
     test = open_sources(load_recipe("digits_cnn", overrides))[1]
@@ -137,11 +141,15 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
     demo = Demo(cnn, tcnn, report, agreeing, images, config, weight)
     say(f"    {demo.equality}")
     say("\n[bold]3/4[/] inspect what its heads attend to")
-    say(f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel")
+    say(
+        f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel"
+    )
     for i in range(SHOWN):
         enlarged = test.image(i).resize((96, 96), Image.Resampling.NEAREST)
         enlarged.save(folder / f"digit-{i + 1}.png")
-    say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
+    say(
+        "\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions"
+    )
     demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
     return demo
 

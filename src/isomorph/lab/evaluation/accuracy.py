@@ -134,7 +134,9 @@ def sum_counts(counts: list[Counts]) -> Counts:
 
 
 @torch.no_grad()
-def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
+def for_each_batch(
+    model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]
+) -> None:
     """Call `handle(logits, labels)` for every batch, in eval mode, which is then undone. Raises: as `class_logits`."""
     like = first_float(model)
     with eval_mode(model):
@@ -146,7 +148,11 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
 
 def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
     given = f"a {type(batch).__name__}"
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+    if (
+        isinstance(batch, tuple | list)
+        and len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+    ):
         images, labels = batch
         if labels.ndim == 1 and not labels.is_floating_point():
             return images, labels

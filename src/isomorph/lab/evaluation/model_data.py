@@ -56,7 +56,9 @@ def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = spec_of(model).config
     source = config.get("source")
-    named = source in registry.SOURCES or not Path(str(source)).exists()  # a file may name no folder of this machine
+    named = (
+        source in registry.SOURCES or not Path(str(source)).exists()
+    )  # a file may name no folder of this machine
     if source and source not in _WEIGHT_LOCATIONS and named:
         return source
     if "cifar10" in (config.get("tag") or ""):
@@ -140,13 +142,19 @@ def open_split(
     return _open(model, split, data, root)
 
 
-def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None) -> Source:
+def _open(
+    model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None
+) -> Source:
     try:
-        return open_source(data or default_data(model), split, data_root(model, data, root), fraction)
+        return open_source(
+            data or default_data(model), split, data_root(model, data, root), fraction
+        )
     except UserError as error:
         if data or root or default_data(model) != "imagefolder":
             raise
-        raise UserError(f"give data=NAME, a folder of images or a data source; without it, {error}") from None
+        raise UserError(
+            f"give data=NAME, a folder of images or a data source; without it, {error}"
+        ) from None
 
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
@@ -178,7 +186,9 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
     some_known = len(unknown) < len(source.classes)
     stored = getattr(source.images, "images", source.images)
     if some_known or isinstance(stored, ImageFiles | TarImages):
-        todo = "give images of the model's classes (classnames.txt names those of shards, one a line)"
+        todo = (
+            "give images of the model's classes (classnames.txt names those of shards, one a line)"
+        )
         if some_known:
             todo = f"rename the folders that differ ({shorten(unknown)})"
         raise UserError(
@@ -192,7 +202,9 @@ def _check_unique(whose: str, names: Sequence[str], used: Iterable[str]) -> None
     for name in used:
         count = names.count(name)
         if count > 1:
-            raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
+            raise UserError(
+                f"{whose} has {count} classes named {name!r}; give each class a name of its own"
+            )
 
 
 def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
@@ -245,13 +257,17 @@ def evaluate_classifier(
         name = str(data) if data else None
         source, config = evaluation_data(model, name, size=size, test_fraction=test_fraction)
     elif test_fraction is not None:
-        raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
+        raise UserError(
+            "test_fraction splits a folder of images; leave it out for a source or a loader"
+        )
     elif isinstance(data, Source):
         source = with_model_labels(data, model)
         config = evaluation_config(model, size)
         check_own_classes(model, source.classes, size=size)
     elif size:
-        raise UserError("size is that of images from a folder or a source; leave it out for a loader")
+        raise UserError(
+            "size is that of images from a folder or a source; leave it out for a loader"
+        )
     else:
         return evaluate_loader(model, data)
     fitted = fit_to_size(model, size) if size else model
@@ -259,7 +275,9 @@ def evaluate_classifier(
 
 
 Size = tuple[int, int]
-BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # batches, title, number of batches
+BatchProgress = Callable[
+    [Iterable[Any], str, int], Iterable[Any]
+]  # batches, title, number of batches
 
 
 @dataclass(frozen=True)
@@ -341,7 +359,9 @@ def run_sweep(
     for (size, ratio), test_set in product(sweep.points(), test_sets):
         config = evaluation_config(model, size)
         numbered = with_changes(test_set.source, labels=np.arange(len(test_set.source)))
-        loader = eval_loader(numbered, config, batch_size, workers, ratio, sweep.fill, batches=runtime.share)
+        loader = eval_loader(
+            numbered, config, batch_size, workers, ratio, sweep.fill, batches=runtime.share
+        )
         jobs.append((size, ratio, test_set, loader))
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}
     rows: list[dict[str, Any]] = []
@@ -371,9 +391,13 @@ def run_sweep(
 def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each class that has images."""
     rows: list[dict[str, Any]] = []
-    for name, images, right in zip(classes, counts.total.tolist(), counts.correct.tolist(), strict=True):
+    for name, images, right in zip(
+        classes, counts.total.tolist(), counts.correct.tolist(), strict=True
+    ):
         if images:
-            rows.append({"class": name, "images": images, "right": right, "top1": 100 * right / images})
+            rows.append(
+                {"class": name, "images": images, "right": right, "top1": 100 * right / images}
+            )
     return rows
 
 
@@ -410,7 +434,9 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> list[dict[str, Any]]:
+def measure_costs(
+    model: nn.Module, sizes: Sequence[Size], images: int, exported: bool
+) -> list[dict[str, Any]]:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.

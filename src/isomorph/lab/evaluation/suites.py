@@ -51,7 +51,9 @@ class Suite:
             if os.path.isdir(path):
                 return path, form or detect_format(path)
             if os.path.exists(path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:\w+)?", folder):
-                raise UserError(f"no folder {folder}; give {self.name}=FOLDER the folder of {self.name}")
+                raise UserError(
+                    f"no folder {folder}; give {self.name}=FOLDER the folder of {self.name}"
+                )
             return path, form or "huggingface"
         top = data_root(root)
         for name in self.folders:
@@ -81,10 +83,16 @@ class Suite:
         self._check_complete(len(source), self.images, "images", title, partial)
         return scoring
 
-    def _check_complete(self, count: int, expected: int, noun: str, title: str, partial: bool) -> None:
+    def _check_complete(
+        self, count: int, expected: int, noun: str, title: str, partial: bool
+    ) -> None:
         if count == expected or (count < expected and partial):
             return
-        hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
+        hint = (
+            "; to evaluate on a part of it, give --partial (partial=True)"
+            if count < expected
+            else ""
+        )
         raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
 
 
@@ -141,7 +149,9 @@ def open_suites(
     return open_located(find_suites(wanted, root, form), partial)
 
 
-def find_suites(wanted: Sequence[str], root: str | Path | None, form: str | None) -> dict[Location, list[Suite]]:
+def find_suites(
+    wanted: Sequence[str], root: str | Path | None, form: str | None
+) -> dict[Location, list[Suite]]:
     """Find the folders of suites; imagenet and real share one. Raises: UserError if unknown, missing, or doubled."""
     folders: dict[str, str] = {}
     for text in wanted:
@@ -162,7 +172,9 @@ def find_suites(wanted: Sequence[str], root: str | Path | None, form: str | None
     return locations
 
 
-def open_located(locations: Mapping[Location, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+def open_located(
+    locations: Mapping[Location, Sequence[Suite]], partial: bool = False
+) -> list[TestSet]:
     """Open the suites found by `find_suites`. Raises: UserError for classes of another suite, or missing images."""
     test_sets = []
     for (path, form), suites in locations.items():

@@ -96,7 +96,9 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if token.startswith("--") and (not rest or rest[0].startswith("--")):
                 raise UserError(f"{token} has no value; write {token} VALUE")
             if not token.startswith("--"):
-                raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
+                raise UserError(
+                    f"{token!r} is not an option; write a field of the recipe as --{field} VALUE"
+                )
             field = f"{field}={rest.pop(0)}"
         name = field.partition("=")[0].replace("-", "_")
         option = token.partition("=")[0]

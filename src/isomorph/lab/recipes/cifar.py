@@ -21,7 +21,9 @@ def _cifar_recipe(surgery: str) -> dict[str, Any]:
         model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
-        optim=dict(lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"),
+        optim=dict(
+            lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"
+        ),
         epochs=10,
         source="T-CNN at CIFAR scale, docs/methods/tcnn.md",
     )
@@ -43,7 +45,9 @@ def _digits_recipe(surgery: str) -> dict[str, Any]:
 
 
 # ConViT's initialisation in two of three blocks: with nine heads, each starts at one of the 3 x 3 neighbours.
-CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[01].attn"))
+CONVIT_SURGERY: dict[str, Any] = dict(
+    recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[01].attn")
+)
 
 
 def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -66,8 +70,12 @@ def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES}
-RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"}
+RECIPES: dict[str, dict[str, Any]] = {
+    f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES
+}
+RECIPES |= {
+    f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"
+}
 RECIPES["digits_finetune"] = _digits_recipe("cnn")
 _FROM_SCRATCH = dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
 RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(epochs=6, optim=_FROM_SCRATCH)

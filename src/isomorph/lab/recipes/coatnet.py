@@ -181,7 +181,9 @@ def _table_5() -> dict[str, Fields]:
         name = f"coatnet_{size}_{images_of}"
         recipes[name] = _pretrain_jft(size, "Table 5, pre-training", data, **kwargs)
         for pixels, top1 in results.items():
-            recipes[f"{name}_{pixels}"] = _fine_tune(size, pixels, data, "Table 5", top1, 5, **kwargs)
+            recipes[f"{name}_{pixels}"] = _fine_tune(
+                size, pixels, data, "Table 5", top1, 5, **kwargs
+            )
     return recipes
 
 
@@ -190,7 +192,9 @@ def _tables_6_to_9() -> dict[str, Fields]:
     recipes = {}
     blind: Fields = dict(source="Table 6, without relative attention", relative="none")
     recipes["coatnet_2_placeblind"] = _from_scratch(2, top1="83.8", **blind)
-    recipes["coatnet_2_placeblind_384"] = _fine_tune(2, 384, IN1K, top1="85.3", magnitude=15, **blind)
+    recipes["coatnet_2_placeblind_384"] = _fine_tune(
+        2, 384, IN1K, top1="85.3", magnitude=15, **blind
+    )
     recipes["coatnet_3_placeblind_in21k"] = _pretrain_in21k(3, precision="52.8", **blind)
     recipes["coatnet_3_placeblind_in21k_384"] = _fine_tune(3, 384, IN21K, top1="87.4", **blind)
 

@@ -63,7 +63,9 @@ def _recipe(
     return from_scratch(model, batch, lr, f"ConViT {source}", top1(result, top5=top5), fraction)
 
 
-def _ablation(change: Fields, local_init: bool, source: str, result: str, fraction: float = 1.0) -> Fields:
+def _ablation(
+    change: Fields, local_init: bool, source: str, result: str, fraction: float = 1.0
+) -> Fields:
     kwargs = dict(change.get("kwargs", {}))
     if not local_init:
         kwargs["local_init"] = False

@@ -40,7 +40,9 @@ def top1(value: str, condition: str = "", top5: str = "") -> str:
     return f"{value} top-1{more} on ImageNet-1k{condition}"
 
 
-def from_scratch(model: Fields, batch: int, lr: float, source: str, expected: str, fraction: float = 1.0) -> Fields:
+def from_scratch(
+    model: Fields, batch: int, lr: float, source: str, expected: str, fraction: float = 1.0
+) -> Fields:
     """Return DeiT's 300 epochs, or as many more on a fraction of the data that as many images are shown."""
     return dict(
         model=model,
@@ -88,7 +90,9 @@ for _fraction, (_first, _five) in SMALL.items():
     )
 RECIPES["deit_s_100pct"]["keep_every"] = KEEP_EPOCHS
 RECIPES |= {
-    "deit_ti": _deit("deit_tiny_patch16_224", "Table 1, DeiT", top1("72.2"), keep_every=KEEP_EPOCHS),
+    "deit_ti": _deit(
+        "deit_tiny_patch16_224", "Table 1, DeiT", top1("72.2"), keep_every=KEEP_EPOCHS
+    ),
     "deit_s": _deit("deit_small_patch16_224", "Table 1, DeiT", top1("79.8")),
     "deit_b": _deit("deit_base_patch16_224", "Table 1, DeiT", top1("81.8"), keep_every=KEEP_EPOCHS),
     "deit_s_distilled": _deit(

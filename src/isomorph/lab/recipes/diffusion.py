@@ -6,12 +6,16 @@ P-W2S replaces the 1x1 convolutions of all self-attention blocks. What the paper
 from typing import Any
 
 # P-W2S on queries, keys, values and outputs of all attention layers; the network's function at the start is kept.
-PYRAMIDS: dict[str, Any] = dict(rule="LinearToPyramid", layout="P-W2S", where=["unet.*.to_[qkv]", "unet.*.to_out.0"])
+PYRAMIDS: dict[str, Any] = dict(
+    rule="LinearToPyramid", layout="P-W2S", where=["unet.*.to_[qkv]", "unet.*.to_out.0"]
+)
 
 # A U-Net of 1.7M parameters that a CPU trains.
 SMALL_NETWORK: dict[str, Any] = dict(channels=[16, 32, 64, 96], blocks=1, groups=8, drop_rate=0.0)
 
-DIGITS_NETWORK = dict(channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0)
+DIGITS_NETWORK = dict(
+    channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0
+)
 
 
 def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:
@@ -38,7 +42,9 @@ def _small(recast: dict[str, Any] | None) -> dict[str, Any]:
         task=dict(name="diffusion"),
         model=model,
         data=dict(source="cifar10", fraction=0.1, test_images=1000, batch_size=32),
-        optim=dict(lr=1e-3, weight_decay=1e-4, warmup_epochs=0.2, clip_grad=1.0, schedule="constant"),
+        optim=dict(
+            lr=1e-3, weight_decay=1e-4, warmup_epochs=0.2, clip_grad=1.0, schedule="constant"
+        ),
         ema=0.99,
         epochs=40,
         source="TDRL Table 3 in small, docs/guides/diffusion.md",

@@ -12,7 +12,9 @@ from typing import Any
 # Refined attention in all layers, which computes what BERT's attention computed until it is trained.
 REFINED: dict[str, Any] = dict(rule="AttentionToRefined", ratio=3, where="*.attention.self")
 
-NARROW: dict[str, Any] = dict(family="bert", hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
+NARROW: dict[str, Any] = dict(
+    family="bert", hidden_size=128, num_hidden_layers=4, num_attention_heads=4
+)
 # A BERT of 4.8M parameters, 3.9M of them word embeddings.
 NARROW |= dict(intermediate_size=512, max_position_embeddings=128)
 
@@ -27,18 +29,24 @@ def _pretraining(refined: bool) -> dict[str, Any]:
         task=dict(name="masked_lm"),
         model=dict(name="bert_small", **(dict(recast=REFINED) if refined else {})),
         data=dict(source="text", batch_size=128, workers=4),
-        optim=dict(lr=5e-4, weight_decay=0.01, schedule="linear", warmup_iterations=10_000, clip_grad=1.0),
+        optim=dict(
+            lr=5e-4, weight_decay=0.01, schedule="linear", warmup_iterations=10_000, clip_grad=1.0
+        ),
         iterations=1_450_000,
         amp="bf16",
         source="Refiner Table 6, pre-training as BERT-Small in ELECTRA's paper",
-        expected="average of 8 GLUE tasks 76.1 after fine-tuning" if refined else "average of 8 GLUE tasks 75.1",
+        expected="average of 8 GLUE tasks 76.1 after fine-tuning"
+        if refined
+        else "average of 8 GLUE tasks 75.1",
     )
 
 
 def _narrow_pretraining(refined: bool) -> dict[str, Any]:
     return dict(
         task=dict(name="masked_lm", length=64),
-        model=dict(name="text_transformer", kwargs=NARROW, **(dict(recast=REFINED) if refined else {})),
+        model=dict(
+            name="text_transformer", kwargs=NARROW, **(dict(recast=REFINED) if refined else {})
+        ),
         data=dict(source="glue", batch_size=32, test_images=200),
         optim=dict(lr=2e-3, weight_decay=0.01, schedule="linear", warmup_epochs=0.3, clip_grad=1.0),
         epochs=3,
@@ -48,12 +56,17 @@ def _narrow_pretraining(refined: bool) -> dict[str, Any]:
 
 def _fine_tuning(dataset: str, refined: bool, narrow: bool) -> dict[str, Any]:
     pretraining = ("bert_narrow" if narrow else "bert_small") + "_refined" * refined
-    network: dict[str, Any] = dict(name="text_transformer", kwargs=NARROW) if narrow else dict(name="bert_small")
-    network |= dict(weights=f"runs/{pretraining}/model.safetensors") | (dict(recast=REFINED) if refined else {})
+    network: dict[str, Any] = (
+        dict(name="text_transformer", kwargs=NARROW) if narrow else dict(name="bert_small")
+    )
+    network |= dict(weights=f"runs/{pretraining}/model.safetensors") | (
+        dict(recast=REFINED) if refined else {}
+    )
     epochs = 10 if dataset in ("rte", "stsb") else 3  # as in ELECTRA
     published = TABLE_6[dataset][refined]
     return dict(
-        task=dict(name="text_classification", dataset=dataset) | (dict(length=64) if narrow else {}),
+        task=dict(name="text_classification", dataset=dataset)
+        | (dict(length=64) if narrow else {}),
         model=network,
         data=dict(source="glue", batch_size=32),
         optim=dict(
@@ -66,7 +79,9 @@ def _fine_tuning(dataset: str, refined: bool, narrow: bool) -> dict[str, Any]:
         | dict(clip_grad=1.0),
         epochs=epochs,
         source=f"Refiner Table 6{' in small' if narrow else ''}, {dataset}",
-        expected="" if narrow else f"{published} {_METRICS.get(dataset, 'accuracy')} on the development set",
+        expected=""
+        if narrow
+        else f"{published} {_METRICS.get(dataset, 'accuracy')} on the development set",
     )
 
 
@@ -76,7 +91,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bert_narrow": _narrow_pretraining(refined=False),
     "bert_narrow_refined": _narrow_pretraining(refined=True),
     **{
-        f"glue_{dataset}{'_narrow' * narrow}{'_refined' * refined}": _fine_tuning(dataset, refined, narrow)
+        f"glue_{dataset}{'_narrow' * narrow}{'_refined' * refined}": _fine_tuning(
+            dataset, refined, narrow
+        )
         for dataset in TABLE_6
         for narrow in (False, True)
         for refined in (False, True)

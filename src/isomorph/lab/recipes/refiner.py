@@ -31,12 +31,16 @@ PLAIN_VIT: Fields = dict(ratio=0, kernel=0, share=0)
 LOCAL_ATTENTION_ONLY: Fields = dict(ratio=0, share=0)
 
 
-def _recipe(name: str, kwargs: Fields, setting: Fields, source: str, result: str, **more: Any) -> Fields:
+def _recipe(
+    name: str, kwargs: Fields, setting: Fields, source: str, result: str, **more: Any
+) -> Fields:
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
         data=images(setting["batch"], crop_pct=0.9),
         augment=setting["augment"],
-        optim=dict(lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5),
+        optim=dict(
+            lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5
+        ),
         epochs=300,
         drop_path=0.1,
         amp="bf16",
@@ -90,18 +94,28 @@ def _table_2() -> dict[str, Fields]:
         local = shape | LOCAL_ATTENTION_ONLY
         recipes[f"{name}_dla"] = _ablation(local, "Table 2", with_local, "refined_vit_b")
     shape = dict(depth=16, embed_dim=384, mlp_ratio=3)
-    recipes["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
+    recipes["refiner_deit_16b"] = _recipe(
+        "refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8"
+    )
     return recipes
 
 
 def _tables_3_to_13() -> dict[str, Fields]:
     """Return Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
     recipes = {
-        "refiner_without_reduction": _ablation(dict(ratio=6, reduce=False, share=0), "Table 3, w/o reduction", "82.99"),
-        "refiner_with_reduction": _ablation(RATIO_6 | dict(share=0), "Table 3, w/ reduction", "82.95"),
+        "refiner_without_reduction": _ablation(
+            dict(ratio=6, reduce=False, share=0), "Table 3, w/o reduction", "82.99"
+        ),
+        "refiner_with_reduction": _ablation(
+            RATIO_6 | dict(share=0), "Table 3, w/ reduction", "82.95"
+        ),
         "refiner_span_map": _ablation(RATIO_6, "Table 4, None", "83.0"),
-        "refiner_span_spatial": _ablation(RATIO_6 | dict(span="spatial"), "Table 4, Spatial", "82.7"),
-        "refiner_span_row_column": _ablation(RATIO_6 | dict(span="row+column"), "Table 4, Row+Col", "81.7"),
+        "refiner_span_spatial": _ablation(
+            RATIO_6 | dict(span="spatial"), "Table 4, Spatial", "82.7"
+        ),
+        "refiner_span_row_column": _ablation(
+            RATIO_6 | dict(span="row+column"), "Table 4, Row+Col", "81.7"
+        ),
     }
     for heads, plain, refined in ((8, "79.9", "82.5"), (16, "80.0", "82.8")):
         recipes[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
@@ -112,7 +126,9 @@ def _tables_3_to_13() -> dict[str, Fields]:
     for share, (plain, refined) in enumerate(shared):
         shared_maps = dict(share=share)
         recipes[f"refiner_share_{share}"] = _ablation(RATIO_6 | shared_maps, "Table 13", refined)
-        recipes[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | shared_maps, "Table 13, SA", plain)
+        recipes[f"refiner_plain_share_{share}"] = _ablation(
+            PLAIN_VIT | shared_maps, "Table 13, SA", plain
+        )
     for kernel in (1, 3, 5, 7):
         recipes[f"refiner_kernel_{kernel}"] = _ablation(RATIO_6 | dict(kernel=kernel), "Fig. 6", "")
     return recipes
@@ -129,7 +145,9 @@ def _tables_9_and_11() -> dict[str, Fields]:
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
         plain_kwargs = kwargs | PLAIN_VIT
-        recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", plain_kwargs, setting, source, plain)
+        recipes[f"refiner_plain_b{name}"] = _recipe(
+            "refined_vit_b", plain_kwargs, setting, source, plain
+        )
         if kwargs:
             source = f"Table 9, {source}"
         source = f"{source}, Refined-ViT"
@@ -215,7 +233,9 @@ def _table_7() -> dict[str, Fields]:
             for name in (paper, released):
                 recipes[f"{name}_{size}"] = _fine_tune(name, size, expected)
     recipes["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
-    recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(recipes["refined_vit_s_standard"])
+    recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(
+        recipes["refined_vit_s_standard"]
+    )
     return recipes
 
 

@@ -15,7 +15,9 @@ from typing import Any
 PYRAMIDS: dict[str, Any] = dict(init_values=1.0, relative_bias=True)
 PLAIN = PYRAMIDS | dict(layout="plain")
 DISTILLED = dict(distill_weight=10.0)
-_OPTIM: dict[str, Any] = dict(name="adamw", lr=1e-4, betas=[0.9, 0.999], weight_decay=0.05, schedule="linear")
+_OPTIM: dict[str, Any] = dict(
+    name="adamw", lr=1e-4, betas=[0.9, 0.999], weight_decay=0.05, schedule="linear"
+)
 _OPTIM |= dict(schedule_from="start", warmup_iterations=1500, warmup_start=1e-6)
 
 
@@ -30,7 +32,8 @@ def _ade20k(
     kwargs = {"backbone": "tdrl_vit_ti", "backbone_kwargs": arguments, **model}
     return dict(
         model=dict(name="upernet", kwargs=kwargs, start="weights"),
-        task=dict(name="segmentation", crop=[512, 512], resize=[2048, 512]) | (DISTILLED if distilled else {}),
+        task=dict(name="segmentation", crop=[512, 512], resize=[2048, 512])
+        | (DISTILLED if distilled else {}),
         data=dict(source="ade20k", batch_size=16, workers=4),
         optim=_OPTIM | dict(layer_decay=layer_decay),
         iterations=160_000,
@@ -48,22 +51,30 @@ RECIPES: dict[str, dict[str, Any]] = {
     "upernet_tdrl_ti": _ade20k(PYRAMIDS, 0.75, "Table 2", "42.5"),
     "upernet_tdrl_ti_distilled": _ade20k(PYRAMIDS, 0.80, "Table 2, dagger", "45.2", distilled=True),
     "upernet_plain_ti": _ade20k(PLAIN, 0.65, "Table 2, G2SD-Ti; appendix B.9, baseline", "41.4"),
-    "upernet_plain_ti_distilled": _ade20k(PLAIN, 0.65, "Table 2, G2SD-Ti, dagger", "44.5", distilled=True),
+    "upernet_plain_ti_distilled": _ade20k(
+        PLAIN, 0.65, "Table 2, G2SD-Ti, dagger", "44.5", distilled=True
+    ),
     "upernet_batchnorm_ti": _ade20k(
         PYRAMIDS | dict(layout="naive-W1", rectify="none"),
         0.75,
         "appendix B.9, BatchNorm alone",
         "37.8",
     ),
-    "upernet_teacher_b": _ade20k(dict(init_values=1.0), 0.65, "Table 2, the teacher", "48.1", **_TEACHER),
+    "upernet_teacher_b": _ade20k(
+        dict(init_values=1.0), 0.65, "Table 2, the teacher", "48.1", **_TEACHER
+    ),
 }
 
-_SMALL = dict(backbone="tdrl_vit_ti", channels=64, auxiliary_channels=32, backbone_kwargs=dict(depth=6))
+_SMALL = dict(
+    backbone="tdrl_vit_ti", channels=64, auxiliary_channels=32, backbone_kwargs=dict(depth=6)
+)
 RECIPES["upernet_camvid"] = dict(
     model=dict(name="upernet", kwargs=_SMALL),
     task=dict(name="segmentation", crop=[192, 192], resize=None, ratio=[0.5, 1.5]),
     data=dict(source="camvid", batch_size=8),
-    optim=dict(lr=1e-3, schedule="linear", schedule_from="start", warmup_iterations=20, clip_grad=1.0),
+    optim=dict(
+        lr=1e-3, schedule="linear", schedule_from="start", warmup_iterations=20, clip_grad=1.0
+    ),
     iterations=400,
     evaluate_every=10,
     source="isomorph: a small network on the images of CamVid",

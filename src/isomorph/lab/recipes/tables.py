@@ -80,17 +80,23 @@ def published_tables() -> dict[str, PublishedTable]:
 def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
     columns = tuple(fields["columns"])
     rows = [_read_row(columns, values) for values in fields["rows"]]
-    if not MEASURED.keys() & set(columns):  # a figure without numbers, of which runs measure the accuracy
+    if not MEASURED.keys() & set(
+        columns
+    ):  # a figure without numbers, of which runs measure the accuracy
         columns = (*columns, "top1")
         rows = [replace(row, values={**row.values, "top1": None}) for row in rows]
     for column, value in fields.get("where", {}).items():
         rows = [row for row in rows if row.values[column] == value]
     for recipe in fields.get("controls", ()):
-        rows.append(TableRow(f"{recipe} (not in the paper)", {}, recipe, commands=commands_of(recipe)))
+        rows.append(
+            TableRow(f"{recipe} (not in the paper)", {}, recipe, commands=commands_of(recipe))
+        )
     charts = fields.get("chart", [])
     if isinstance(charts, Mapping):
         charts = [charts]
-    return PublishedTable(name, fields["title"], columns, tuple(rows), tuple(charts), fields.get("note", ""))
+    return PublishedTable(
+        name, fields["title"], columns, tuple(rows), tuple(charts), fields.get("note", "")
+    )
 
 
 def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
@@ -154,7 +160,9 @@ def find_table(name: str) -> PublishedTable:
             return table
     for paper in PAPERS.values():
         if name.lower().startswith(paper.lower()):
-            numbers = [known.removeprefix(f"{paper} ") for known in tables if known.startswith(paper)]
+            numbers = [
+                known.removeprefix(f"{paper} ") for known in tables if known.startswith(paper)
+            ]
             given = name[len(paper) :].strip() or "such table"
             raise UserError(f"{paper} has no {given!r} here; give one of {', '.join(numbers)}")
     close = difflib.get_close_matches(name, tables, n=3)
@@ -188,14 +196,18 @@ def table_with_runs(table: PublishedTable, logs: Sequence[RunLog]) -> PublishedT
     return replace(table, rows=tuple(_with_means(rows)))
 
 
-def table_with_evaluations(table: PublishedTable, evaluations: Sequence[Evaluation]) -> PublishedTable:
+def table_with_evaluations(
+    table: PublishedTable, evaluations: Sequence[Evaluation]
+) -> PublishedTable:
     """Return a table whose rows have what was evaluated of their models, each at the row's size and ratio."""
     rows = []
     for row in table.rows:
         runs = list(row.runs)
         for evaluation in evaluations:
             if _is_of(row, evaluation):
-                runs.append(RunResult(evaluation.title, dict(evaluation.measured), evaluation.differs))
+                runs.append(
+                    RunResult(evaluation.title, dict(evaluation.measured), evaluation.differs)
+                )
         rows.append(replace(row, runs=tuple(runs)))
     return replace(table, rows=tuple(rows))
 

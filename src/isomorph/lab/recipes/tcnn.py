@@ -128,7 +128,9 @@ def _peak_rates() -> dict[str, Fields]:
 
 
 RECIPES: dict[str, Fields] = {f"tcnn_{name}": _row(name) for name in BACKBONES}
-RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # attention maps along training (Fig. 5): 25 models of 0.5 GB
+RECIPES["tcnn_resnetrs270"]["keep_every"] = (
+    2  # attention maps along training (Fig. 5): 25 models of 0.5 GB
+)
 RECIPES |= _short_runs()
 RECIPES |= _peak_rates()
 for _name in CNNS:

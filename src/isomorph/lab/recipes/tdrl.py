@@ -24,9 +24,15 @@ QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
 FUSED = "after isomorph fuse and tdrl_fused_100ep"
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 # Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code.
-G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
-G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
-MAE_TEACHER = dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae")
+G2SD_AUGMENT = dict(
+    auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1
+)
+G2SD_OPTIM = dict(
+    lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0
+)
+MAE_TEACHER = dict(
+    teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae"
+)
 # MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1).
 TEACHER: Fields = dict(
     teacher="vit_base_patch16_224.mae",
@@ -52,7 +58,9 @@ AVERAGED: Fields = dict(global_pool="avg")
 HEAD_STD = 2e-5
 
 
-def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
+def _fine_tune(
+    kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False
+) -> Fields:
     if distilled:
         model = _model(kwargs, "tdrl_vit_ti_distilled", head_std=HEAD_STD, start="weights")
     else:
@@ -85,7 +93,9 @@ def _layer_decay(plain: bool, distilled: bool) -> float:
     return 0.75 if distilled else 0.85
 
 
-def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit_ti", **more: Any) -> Fields:
+def _pretrain(
+    kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit_ti", **more: Any
+) -> Fields:
     """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
     recipe: Fields = dict(
         model=_model(kwargs, model),
@@ -180,7 +190,9 @@ def _cifar10(kwargs: Fields, result: str) -> Fields:
     return recipe
 
 
-DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
+DEIT_OPTIM: Fields = dict(
+    lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5
+)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
 # MobileOne's own training, in the code that TDRL names: images grow from 160 to 192 and 224 pixels, weight decay falls,
@@ -206,7 +218,9 @@ MOBILE: Fields = dict(
 VANILLA: Fields = dict(
     data=images(512),
     augment=DEIT | dict(auto_augment="rand-m7-mstd0.5-inc1", mixup=0.1, repeats=1),
-    optim=dict(name="lamb", lr=3.5e-3, weight_decay=0.35, warmup_epochs=5, schedule="cosine", min_lr=1e-6),
+    optim=dict(
+        name="lamb", lr=3.5e-3, weight_decay=0.35, warmup_epochs=5, schedule="cosine", min_lr=1e-6
+    ),
     anneal=dict(epochs=100),
     loss="sigmoid",
     epochs=300,
@@ -314,9 +328,13 @@ def _figure_3() -> dict[str, Fields]:
     recipes: dict[str, Fields] = {}
     for rectify, expected in expectations.items():
         kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK_LAYERS)
-        recipes[f"tdrl_fig3_{rectify}_g2sd"] = _pretrain(kwargs, "Fig. 3 a-c", expected, monitor_every=100)
+        recipes[f"tdrl_fig3_{rectify}_g2sd"] = _pretrain(
+            kwargs, "Fig. 3 a-c", expected, monitor_every=100
+        )
         if rectify != "none":
-            recipes[f"tdrl_fig3_{rectify}_100ep"] = _fine_tune(kwargs, 100, "Fig. 3 d", "batchnorm's above rescale's")
+            recipes[f"tdrl_fig3_{rectify}_100ep"] = _fine_tune(
+                kwargs, 100, "Fig. 3 d", "batchnorm's above rescale's"
+            )
     return recipes
 
 
@@ -332,8 +350,12 @@ def _figure_4() -> dict[str, Fields]:
         points[f"ffn_w{width}_none"] = (_mlp(layout, rectify="none"), expected)
     recipes: dict[str, Fields] = {}
     for name, (kwargs, expected) in points.items():
-        recipes[f"tdrl_fig4_{name}_g2sd"] = _pretrain(kwargs, "Fig. 4", f"top-1 after its fine-tuning: {expected}")
-        recipes[f"tdrl_fig4_{name}_100ep"] = _fine_tune(kwargs, 100, "Fig. 4", f"top-1 on ImageNet-1k: {expected}")
+        recipes[f"tdrl_fig4_{name}_g2sd"] = _pretrain(
+            kwargs, "Fig. 4", f"top-1 after its fine-tuning: {expected}"
+        )
+        recipes[f"tdrl_fig4_{name}_100ep"] = _fine_tune(
+            kwargs, 100, "Fig. 4", f"top-1 on ImageNet-1k: {expected}"
+        )
     return recipes
 
 
@@ -379,7 +401,9 @@ def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
 
 
 def _cifar_recipes() -> dict[str, Fields]:
-    student: Fields = dict(depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
+    student: Fields = dict(
+        depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors"
+    )
     teacher = dict(depth=4, width=64, heads=4)
     recipes = {
         "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), teacher, 6),
@@ -392,5 +416,11 @@ def _cifar_recipes() -> dict[str, Fields]:
 
 
 RECIPES: dict[str, Fields] = (
-    _tables() | _applications() | _cifar_recipes() | _figure_2() | _figure_3() | _figure_4() | _figure_5()
+    _tables()
+    | _applications()
+    | _cifar_recipes()
+    | _figure_2()
+    | _figure_3()
+    | _figure_4()
+    | _figure_5()
 )

@@ -102,7 +102,9 @@ LARGEST = (
     HeadMeasure("Largest attention", "share", _largest_attention, 1.0),
 )
 STATISTICS = (*MEASURES.values(), PREFIX, *LARGEST)
-BRANCHES = HeadMeasure("Similarity of pyramid branches", "linear CKA of two branches", _branch_similarities, 1.0)
+BRANCHES = HeadMeasure(
+    "Similarity of pyramid branches", "linear CKA of two branches", _branch_similarities, 1.0
+)
 
 
 def _mebibytes(count: int | None) -> str:
@@ -127,7 +129,9 @@ def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
         image.append([model, size, f"{row['parameters']:,}", _millions(row, "macs"), saved])
         if row["step_macs"] or "branch_macs" in row:
             one_pass.append([model, size, *(_millions(row, cost) for cost in PASS_COSTS)])
-    batch = [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"]]
+    batch = [
+        ["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"]
+    ]
     batch += [_batch_row(row) for row in rows if "batch" in row]
     return [table for table in (image, one_pass, batch) if len(table) > 1]
 
@@ -208,7 +212,9 @@ def _measure_charts(
             except UserError:  # it does not apply to the model
                 continue
             if layers:
-                series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
+                series[m.name] = {
+                    layer: heads.flatten().tolist() for layer, heads in layers.items()
+                }
         if series:
             charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
     return charts
@@ -261,7 +267,11 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
     if not layers_of:
         return None
     count = sum(map(len, layers_of.values()))
-    title = "1 attention layer is not drawn" if count == 1 else f"{count} attention layers are not drawn"
+    title = (
+        "1 attention layer is not drawn"
+        if count == 1
+        else f"{count} attention layers are not drawn"
+    )
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
     return Details(title, lines)
 
@@ -301,7 +311,9 @@ def _cka_section(
     title = f"Within {first.name}"
     if first is not second:
         title = f"{first.name} x {second.name}"
-    chart: Chart = Matrix(title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist())
+    chart: Chart = Matrix(
+        title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist()
+    )
     text = f"On {options.cka_images}." if options.cka_images else ""
     return Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA)
 
@@ -360,7 +372,9 @@ def _attention_section(
         guide = guides.MAPS
         if len(models) > 1:
             guide = f"{guides.MAPS} {guides.DIFFERENCE}"
-        return Section("Attention", text, viewer=viewer, details=details, finding=finding, guide=guide)
+        return Section(
+            "Attention", text, viewer=viewer, details=details, finding=finding, guide=guide
+        )
     reason = "The model has no attention to draw; isomorph recast adds some."
     if details:
         reason = "None of its attention layers can be drawn."
@@ -394,7 +408,9 @@ def _attention_finding(
                 sentences.append(f"The outputs of {name} are not finite.")
     if viewer:
         layers = viewer.data["layers"]
-        differences = {layer["name"]: layer["differences"] for layer in layers if layer["differences"]}
+        differences = {
+            layer["name"]: layer["differences"] for layer in layers if layer["differences"]
+        }
         sentences.append(maps_finding(names, differences))
         sentences += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
     text = " ".join(filter(None, sentences))

@@ -167,7 +167,9 @@ class _MapReader:
             exact=maps.cpu() if self.room >= 0 else None,
         )
 
-    def _on_grid(self, frame: LayerCall, applied: AppliedAttention) -> tuple[Tensor, TokenGrid, WindowMembers | None]:
+    def _on_grid(
+        self, frame: LayerCall, applied: AppliedAttention
+    ) -> tuple[Tensor, TokenGrid, WindowMembers | None]:
         """Return a layer's maps by prefix tokens and grid positions. Raises: UserError where these are not known."""
         maps = applied.map().float()
         windows = self.windows.get(frame.name)
@@ -202,7 +204,9 @@ def pack_layer_maps(
             for image in range(images):
                 packed[number, image] = layer.pack(image, step)
         characters = sum(map(len, packed.values()))
-        thinnest = all(len(layer.stored_queries(step)) <= layer.where.prefix + 1 for layer in layers)
+        thinnest = all(
+            len(layer.stored_queries(step)) <= layer.where.prefix + 1 for layer in layers
+        )
         if characters <= max_characters or thinnest:
             return step, packed
         if step[0] == step[1]:
@@ -240,12 +244,17 @@ def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMap
     names = [list(model.maps) for model in models]
     if len(names) == 2 and all(names) and set(names[0]).isdisjoint(names[1]):
         first, second = (model.maps for model in models)
-        return [(f"{a or '-'} | {b or '-'}", [first.get(a), second.get(b)]) for a, b in zip_longest(*names)]
+        return [
+            (f"{a or '-'} | {b or '-'}", [first.get(a), second.get(b)])
+            for a, b in zip_longest(*names)
+        ]
     distinct = dict.fromkeys(chain.from_iterable(names))
     return [(name, [model.maps.get(name) for model in models]) for name in distinct]
 
 
-def _layer_geometry(maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]) -> dict[str, Any]:
+def _layer_geometry(
+    maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]
+) -> dict[str, Any]:
     """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
     stored = maps.stored_positions(step)
     windows = None

@@ -174,8 +174,12 @@ class Dots(Chart):
         return series_table("layer", self.series, text)
 
     def constant_text(self) -> str:
-        values = {name: chain.from_iterable(layers.values()) for name, layers in self.series.items()}
-        return _constant_sentence(self.title, values, "in every head of every layer", self.resolution)
+        values = {
+            name: chain.from_iterable(layers.values()) for name, layers in self.series.items()
+        }
+        return _constant_sentence(
+            self.title, values, "in every head of every layer", self.resolution
+        )
 
 
 @dataclass(frozen=True)
@@ -377,7 +381,9 @@ def series_table(
     return table
 
 
-def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> dict[str, Any]:
+def _series(
+    name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()
+) -> dict[str, Any]:
     """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
     numbers = [[json_numbers(point) for point in line] for line in lines]
     return {
@@ -398,7 +404,9 @@ def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
     return {"label": label, "range": [low, high]}
 
 
-def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float) -> str:
+def _constant_sentence(
+    title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float
+) -> str:
     """Return a sentence with each series' constant value; empty if one varies beyond the resolution, or many differ."""
     constants = {}
     for name, values in series.items():

@@ -246,14 +246,20 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
 
 def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     charts = list[Chart]()
-    texts = ["Before training and after every epoch; centres from the first (ring) to the last (dot)."]
+    texts = [
+        "Before training and after every epoch; centres from the first (ring) to the last (dot)."
+    ]
     for run, history in gating.items():
         when = "at the end"
         if len(history.epochs) > 1:
             when = "along training"
             epochs = history.epochs
-            charts.append(_along_panel(f"Gates {when}: {run}", "sigma(gate)", epochs, history.gates))
-            charts.append(_along_panel(f"Spans {when}: {run}", "1 / locality", epochs, history.spans))
+            charts.append(
+                _along_panel(f"Gates {when}: {run}", "sigma(gate)", epochs, history.gates)
+            )
+            charts.append(
+                _along_panel(f"Spans {when}: {run}", "1 / locality", epochs, history.spans)
+            )
         paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
         charts.append(Paths(f"Centres {when}: {run}", paths))
         lost = 0

@@ -67,11 +67,15 @@ def _read_file(path: Path) -> list[Evaluation]:
     except (OSError, ValueError):
         result = None
     if not isinstance(result, dict) or not isinstance(result.get("model"), str):
-        raise UserError(f"{path} is not a result; write one with isomorph evaluate MODEL --suite imagenet --json")
+        raise UserError(
+            f"{path} is not a result; write one with isomorph evaluate MODEL --suite imagenet --json"
+        )
     rows_of = _robustness_rows if "cells" in result else _suite_rows
     rows = list(rows_of(result))
     if not rows:
-        raise UserError(f"{path} has no result of a test suite; evaluate {result['model']} with --suite")
+        raise UserError(
+            f"{path} has no result of a test suite; evaluate {result['model']} with --suite"
+        )
     model = result["model"].removesuffix(RANDOM)
     if model != result["model"] or result.get("weights") == "random":
         rows = [row | {"differs": "random weights"} for row in rows]

@@ -1,7 +1,9 @@
 """How to read each section of a page: what its charts show, and what its terms mean."""
 
 DOTS = "A dot is a head; the line joins the means of the layers."
-PREDICTIONS = "The most likely classes of each image, with the probability that the model gives to each."
+PREDICTIONS = (
+    "The most likely classes of each image, with the probability that the model gives to each."
+)
 MAPS = (
     "Each small map is one attention head: bright patches are those that the framed patch attends to. A caption with a "
     "gate is a head of gated positional attention: it attends by position at gate 1, by content at gate 0."

@@ -134,7 +134,9 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
     )
 
 
-def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
+def write_page(
+    path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = ""
+) -> int:
     """Write sections as one HTML page, completely or not at all, and return its size in bytes.
 
     The lead, under the title, is the finding of the page in a sentence; what follows the first line of the footer is

@@ -240,7 +240,9 @@ def command_lines(rows: Sequence[TableRow]) -> list[str]:
     return lines
 
 
-def published_charts(title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]) -> list[Chart]:
+def published_charts(
+    title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]
+) -> list[Chart]:
     """Return the charts of a table: lines where x repeats in each series, else points; published, and measured.
 
     Runs that differ from their rows are left out. Where x is the time of training, measured runs have a chart of their
@@ -281,7 +283,9 @@ def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) 
     return points
 
 
-def _candidates(row: TableRow, chart: Mapping[str, str], measured: bool) -> Iterator[tuple[str, Any, Any]]:
+def _candidates(
+    row: TableRow, chart: Mapping[str, str], measured: bool
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield label, x and y of what the paper has for a row, or of what its runs measured."""
     x = chart["x"]
     y = chart["y"]

@@ -108,7 +108,9 @@ def robustness_finding(results: Mapping[str, CellValues]) -> str:
     return f"{reached}: {gains[best]:+.2f} under {best}, {gains[worst]:+.2f} under {worst}."
 
 
-def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResult | None, footer: str = "") -> int:
+def write_robustness(
+    path: Path, result: Mapping[str, Any], baseline: SavedResult | None, footer: str = ""
+) -> int:
     """Write the page of a result of `iso.robustness`, on the cells that its baseline has too, and return its size.
 
     Raises: UserError when it cannot be written.
@@ -130,7 +132,11 @@ def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResul
     measured = " ".join(sentences)
     sections = [
         Section("Clean and corrupted images", measured, table=robustness_table(results)),
-        Section("By corruption and severity", charts=robustness_charts(results), guide=guides.ROBUSTNESS),
-        Section("Every corruption and category", "Columns are severities.", table=severity_table(result)),
+        Section(
+            "By corruption and severity", charts=robustness_charts(results), guide=guides.ROBUSTNESS
+        ),
+        Section(
+            "Every corruption and category", "Columns are severities.", table=severity_table(result)
+        ),
     ]
     return write_page(path, "Robustness", robustness_finding(results), sections, footer)

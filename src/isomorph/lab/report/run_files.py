@@ -60,13 +60,19 @@ def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
         return []
     rows = [row for row in map(_parse, lines) if isinstance(row, dict)]
     if len(rows) < len(lines):
-        problems.append(f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read")
+        problems.append(
+            f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read"
+        )
     return rows
 
 
 def _read_run(folder: Path) -> RunLog:
     if not folder.is_dir():
-        what = "it is a file (isomorph analyze compares models)" if folder.exists() else "it does not exist"
+        what = (
+            "it is a file (isomorph analyze compares models)"
+            if folder.exists()
+            else "it does not exist"
+        )
         raise UserError(f"{folder} is not the folder of a run: {what}")
     problems = list[str]()
     epochs = _read_jsonl(folder / "log.jsonl", problems)
@@ -76,7 +82,9 @@ def _read_run(folder: Path) -> RunLog:
         monitor = _read_jsonl(folder / "monitor.jsonl", problems)
     recipe = _read_recipe(folder / "recipe.json", problems)
     if not (epochs or steps or recipe):
-        raise UserError(f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json")
+        raise UserError(
+            f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json"
+        )
     return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
 
 
@@ -151,10 +159,14 @@ def _read_point(path: Path) -> AccuracyPoint:
         raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
     values = result if isinstance(result, dict) else {}
     if not isinstance(values.get("model"), str) or not is_number(values.get("top1")):
-        raise UserError(f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set")
+        raise UserError(
+            f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set"
+        )
     missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
     if missing:
-        raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
+        raise UserError(
+            f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost"
+        )
     name = short_name(result["model"])
     if result.get("weights") == "random":
         name += " (random weights)"

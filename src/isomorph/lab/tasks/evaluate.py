@@ -58,8 +58,14 @@ def evaluate(
             batch_size=batch_size,
             workers=workers,
         )
-    if not (data is None or isinstance(data, str | Path)) or test_fraction is not None or size is not None:
-        raise UserError("give the data of this model's task as a folder or the name of a data source, nothing else")
+    if (
+        not (data is None or isinstance(data, str | Path))
+        or test_fraction is not None
+        or size is not None
+    ):
+        raise UserError(
+            "give the data of this model's task as a folder or the name of a data source, nothing else"
+        )
     named = str(data) if data else None
     options = EvaluationOptions(named, data_root(model, named, None), batch_size, workers)
     return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]

@@ -34,9 +34,13 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     """Return the file of this name in a folder. Raises: UserError, which says where the name is, if it leads out."""
     parts = re.split(r"[\\/]", name)
     if ".." in parts or Path(name).is_absolute() or re.match(r"[A-Za-z]:[\\/]", name):
-        raise UserError(f"{where} names the file {name[:100]!r}, outside {folder}; give paths below that folder")
+        raise UserError(
+            f"{where} names the file {name[:100]!r}, outside {folder}; give paths below that folder"
+        )
     if "\0" in name or max(len(part.encode("utf-8", "replace")) for part in parts) > _LONGEST_NAME:
-        raise UserError(f"{where} names the file {name[:40]!r}..., which no folder can have; correct it")
+        raise UserError(
+            f"{where} names the file {name[:40]!r}..., which no folder can have; correct it"
+        )
     return folder / name
 
 

@@ -77,4 +77,6 @@ def robustness(
 def check_classifier(model: nn.Module, name: str) -> None:
     """Raise UserError for a model of another task; `name` is the model's in the message."""
     if task_of(model):
-        raise UserError(f"robustness is for image classifiers; {name} is for {task_record(model)['name']}")
+        raise UserError(
+            f"robustness is for image classifiers; {name} is for {task_record(model)['name']}"
+        )

@@ -38,13 +38,17 @@ from isomorph.surgery.rule import add_notes, update_record
 Data = Source | Stream
 
 
-def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
+def build_model(
+    part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True
+) -> nn.Module:
     """Create the base model with its weights, and unstride and recast it if `recast_now`.
 
     Raises: UserError when timm cannot create the model, the weights do not fit, or unstride or recast match no module.
     """
     if part.head_std is not None and (part.is_own or part.name is None):
-        raise UserError("model.head_std is for a model of timm that is given as model.name; leave it out")
+        raise UserError(
+            "model.head_std is for a model of timm that is given as model.name; leave it out"
+        )
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     if drop_path:
         arguments["drop_path_rate"] = drop_path
@@ -82,7 +86,9 @@ def start_classifiers(model: nn.Module, std: float) -> None:
     layers = [heads] if isinstance(heads, nn.Module) else list(heads)
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if not linear or len(linear) < len(layers):
-        raise UserError(f"model.head_std needs a linear classifier, which {type(model).__name__} does not have")
+        raise UserError(
+            f"model.head_std needs a linear classifier, which {type(model).__name__} does not have"
+        )
     for layer in linear:
         nn.init.trunc_normal_(layer.weight, std=std)
         nn.init.zeros_(layer.bias)
@@ -102,7 +108,9 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     ignored = [field for field, value in given.items() if value]
     if ignored:
         names = " and ".join(ignored)
-        raise UserError(f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE")
+        raise UserError(
+            f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE"
+        )
     model = build_own(part.name, part.kwargs)
     if part.weights is None:
         return model, f"weights: those that {part.name} returns"
@@ -144,7 +152,9 @@ def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[
     return apply_surgery(model, part, recast_now), start
 
 
-def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
+def describe_loaded_weights(
+    model: nn.Module, path: str | Path, new: Sequence[str], form: str = ""
+) -> str:
     """Return a message about the tensors that were loaded, and the new ones; `form` says of which form of the model."""
     counted = [name for name in model.state_dict() if not name.endswith(".num_batches_tracked")]
     text = f"weights: {len(counted) - len(new)} tensors from {path}{form}"
@@ -176,11 +186,17 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
     for glob in globs:
         selected = [name for name in parameters if fnmatchcase(name, glob)]
         if not selected and not later:
-            raise UserError(f"model.freeze {glob!r} matches no parameter{nearest_names(glob, parameters)}")
+            raise UserError(
+                f"model.freeze {glob!r} matches no parameter{nearest_names(glob, parameters)}"
+            )
         for name in selected:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        which = "model.freeze freezes every parameter" if globs else "no parameter of the model requires a gradient"
+        which = (
+            "model.freeze freezes every parameter"
+            if globs
+            else "no parameter of the model requires a gradient"
+        )
         raise UserError(f"{which}; leave some to train")
     return model
 
@@ -230,19 +246,25 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
         why = f"processes {runtime.world}, scale.accumulate {recipe.scale.accumulate}"
         if recipe.augment.mixes:
             why += ", pairs to mix"
-        raise UserError(f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: {why}")
+        raise UserError(
+            f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: {why}"
+        )
     batch = data.batch_size
     if batch > len(train):
         batch = len(train) // (2 * parts) * 2 * parts
     if not batch:
-        raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
+        raise UserError(
+            "the training data is smaller than one batch; lower data.batch_size or raise data.fraction"
+        )
     order = BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats)
     first = runtime.rank * recipe.scale.accumulate
     own = range(first, first + recipe.scale.accumulate)
     return order, BatchParts(own, parts)
 
 
-def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler) -> DataLoader[Any]:
+def build_train_loader(
+    recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler
+) -> DataLoader[Any]:
     augment = recipe.augment
     data = recipe.data
     options = augment.model_dump(include={"scale", "hflip", "auto_augment", "color_jitter"})
@@ -254,7 +276,9 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, samp
     return train_loader(transformed(train, transform), sampler, data.workers, data.unreadable)
 
 
-def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:
+def build_test_loader(
+    recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime
+) -> DataLoader[Any]:
     """Return the loader of this process's test images. Raises: UserError for fewer images than processes."""
     batch = max(1, recipe.data.batch_size // runtime.world)
     workers = recipe.data.workers

@@ -61,9 +61,13 @@ class Classification(Task):
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
-        check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
+        check_image_size(
+            model, config["input_size"], recipe.model.name or str(recipe.model.weights)
+        )
 
-    def mix(self, recipe: Recipe, model: nn.Module) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
+    def mix(
+        self, recipe: Recipe, model: nn.Module
+    ) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
         augment = recipe.augment
         if not augment.mixes:
             return None
@@ -80,12 +84,16 @@ class Classification(Task):
         similarity = recipe.map_similarity
         loss: TrainingTask
         if recipe.token_labels:
-            loss = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
+            loss = TokenLabelLoss(
+                model, recipe.token_labels, recipe.augment.smoothing, device, similarity
+            )
         elif recipe.distill:
             loss = build_distillation(model, recipe.distill, criterion, device, self.rehearses)
         else:
             loss = PenalisedLoss(model, criterion, device, similarity)
-        return Objective(loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
+        return Objective(
+            loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy
+        )
 
     def synthetic_batch(
         self,
@@ -123,7 +131,9 @@ def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) 
 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
-    logits = output[0] if isinstance(output, tuple) else output  # of the class token, not of a distillation token
+    logits = (
+        output[0] if isinstance(output, tuple) else output
+    )  # of the class token, not of a distillation token
     if target.ndim > 1:
         target = target.argmax(1)
     return (logits.argmax(1) == target).float().mean()

@@ -52,7 +52,9 @@ def saved_models(
     if snapshot and snapshot.values["progress"]["closed"] > last:
         epochs.append((snapshot.values["progress"]["closed"], folder))
     if not epochs:
-        raise UserError(f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch")
+        raise UserError(
+            f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch"
+        )
     for epoch, path in epochs:
         try:
             model = _open(path, options)

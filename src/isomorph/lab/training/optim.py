@@ -59,7 +59,9 @@ def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     if decay == 1:
         return dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
     if not hasattr(model, "group_matcher"):
-        raise UserError(f"{type(model).__name__} has no group_matcher for its layers; leave optim.layer_decay at 1")
+        raise UserError(
+            f"{type(model).__name__} has no group_matcher for its layers; leave optim.layer_decay at 1"
+        )
     layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
     return {name: decay ** (max(layers.values()) - layer) for name, layer in layers.items()}
 
@@ -100,10 +102,14 @@ def parameter_groups(
     positions 12 lr 0.02, decay 0
     >>> optimizer = torch.optim.AdamW(groups)
     """
-    rates = dict(lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr, gamma_lr=gamma_lr)
+    rates = dict(
+        lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr, gamma_lr=gamma_lr
+    )
     decays = dict(weight_decay=weight_decay, layer_decay=layer_decay)
     groups = scaled_groups(model, check_part(OptimPart, "parameter_groups", rates | decays))
-    for group in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
+    for (
+        group
+    ) in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
         group["lr"] = lr * group.pop("lr_scale")
     return groups
 
@@ -197,7 +203,9 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
         )
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser") from None
+        raise UserError(
+            f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser"
+        ) from None
 
 
 def set_weight_decay(optimizer: Optimizer, optim: OptimPart, progress: float) -> None:

@@ -17,7 +17,9 @@ from isomorph.lab.training.recipe.fields import ScalePart
 def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Module:
     """Set activation checkpointing and synchronised BatchNorm. Raises: UserError where there is no such thing."""
     if scale.parallel == "fsdp" and runtime.world == 1:
-        raise UserError("scale.parallel fsdp needs several processes; start the run with torchrun, or set ddp")
+        raise UserError(
+            "scale.parallel fsdp needs several processes; start the run with torchrun, or set ddp"
+        )
     if scale.activation_checkpointing:
         try:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
@@ -27,7 +29,9 @@ def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Mo
             ) from None
     if scale.sync_batch_norm and runtime.world > 1:
         if runtime.device.type == "cpu":
-            raise UserError("BatchNorm is synchronised on GPUs only; set scale.sync_batch_norm false")
+            raise UserError(
+                "BatchNorm is synchronised on GPUs only; set scale.sync_batch_norm false"
+            )
         model = convert_sync_batchnorm(model)
     return model
 

@@ -159,7 +159,9 @@ class Task:
         """Return what mixes the samples of a batch on the device: (inputs, targets) -> the same; None for nothing."""
         return None
 
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+    def test_loader(
+        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+    ) -> Iterable[Any]:
         """Return the batches of this process's share of the test data: samples rank, rank + world, ..."""
         raise NotImplementedError
 
@@ -187,9 +189,13 @@ class Task:
         """Return the loss of a batch on the meta device, which has shapes only; for a dry run."""
         return objective.loss_module(inputs, targets)["loss"]
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+    def evaluate(
+        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
-        raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
+        raise UserError(
+            f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl"
+        )
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""

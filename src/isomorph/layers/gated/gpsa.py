@@ -142,7 +142,9 @@ class GPSA(TokenHeads):
         rows, columns, weights = self.cached(parameters, self.positions, grid_size, v.dtype)
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))  # (B, nh, N, hd)
         content = content.transpose(1, 2)
-        mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
+        mixed = MixPositions.apply(
+            content, v, rows, columns, self.gate, weights, self.prefix_tokens
+        )
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:

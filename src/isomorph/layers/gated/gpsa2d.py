@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import compute_dtype, gate_gradient, gated_mix, kronecker, mix_weights
+from isomorph.layers.gated.positions import (
+    compute_dtype,
+    gate_gradient,
+    gated_mix,
+    kronecker,
+    mix_weights,
+)
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
 from isomorph.layers.modes import constant, on_cpu
@@ -31,7 +37,9 @@ def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.devi
     Row r goes to head r mod nh; shorter heads get the row of zeros. Shape: -> (2 nh ceil(C / nh) + values,)
     """
     width = -(-channels // num_heads)
-    rows = torch.arange(width * num_heads, device=device).view(width, num_heads).t().flatten()  # (nh hd,)
+    rows = (
+        torch.arange(width * num_heads, device=device).view(width, num_heads).t().flatten()
+    )  # (nh hd,)
     zero = 2 * channels + values
     q = torch.where(rows < channels, rows, zero)
     k = torch.where(rows < channels, rows + channels, zero)
@@ -52,7 +60,9 @@ class KeyWindows(NamedTuple):
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
         near = []
-        for queries, keys, stride, size in zip(self.queries, self.keys, self.stride, self.size, strict=True):
+        for queries, keys, stride, size in zip(
+            self.queries, self.keys, self.stride, self.size, strict=True
+        ):
             offsets = axis_offsets(queries, keys, self.start, stride, device)
             near.append(offsets.abs() <= size // 2)
         rows, columns = near
@@ -273,7 +283,9 @@ class GPSA2d(TapHeads):
         content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1]  # (B, nh, Nq, H W)
         parameters = (self.centre, self.raw_locality, self.gate)
         rows, columns, weights = self.cached(parameters, self.positions, H, W, values.dtype)
-        patches = _SoftPatches.apply(values, content.to(values.dtype), rows, columns, self.gate, weights)
+        patches = _SoftPatches.apply(
+            values, content.to(values.dtype), rows, columns, self.gate, weights
+        )
         return patches.view(B, self.in_channels * nh, Nq)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
@@ -289,7 +301,9 @@ class GPSA2d(TapHeads):
         bias = self.key_scores(H, W, q).expand(1, 1, Nq, -1)
         q = F.pad(q.mT, (0, width)).contiguous()
         k = F.pad(k.mT, (0, width, 0, 1))
-        content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)
+        content = F.scaled_dot_product_attention(
+            q, k, shared, attn_mask=bias, scale=hd**-0.5
+        )  # (B, nh, Nq, C)
         patches = content.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
         return self.apply_filters(patches, H, W, torch.sigmoid(-self.gate))
 
@@ -321,7 +335,9 @@ class GPSA2d(TapHeads):
         if self.content_window is not None:
             mask = self.windows(H, W).mask(x.device, query)
             mask = mask.flatten(2).flatten(0, 1)  # (Nq, keys)
-            bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+            bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
+                ~mask, -torch.inf
+            )
         return q, keys.flatten(3).mT, bias
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:

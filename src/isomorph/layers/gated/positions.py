@@ -110,7 +110,9 @@ def axis_scores(
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
     # not a product of matrices, which may be in low precision
     scores = (position.unsqueeze(1) * features).sum(-1)
-    by_row, by_column = scores.split([rows.queries * rows.keys, columns.queries * columns.keys], dim=1)
+    by_row, by_column = scores.split(
+        [rows.queries * rows.keys, columns.queries * columns.keys], dim=1
+    )
     by_row = by_row.unflatten(1, (rows.queries, rows.keys))
     by_column = by_column.unflatten(1, (columns.queries, columns.keys))
     return by_row, by_column

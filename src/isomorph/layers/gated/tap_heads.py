@@ -162,7 +162,9 @@ class TapHeads(PositionHeads):
     @property
     def locality(self) -> Tensor:
         """Sharpness of each head's position attention; 1 / locality is its span. Shape: -> (nh,)"""
-        return F.softplus(self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA)
+        return F.softplus(
+            self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA
+        )
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""

@@ -214,7 +214,9 @@ class TapAxis(NamedTuple):
 
     def window(self, reach: int) -> Tensor:
         """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
-        offsets = torch.arange(-reach, reach + 1, device=self.centre.device, dtype=self.centre.dtype)
+        offsets = torch.arange(
+            -reach, reach + 1, device=self.centre.device, dtype=self.centre.dtype
+        )
         return centred_axis_attention(offsets[None], self.centre, self.locality)[:, 0]
 
     def interior(self, reach: int) -> Range:
@@ -268,7 +270,9 @@ def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: _NearAxis, columns: _Ne
     Hq = rows.axis.queries
     Wq = columns.axis.queries
     filters_cost = out * within
-    by_head = nh * (C * W * (H + Wq) / Wq + filters_cost) * rows.inner_queries * columns.inner_queries
+    by_head = (
+        nh * (C * W * (H + Wq) / Wq + filters_cost) * rows.inner_queries * columns.inner_queries
+    )
     kernel_taps = (2 * rows.reach + 1) * (2 * columns.reach + 1)
     folded = filters_cost * kernel_taps * (Hq * Wq + nh / max(B, 1))
     return folded < BY_HEAD_COST * by_head

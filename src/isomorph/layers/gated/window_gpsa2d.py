@@ -23,7 +23,15 @@ from isomorph.layers.gated.positions import mix_weights, without_subnormals
 from isomorph.layers.gated.window_strips import attend_strips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
 from isomorph.layers.grid import odd_window
-from isomorph.layers.modes import can_keep, constant, disable_autocast, in_functorch, is_eager, on_cpu, recomputed
+from isomorph.layers.modes import (
+    can_keep,
+    constant,
+    disable_autocast,
+    in_functorch,
+    is_eager,
+    on_cpu,
+    recomputed,
+)
 
 # Default height and width of the window.
 WINDOW = 7
@@ -128,7 +136,9 @@ class WindowGPSA2d(GPSA2d):
         of_keys_values = torch.cat([weight[every : every + width], weight[2 * every :]])
         middle = self.kernel_size // 2
         if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
-            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split([width], 3)
+            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split(
+                [width], 3
+            )
         else:
             q = _project(self.query_positions(x), of_queries)
             keys_values = _project(x, of_keys_values)
@@ -149,7 +159,9 @@ class WindowGPSA2d(GPSA2d):
         row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
         scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
         with disable_autocast(q.device):
-            y = attend_strips(queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles)
+            y = attend_strips(
+                queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles
+            )
         return y[:, :, :Hq, :Wq].contiguous()
 
     def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:
@@ -169,17 +181,27 @@ class WindowGPSA2d(GPSA2d):
             each = [F.pad(near, (n, own.length - n - near.shape[1])) for n in before]
             maps.append(torch.stack(each, 1))  # (nh, t, keys)
         rows, columns = maps
-        both = rows[:, :, None, None, :] * columns[:, None, :, :, None]  # (nh, t, t', columns, rows)
+        both = (
+            rows[:, :, None, None, :] * columns[:, None, :, :, None]
+        )  # (nh, t, t', columns, rows)
         share = mix_weights(self.gate)[0]
         return without_subnormals((both.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype))
 
     def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
         """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
-        sizes = zip(size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True)
+        sizes = zip(
+            size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True
+        )
         rows, columns = (self._axis_tiles(*each) for each in sizes)
         return rows, columns
 
-    def _axis_tiles(self, size: int, queries: int, keys: int, stride: int, padding: int, window: int) -> AxisTiles:
-        number = (queries + size - 1) // size  # rounded up without negative numbers, which ONNX rounds towards 0
+    def _axis_tiles(
+        self, size: int, queries: int, keys: int, stride: int, padding: int, window: int
+    ) -> AxisTiles:
+        number = (
+            queries + size - 1
+        ) // size  # rounded up without negative numbers, which ONNX rounds towards 0
         first = self.kernel_size // 2 - padding - window // 2
-        return AxisTiles(number, size, first, stride * size, stride * (size - 1) + window, padding, keys)
+        return AxisTiles(
+            number, size, first, stride * size, stride * (size - 1) + window, padding, keys
+        )

@@ -83,7 +83,9 @@ def _filters_by_part(filters: Tensor, channels: int) -> Tensor:
     """Shape: filters (C_out, C / G, nh) -> (P, G, h C / G, C_out / G)"""
     groups = channels // filters.shape[1]
     heads = _heads_at_once(filters.shape[2])
-    split = filters.unflatten(2, (-1, heads)).unflatten(0, (groups, -1))  # (G, C_out / G, C / G, P, h)
+    split = filters.unflatten(2, (-1, heads)).unflatten(
+        0, (groups, -1)
+    )  # (G, C_out / G, C / G, P, h)
     return split.permute(3, 0, 4, 2, 1).flatten(2, 3)
 
 
@@ -198,7 +200,9 @@ class _AttendStrips(torch.autograd.Function):
         shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
         groups = len(shared.taps[0])
         by_tile = _by_tile(q, tiles)
-        y = q.new_empty(len(q), rows.number, columns.number * rows.size * columns.size, len(filters))
+        y = q.new_empty(
+            len(q), rows.number, columns.number * rows.size * columns.size, len(filters)
+        )
         for image, keys_values_of_image in enumerate(keys_values):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
@@ -209,7 +213,9 @@ class _AttendStrips(torch.autograd.Function):
                     maps = shared.mix(_attend(own, k, bias), part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
                     taps = shared.taps[part]
-                    total = torch.bmm(patches, taps) if total is None else total.baddbmm_(patches, taps)
+                    total = (
+                        torch.bmm(patches, taps) if total is None else total.baddbmm_(patches, taps)
+                    )
                 assert total is not None
                 y[image, row] = total.transpose(0, 1).flatten(1)
         return y.unflatten(2, (columns.number, rows.size, columns.size))
@@ -235,7 +241,9 @@ class _AttendStrips(torch.autograd.Function):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
-                dy = grad[image, row].flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)  # (G, S n, C_out / G)
+                dy = (
+                    grad[image, row].flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)
+                )  # (G, S n, C_out / G)
                 d_v = None
                 d_queries = []
                 d_keys = []
@@ -246,7 +254,9 @@ class _AttendStrips(torch.autograd.Function):
                     d_taps[part].baddbmm_(patches.mT, dy)
                     d_patches = torch.bmm(dy, shared.taps[part].mT)
                     d_read = _from_patches(d_patches, shared.heads, columns.number)  # (S, n h, C)
-                    d_v = torch.bmm(maps.mT, d_read) if d_v is None else d_v.baddbmm_(maps.mT, d_read)
+                    d_v = (
+                        torch.bmm(maps.mT, d_read) if d_v is None else d_v.baddbmm_(maps.mT, d_read)
+                    )
                     d_maps = torch.bmm(d_read, v.mT)
                     product = content * d_maps
                     sums = product.sum(-1, keepdim=True)
@@ -268,7 +278,9 @@ class _AttendStrips(torch.autograd.Function):
         if not shared.offsets:
             return d_q, d_keys_values, d_filters, None, None, None, None, None
         d_scale = torch.stack(d_scales).unflatten(1, (-1, shared.heads)).sum((1, 3)).flatten()
-        d_offset = torch.stack(d_offsets).unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
+        d_offset = (
+            torch.stack(d_offsets).unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
+        )
         return d_q, d_keys_values, d_filters, d_scale, d_offset, None, None, None
 
 

@@ -59,14 +59,18 @@ class AxisTiles(NamedTuple):
 Tiles = tuple[AxisTiles, AxisTiles]
 
 
-def tile_bias(tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def tile_bias(
+    tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return 0 for keys of a tile in the window, and a very low score outside. Shape: -> (T, 1, n, m)
 
     It is finite: a softmax over low scores only would not be.
     """
     rows = tiles[0].inside(window[0], device)
     columns = tiles[1].inside(window[1], device)
-    inside = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]  # (R, S, t, t, keys, keys)
+    inside = (
+        rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]
+    )  # (R, S, t, t, keys, keys)
     outside = ~inside.flatten(4).flatten(2, 3).flatten(0, 1)[:, None]
     zeros = torch.zeros(outside.shape, dtype=dtype, device=device)
     return zeros.masked_fill(outside, torch.finfo(dtype).min / 2)
@@ -79,7 +83,9 @@ def axis_bias(tiles: AxisTiles, window: int, dtype: torch.dtype, device: torch.d
     return zeros.masked_fill(outside, torch.finfo(dtype).min / 4)
 
 
-def attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, tiles: Tiles) -> Tensor:
+def attend_tiles(
+    q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, tiles: Tiles
+) -> Tensor:
     """Return the sum over heads of softmax(q k^T + bias) v filter_h for every tile, all of them at once.
 
     Shape: q (B, nh hd, R t, S t), keys_values (B, nh hd + C, height, width), bias (T, 1, n, m),

@@ -49,7 +49,9 @@ def is_altered(module: nn.Module) -> bool:
     """True if calling a module would run a user's hook or a forward set on the instance."""
     state = module.__dict__
     hooked = state["_forward_hooks"] or state["_forward_pre_hooks"]
-    return bool(hooked or state["_backward_hooks"] or state["_backward_pre_hooks"] or "forward" in state)
+    return bool(
+        hooked or state["_backward_hooks"] or state["_backward_pre_hooks"] or "forward" in state
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class Parallel(KeepsInEval):
             return nn.Linear(in_features, out_features)
         kernel_size, stride, padding, dilation, groups = self.window
         if reads_input:
-            return nn.Conv2d(in_features, out_features, kernel_size, stride, padding, dilation, groups)
+            return nn.Conv2d(
+                in_features, out_features, kernel_size, stride, padding, dilation, groups
+            )
         return nn.Conv2d(in_features, out_features, 1, groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,7 +205,9 @@ class Parallel(KeepsInEval):
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
         weight, _ = self.fold_parts()
         weight = weight.flatten(0, 1).to(next(self.parameters()).dtype)
-        return weight if self.window is None else weight.unflatten(1, (-1, *self.window.kernel_size))
+        return (
+            weight if self.window is None else weight.unflatten(1, (-1, *self.window.kernel_size))
+        )
 
     @property
     def bias(self) -> Tensor:
@@ -277,7 +283,9 @@ class Pyramid(Parallel):
         self.rectify = rectify
         self.rescale_by = rescale_by or float(len(branches.depths))
         self.form = form
-        self.branches = nn.ModuleList(self._make_branch(branches, depth, affine) for depth in branches.depths)
+        self.branches = nn.ModuleList(
+            self._make_branch(branches, depth, affine) for depth in branches.depths
+        )
         self.skip = self.make_linear(in_features, out_features) if branches.skip else None
         self.norm = self._make_norm(out_features, affine) if rectify == "batchnorm" else None
 
@@ -309,7 +317,9 @@ class Pyramid(Parallel):
     @property
     def chains(self) -> list[list[nn.Module]]:
         """The layers of each term of the sum: of every branch, and of the skip if there is one."""
-        chains: list[Any] = [list(branch._modules.values()) for branch in self.branches._modules.values()]
+        chains: list[Any] = [
+            list(branch._modules.values()) for branch in self.branches._modules.values()
+        ]
         if self.skip is not None:
             chains.append([self.skip])
         return chains
@@ -348,7 +358,9 @@ class Pyramid(Parallel):
         norms = self.norms
         if any(type(layer) not in (nn.Linear, nn.Conv2d) for layer in linear):
             return False
-        if any(type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm) for norm in norms):
+        if any(
+            type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm) for norm in norms
+        ):
             return False
         return not any(map(is_altered, (*linear, *norms, *self.branches._modules.values())))
 
@@ -397,7 +409,12 @@ class Pyramid(Parallel):
         is_one_unit = len(self.branches) == 1 and len(self.norms) == 1 and len(self.chains[0]) == 2
         if not is_one_unit or self.skip is not None or self.norm is not None:
             return False
-        return self.window is None and self.out_features <= self.in_features and on_cpu(x) and sync_group(self) is None
+        return (
+            self.window is None
+            and self.out_features <= self.in_features
+            and on_cpu(x)
+            and sync_group(self) is None
+        )
 
     def normalise_outputs(self, x: Tensor) -> Tensor:
         """Compute one unit from the statistics of its outputs, which are kept for the backward pass."""

@@ -11,7 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.layers.modes import is_eager
 from isomorph.layers.pyramid.moments import check_count
 
-NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
+NEEDS_EVAL = (
+    "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
+)
 
 
 @torch.no_grad()
@@ -71,7 +73,9 @@ def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
     if layer.bias is not None:
         without_effect = 0 * layer.bias
         shift = without_effect if shift is None else shift + without_effect
-    y, mean, inverse_deviation = torch.native_batch_norm(outputs, norm.weight, shift, None, None, True, 0.0, norm.eps)
+    y, mean, inverse_deviation = torch.native_batch_norm(
+        outputs, norm.weight, shift, None, None, True, 0.0, norm.eps
+    )
     variance = inverse_deviation.detach() ** -2 - norm.eps
     if layer.bias is not None:
         mean = mean.detach() + layer.bias.detach()

@@ -137,7 +137,9 @@ class ChainTensors:
         cursor = _Cursor(_join_tensors(sizes, tensors, like, levels or ()))
 
         self.sizes = sizes
-        self.zeros = constant(filled, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype)
+        self.zeros = constant(
+            filled, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype
+        )
         self.z = cursor.take(rows, C)
         self.skip = cursor.take(skips, C)
         # the matrices that multiply the mean

@@ -54,7 +54,9 @@ def _scale_rows(tensors: ChainTensors, z: Tensor, v: Tensor, gamma: Tensor) -> T
     v = v.reshape(-1)
     gamma = gamma.reshape(-1)
     mean = tensors.zeros[: len(v)]
-    scaled, _, _ = torch.native_batch_norm(rows, gamma, None, mean, v, False, 0.0, tensors.sizes.eps)
+    scaled, _, _ = torch.native_batch_norm(
+        rows, gamma, None, mean, v, False, 0.0, tensors.sizes.eps
+    )
     return scaled.view_as(z)
 
 
@@ -457,7 +459,9 @@ class _Collapse(torch.autograd.Function):
         ctx.kept = (len(z), len(p))
         ctx.mark_non_differentiable(found.variances, *found.means)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(mean, covariance, found.weight, found.total, found.variances, *z, *p, *tensors)
+        ctx.save_for_backward(
+            mean, covariance, found.weight, found.total, found.variances, *z, *p, *tensors
+        )
         return found.weight, bias, found.variances, *found.means
 
     @staticmethod
@@ -504,14 +508,18 @@ def _differentiable_gradients(
 ) -> tuple[Tensor, ...]:
     own = []
     for tensor in inputs:  # tied ones apart
-        own.append(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_())
+        own.append(
+            tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+        )
     mean, covariance, *tensors = own
     symmetric = (covariance + covariance.mT) / 2
     found = _run(ChainTensors(sizes, tensors, mean), mean, symmetric, _scale_rows_differentiably)
     moved = mean - mean.detach() if centred else mean
     bias = _move(found.weight, found.bias, moved)
     outputs = (found.weight, bias)
-    return torch.autograd.grad(outputs, own, (d_weight, d_bias), create_graph=True, materialize_grads=True)
+    return torch.autograd.grad(
+        outputs, own, (d_weight, d_bias), create_graph=True, materialize_grads=True
+    )
 
 
 def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
@@ -639,6 +647,8 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     tensors += [_filled(bias, len(weight), 0.0, mean) for weight, bias in linear]
     tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
     tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
-    weight, bias, variances, *means = _Collapse.apply(sizes, moments.centred, mean, moments.covariance, *tensors)
+    weight, bias, variances, *means = _Collapse.apply(
+        sizes, moments.centred, mean, moments.covariance, *tensors
+    )
     update_statistics(norms, means, variances, moments.total)
     return weight, bias

@@ -90,7 +90,11 @@ def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:
     for branch in branches.children():
         conv = getattr(branch, "conv", None)
         norm: Any = getattr(branch, "bn", None)
-        if type(conv) is not PyramidConv2d or conv.norm is not None or not _normalises_by_batch(norm):
+        if (
+            type(conv) is not PyramidConv2d
+            or conv.norm is not None
+            or not _normalises_by_batch(norm)
+        ):
             return None
         if is_altered(branch) or any(map(is_altered, branch.children())):
             return None

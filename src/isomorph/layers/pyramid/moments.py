@@ -101,7 +101,9 @@ def _measure_tokens(
     if group is None:
         mean = tokens.mean(1, dtype=work) if count else tokens.sum(1, dtype=work)
     else:
-        sums = torch.cat([tokens.sum(1, dtype=work).flatten(), tokens.new_full((1,), count, dtype=work)])
+        sums = torch.cat(
+            [tokens.sum(1, dtype=work).flatten(), tokens.new_full((1,), count, dtype=work)]
+        )
         dist.all_reduce(sums, group=group)
         total = sums[-1:].clamp(min=1)
         mean = (sums[:-1] / total).view(len(tokens), -1)

@@ -96,7 +96,9 @@ class RefinedAttention(AttentionBase):
         self.is_revertible = True
         given = getattr(self.refine, "num_heads", num_heads)
         if given != num_heads:
-            raise ValueError(f"refine is for {given} heads, num_heads is {num_heads}; give both the same number")
+            raise ValueError(
+                f"refine is for {given} heads, num_heads is {num_heads}; give both the same number"
+            )
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
         """Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
@@ -211,7 +213,9 @@ class ExpandedAttention(RefinedAttention):
         super().__init__(dim, num_heads, refine=refine, **kwargs)
         width = self.refine.ratio * self.attn_dim
         dim_out = kwargs.get("dim_out") or dim
-        self.proj = nn.Linear(width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs))
+        self.proj = nn.Linear(
+            width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs)
+        )
 
     def attend(
         self,
@@ -222,7 +226,9 @@ class ExpandedAttention(RefinedAttention):
         **more: Any,
     ) -> Tensor:
         """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
-        maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
+        maps = self.refined_maps(q, k, token_mask).unflatten(
+            1, (self.num_heads, -1)
+        )  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
 
     def reduce_projection(self, plain: Attention) -> None:
@@ -385,7 +391,9 @@ def _attend_wide_values(
         q = F.pad(q, (0, missing))
         k = F.pad(k, (0, missing))
         values = F.pad(values, (0, -width % 8))
-    mixed = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, dropout_p=drop, scale=scale)
+    mixed = F.scaled_dot_product_attention(
+        q, k, values, attn_mask=mask, dropout_p=drop, scale=scale
+    )
     return mixed[..., :width]
 
 

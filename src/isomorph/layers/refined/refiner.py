@@ -127,7 +127,9 @@ class MapConvolution(nn.Module):
         return self.local()[:, None]
 
     def forward(self, maps: Tensor) -> Tensor:
-        return F.conv2d(maps, self.kernel(), padding=self.local.kernel_size // 2, groups=maps.shape[1])
+        return F.conv2d(
+            maps, self.kernel(), padding=self.local.kernel_size // 2, groups=maps.shape[1]
+        )
 
 
 class Expansion(KeepsInEval):
@@ -188,7 +190,9 @@ class Expansion(KeepsInEval):
         return F.conv2d(maps, self.kernel(), padding=self.local.kernel_size // 2)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, ratio={self.ratio}, kernel_size={self.local.kernel_size}"
+        return (
+            f"num_heads={self.num_heads}, ratio={self.ratio}, kernel_size={self.local.kernel_size}"
+        )
 
 
 class Refiner(Expansion):
@@ -212,7 +216,9 @@ class Refiner(Expansion):
 
     def __init__(self, num_heads: int, ratio: int = 3, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_heads, ratio, *args, **kwargs)
-        self.reduce = nn.Parameter(self.expand.detach().new_empty(num_heads, ratio * num_heads))  # (H, M)
+        self.reduce = nn.Parameter(
+            self.expand.detach().new_empty(num_heads, ratio * num_heads)
+        )  # (H, M)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -268,5 +274,7 @@ class SpatialRefiner(Refiner):
         convolved = F.conv2d(images, kernel, padding=side).flatten(2)
         convolved = convolved.unflatten(0, by_query.shape[:2])  # (B, N, H, h w)
         middle = kernel[..., side, side]  # (H, H)
-        prefix = torch.einsum("oi,biqk->boqk", middle, maps[..., :prefix_tokens])  # (B, H, N, prefix)
+        prefix = torch.einsum(
+            "oi,biqk->boqk", middle, maps[..., :prefix_tokens]
+        )  # (B, H, N, prefix)
         return torch.cat([prefix.to(convolved.dtype), convolved.transpose(1, 2)], dim=-1)

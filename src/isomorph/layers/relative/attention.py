@@ -89,7 +89,9 @@ def attend_with_bias(
     """
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale
+        )
         # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with
         # another memory layout
         if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
@@ -172,7 +174,9 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, which eval mode keeps. Shape: -> (nh, N, N)"""
-        return self.cached(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
+        return self.cached(
+            tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype
+        )
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions of a grid, in a dtype. Shape: -> (nh, N, N)"""

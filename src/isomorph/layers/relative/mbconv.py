@@ -66,7 +66,9 @@ class InvertedBottleneck(nn.Module):
         self.norm1 = self.norm_act_layer(width)
         self.depthwise = nn.Conv2d(width, width, 3, second, 1, groups=width, bias=False)
         self.norm2 = self.norm_act_layer(width)
-        self.se = SqueezeExcite(width, rd_channels=max(1, int(se_ratio * dim_out)), act_layer=nn.GELU)
+        self.se = SqueezeExcite(
+            width, rd_channels=max(1, int(se_ratio * dim_out)), act_layer=nn.GELU
+        )
         self.project = nn.Conv2d(width, dim_out, 1)
         self.drop_path = DropPath(drop_path)
         self.shortcut = make_shortcut(dim, dim_out, stride)

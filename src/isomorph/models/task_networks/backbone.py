@@ -61,7 +61,9 @@ def build_backbone(
     Raises: UserError for a model without feature maps; what timm raises for others.
     """
     given = _default_arguments(name, img_size) | dict(arguments or {})
-    model = timm.create_model(name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **given)
+    model = timm.create_model(
+        name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **given
+    )
     info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
     if not info or not hasattr(model, "forward_intermediates"):
         others = "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
@@ -119,7 +121,9 @@ class BackboneNetwork(nn.Module):
         if self.indices is None:
             return self.backbone(x)
         taken = sorted(set(self.indices))
-        maps = self.backbone.forward_intermediates(x, indices=taken, intermediates_only=True, output_fmt="NCHW")
+        maps = self.backbone.forward_intermediates(
+            x, indices=taken, intermediates_only=True, output_fmt="NCHW"
+        )
         return [maps[taken.index(index)] for index in self.indices]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +144,9 @@ class BackboneNetwork(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
-        layers = group_parameters(self.backbone, self.backbone.group_matcher(coarse=coarse), reverse=True)
+        layers = group_parameters(
+            self.backbone, self.backbone.group_matcher(coarse=coarse), reverse=True
+        )
         last = max(layers.values()) + 1
 
         def layer_of(name: str) -> int:
@@ -197,7 +203,11 @@ def backbone_state(
     kept = {name for name in missing if name.rpartition(".")[2] in last_names}
     if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
         given = {name: tensor for name, tensor in given.items() if name in own}
-    converted = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("backbone.")}
+    converted = {
+        name: tensor
+        for name, tensor in network.state_dict().items()
+        if not name.startswith("backbone.")
+    }
     for name in kept:
         converted[f"backbone.{name}"] = own[name]
     for name, tensor in given.items():

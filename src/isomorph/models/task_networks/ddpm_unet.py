@@ -66,7 +66,9 @@ class DDPMUNet(nn.Module):
         self.num_classes = num_classes
         self.drop_rate = drop_rate
         self.num_features = channels[0]
-        unets = optional_module("diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion")
+        unets = optional_module(
+            "diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion"
+        )
         kinds = ["Attn" if level in attention else "" for level in range(len(channels))]
         self.unet: UNet2DModel = unets.UNet2DModel(
             in_channels=in_chans,
@@ -174,8 +176,12 @@ def _parts_of(name: str, block: Any) -> Iterator[str]:
     yield from (f"{name}.downsamplers", f"{name}.upsamplers")
 
 
-_PIXELS = dict(input_size=(3, 32, 32), crop_pct=1.0, interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)
+_PIXELS = dict(
+    input_size=(3, 32, 32), crop_pct=1.0, interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3
+)
 _CFG = image_cfg(url="", num_classes=0, first_conv="unet.conv_in", classifier=None, **_PIXELS)
 default_cfgs = generate_default_cfgs({"ddpm_unet": _CFG})
 _DESCRIPTION = "DDPM U-Net: 83.1M parameters, 103.2M with pyramids in training; FID 10.4, 9.2 with them (TDRL Table 3)."
-register_variants(__name__, partial(build_variant, DDPMUNet), {"ddpm_unet": Variant({}, _DESCRIPTION)})
+register_variants(
+    __name__, partial(build_variant, DDPMUNet), {"ddpm_unet": Variant({}, _DESCRIPTION)}
+)

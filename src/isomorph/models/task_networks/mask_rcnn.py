@@ -123,7 +123,9 @@ class PyramidRoIAlign(nn.Module):
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
             own = regions[rows].to(features.dtype)
-            read = roi_align(features, own, self.output_size, spatial_scale=1 / stride, aligned=True)
+            read = roi_align(
+                features, own, self.output_size, spatial_scale=1 / stride, aligned=True
+            )
             out = out.index_put((rows,), read.to(out.dtype))
         return out
 
@@ -260,7 +262,9 @@ class WindowedViT(nn.Module):
         x = self.patch_embed(x)  # (B, H, W, C)
         if self.pos_embed is not None:
             grid = (x.shape[1], x.shape[2])
-            positions = resample_abs_pos_embed(self.pos_embed, grid, self.grid_size, num_prefix_tokens=0)
+            positions = resample_abs_pos_embed(
+                self.pos_embed, grid, self.grid_size, num_prefix_tokens=0
+            )
             x = x + positions.unflatten(1, grid)
         x = self.norm_pre(self.pos_drop(x))
         recompute = self.grad_checkpointing and self.training
@@ -292,7 +296,9 @@ class SimpleFeaturePyramid(nn.Module):
             (nn.Identity(), in_channels),
             (nn.MaxPool2d(2), in_channels),
         ]
-        conv = partial(Conv2dNormActivation, norm_layer=LayerNorm2d, activation_layer=None, bias=False)
+        conv = partial(
+            Conv2dNormActivation, norm_layer=LayerNorm2d, activation_layer=None, bias=False
+        )
         self.levels = nn.ModuleList()
         for resize, width in resized:
             project = conv(width, out_channels, 1)
@@ -385,7 +391,9 @@ class MaskRCNN(BackboneNetwork):
         arguments = dict(self.backbone_kwargs)
         if drop_path_rate is not None:
             arguments["drop_path_rate"] = drop_path_rate
-        built = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments).distinct()
+        built = build_backbone(
+            backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments
+        ).distinct()
         self.backbone = built.module
         self.indices = built.indices
         if built.is_plain:
@@ -396,7 +404,9 @@ class MaskRCNN(BackboneNetwork):
             stride = built.reductions[-1]
             self.strides = tuple(stride * factor / 4 for factor in (1, 2, 4, 8, 16))
         else:
-            self.pyramid = FeaturePyramidNetwork(list(built.channels), channels, LastLevelMaxPool(), LayerNorm2d)
+            self.pyramid = FeaturePyramidNetwork(
+                list(built.channels), channels, LastLevelMaxPool(), LayerNorm2d
+            )
             self.strides = (*built.reductions, 2 * built.reductions[-1])
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
@@ -418,7 +428,9 @@ class MaskRCNN(BackboneNetwork):
             masks["mask_predictor"] = MaskPredictor(channels, channels, classes)
         return RoIHeads(
             PyramidRoIAlign(7, strides),
-            FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d),
+            FastRCNNConvFCHead(
+                (channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d
+            ),
             BoxPredictor(features, classes),
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.5,
@@ -548,4 +560,6 @@ _CFG = image_cfg(num_classes=80, first_conv=None, classifier=_CLASS_HEADS, **_SI
 default_cfgs = generate_default_cfgs({"mask_rcnn": _CFG})  # no weights of whole networks are public
 
 _DESCRIPTION = "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)"
-register_variants(__name__, partial(create_network, MaskRCNN), {"mask_rcnn": Variant({}, _DESCRIPTION)})
+register_variants(
+    __name__, partial(create_network, MaskRCNN), {"mask_rcnn": Variant({}, _DESCRIPTION)}
+)

@@ -60,7 +60,9 @@ class TextTransformer(nn.Module):
 
     def __init__(self, family: str = "bert", num_classes: int = 0, **fields: Any) -> None:
         super().__init__()
-        transformers = optional_module("transformers", "text transformers need the package transformers", "nlp")
+        transformers = optional_module(
+            "transformers", "text transformers need the package transformers", "nlp"
+        )
         settings = build_config(family, fields)
         self.body = transformers.AutoModel.from_config(settings, trust_remote_code=False)
         if hasattr(self.body, "pooler"):
@@ -207,7 +209,11 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
 def _body_state(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors of transformers' base model, which other models have under a prefix."""
     if any(name.startswith(prefix) for name in state):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        state = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
     body = {}
     for name, tensor in state.items():
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")  # of the first BERTs
@@ -240,7 +246,9 @@ VARIANTS = {
         ),
         "RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs.",
     ),
-    "distilbert_base": Variant(dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."),
+    "distilbert_base": Variant(
+        dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."
+    ),
     "text_transformer": Variant(
         {}, "Any encoder of transformers that is trained with masked words, by family and fields."
     ),

@@ -122,7 +122,9 @@ class UPerHead(nn.Module):
         size = maps[0].shape[-2:]
         y = self.add_context(maps[-1])
         smoothed = [resize_map(y, size)]  # coarse to fine
-        for lateral, smooth, x in zip(reversed(self.lateral), reversed(self.smooth), reversed(maps[:-1]), strict=True):
+        for lateral, smooth, x in zip(
+            reversed(self.lateral), reversed(self.smooth), reversed(maps[:-1]), strict=True
+        ):
             y = lateral(x) + resize_map(y, x.shape[-2:])
             smoothed.append(resize_map(smooth(y), size))
         joined = self.join(torch.cat([*reversed(smoothed[1:]), smoothed[0]], dim=1))
@@ -207,7 +209,9 @@ class UPerNet(BackboneNetwork):
         self.head = UPerHead(built.channels, width, num_classes, pool_sizes, drop_rate)
         self.auxiliary_head = None
         if auxiliary:
-            self.auxiliary_head = FCNHead(built.channels[-2:][0], auxiliary_channels, num_classes, drop_rate)
+            self.auxiliary_head = FCNHead(
+                built.channels[-2:][0], auxiliary_channels, num_classes, drop_rate
+            )
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -262,7 +266,11 @@ class UPerNet(BackboneNetwork):
             nn.init.zeros_(head.classifier.bias)  # type: ignore[arg-type]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
-        cfg = {key: inner[key] for key in ("mean", "std", "interpolation") if inner.get(key) is not None}
+        cfg = {
+            key: inner[key]
+            for key in ("mean", "std", "interpolation")
+            if inner.get(key) is not None
+        }
         first = inner.get("first_conv")
         if not isinstance(first, str):
             first = "patch_embed.proj"
@@ -283,4 +291,6 @@ default_cfgs = generate_default_cfgs(
     {"upernet": image_cfg(num_classes=150, input_size=(3, 512, 512), interpolation="bilinear")}
 )
 _DESCRIPTION = "with a fused TDRL-ViT-Ti 11.46M parameters (TDRL Table 2)"
-register_variants(__name__, partial(create_network, UPerNet), {"upernet": Variant({}, _DESCRIPTION)})
+register_variants(
+    __name__, partial(create_network, UPerNet), {"upernet": Variant({}, _DESCRIPTION)}
+)

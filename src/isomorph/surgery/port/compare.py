@@ -74,7 +74,9 @@ def _difference(value: Tensor, other: Tensor) -> float:
     return relative(difference, scale)
 
 
-def in_layout(value: Tensor, like: Tensor, tolerance: float = TOLERANCE) -> tuple[Tensor | None, float]:
+def in_layout(
+    value: Tensor, like: Tensor, tolerance: float = TOLERANCE
+) -> tuple[Tensor | None, float]:
     """Return a value with its axes in the order of another, and their relative difference; None if there is none.
 
     The first order by which they differ by at most the tolerance, else the one by which they differ least.
@@ -142,7 +144,9 @@ class _Forced(Watch):
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
             return tensor
-        if wanted.shape == tensor.shape:  # of values that differ the nearest order of axes says nothing
+        if (
+            wanted.shape == tensor.shape
+        ):  # of values that differ the nearest order of axes says nothing
             fitting = wanted
         return torch.empty_like(tensor).copy_(fitting)
 
@@ -162,7 +166,9 @@ class SourceSettings:
 class _WithSettings(Watch):
     """A run of the target in which some calls are those of the source, on the target's tensors."""
 
-    def __init__(self, model: nn.Module, source: Graph, target: Graph, settings: SourceSettings) -> None:
+    def __init__(
+        self, model: nn.Module, source: Graph, target: Graph, settings: SourceSettings
+    ) -> None:
         super().__init__(model)
         self.source = source
         self.target = target
@@ -199,12 +205,20 @@ def _same_arguments(one: Call, other: Call) -> dict[int, int]:
     return dict(zip(mine.values(), theirs.values(), strict=True))
 
 
-def run_with(settings: SourceSettings, source: Graph, target: Graph, model: nn.Module, inputs: Inputs) -> Watch | None:
+def run_with(
+    settings: SourceSettings, source: Graph, target: Graph, model: nn.Module, inputs: Inputs
+) -> Watch | None:
     """Return a run of the target with the source's settings; None if it does not run with them."""
     run = _WithSettings(model, source, target, settings)
     try:
         run.watch(inputs)
-    except (UserError, RuntimeError, TypeError, ValueError, IndexError):  # of a call on tensors of another layout
+    except (
+        UserError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ):  # of a call on tensors of another layout
         return None
     return run
 
@@ -244,7 +258,12 @@ def compare_steps(
 
 
 def _compare_results(
-    source: Graph, target: Graph, one: Step, other: Step, difference: float, settings: SourceSettings
+    source: Graph,
+    target: Graph,
+    one: Step,
+    other: Step,
+    difference: float,
+    settings: SourceSettings,
 ) -> Place:
     """Return the place where two steps give another result of the same values, and note the source's settings."""
     found = differing(one.settings, other.settings)
@@ -254,7 +273,12 @@ def _compare_results(
 
 
 def _compare_inputs(
-    source: Graph, target: Graph, one: Step, other: Step, difference: float, settings: SourceSettings
+    source: Graph,
+    target: Graph,
+    one: Step,
+    other: Step,
+    difference: float,
+    settings: SourceSettings,
 ) -> Place:
     """Return the place where steps read other values, and note the source's settings of the operations before."""
     mine = _between(source, one)
@@ -273,7 +297,9 @@ def _compare_inputs(
 
 
 def _differ(one: Call, other: Call) -> bool:
-    return one.name.strip("_") != other.name.strip("_") or bool(differing(settings_of(one), settings_of(other)))
+    return one.name.strip("_") != other.name.strip("_") or bool(
+        differing(settings_of(one), settings_of(other))
+    )
 
 
 def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSettings) -> None:
@@ -283,7 +309,9 @@ def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSett
             settings.calls[other.index] = one
 
 
-def _note_constants(source: Graph, target: Graph, calls: list[Call], settings: SourceSettings) -> None:
+def _note_constants(
+    source: Graph, target: Graph, calls: list[Call], settings: SourceSettings
+) -> None:
     """Note the source's constants for those of the target that are rounded otherwise."""
     given = [source.seen.values[number] for number in _constants_before(source, source.seen.calls)]
     for number in _constants_before(target, calls):

@@ -152,7 +152,9 @@ class Graph:
 
     def _move(self, call: Call, moved: list[Tensor]) -> bool:
         """Follow a movement; False if its inputs have several bases."""
-        floating = [n for n in dict.fromkeys(call.inputs) if self.seen.values[n].is_floating_point()]
+        floating = [
+            n for n in dict.fromkeys(call.inputs) if self.seen.values[n].is_floating_point()
+        ]
         contents = [self.content(number) for number in floating]
         bases = {content.base for content in contents if content.base is not None}
         if len(bases) > 1:
@@ -235,7 +237,9 @@ class Graph:
     def refresh(self, seen: Watch) -> None:
         """Take the numbers of another run of the same model, with other weights."""
         if len(seen.calls) != len(self.seen.calls):
-            raise UserError("the model computes something else for other weights; it cannot be followed")
+            raise UserError(
+                "the model computes something else for other weights; it cannot be followed"
+            )
         self.seen = seen
         self.__dict__.pop("all_numbers", None)
         for step in self.steps:

@@ -213,7 +213,9 @@ def pair(source: list[Joint], target: list[Joint]) -> Pairing:
     )
 
 
-def _colours(source: list[Joint], target: list[Joint], before: bool, after: bool) -> tuple[list[int], list[int]]:
+def _colours(
+    source: list[Joint], target: list[Joint], before: bool, after: bool
+) -> tuple[list[int], list[int]]:
     """Return a colour for every joint of both: equal where neither labels nor neighbours tell them apart."""
     names: dict[Any, int] = {}
 

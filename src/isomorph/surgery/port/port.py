@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_map_only
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.absorb import layers_that_read
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, describe_shape, run_model, to_model
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    check_not_empty,
+    describe_shape,
+    run_model,
+    to_model,
+)
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
     OutputRow,
@@ -34,7 +41,15 @@ from isomorph.surgery.port.report import (
     settings_in,
     ways_of,
 )
-from isomorph.surgery.port.solve import Solution, clear_caches, draw, fill_leftovers, part_orders, solve, write
+from isomorph.surgery.port.solve import (
+    Solution,
+    clear_caches,
+    draw,
+    fill_leftovers,
+    part_orders,
+    solve,
+    write,
+)
 from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.resize import OtherSize
@@ -45,7 +60,9 @@ _TRIALS = 12
 _SHARING = 2
 
 
-def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False) -> PortReport:
+def port_weights(
+    source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False
+) -> PortReport:
     """Give a copy of the target the weights of the source, which computes the same function in other code.
 
     Names play no part: the operations that read parameters are found in one run of each model, and brought together by
@@ -88,7 +105,9 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
     return report
 
 
-def _port_resized(source: nn.Module, target: nn.Module, images: Tensor, resized: "_Resized") -> PortReport:
+def _port_resized(
+    source: nn.Module, target: nn.Module, images: Tensor, resized: "_Resized"
+) -> PortReport:
     """Port at the size of the model that takes the images."""
     if resized.of_target:
         report = _Port(source, resized.size.model, images).report()

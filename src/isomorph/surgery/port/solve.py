@@ -188,7 +188,9 @@ def _gain_after(one: Joint, pairing: Pairing) -> Tensor | None:
     return None
 
 
-def _solve_layer(one: Joint, other: Joint, solution: Solution, choice: int, gain: Tensor | None) -> None:
+def _solve_layer(
+    one: Joint, other: Joint, solution: Solution, choice: int, gain: Tensor | None
+) -> None:
     orders = part_orders(one, other)
     parts = [one.parts[i] for i in orders[choice]] if orders else one.parts
     given = Tensors.cat([rows for part in parts if (rows := _rows(part, "weight"))])
@@ -326,7 +328,9 @@ def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int)
     """
     used = set(source.owners(solution.origins))
     given = _by_size(source, [number for number in source.first if number not in used])
-    wanted = _by_size(target, [number for number in target.first if _is_free(target, number, solution)])
+    wanted = _by_size(
+        target, [number for number in target.first if _is_free(target, number, solution)]
+    )
     for size, numbers in wanted.items():
         others = given.get(size, [])
         if not others:
@@ -343,7 +347,9 @@ def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int)
             entries = torch.arange(target.first[number], target.first[number] + size)
             theirs = torch.arange(source.first[other], source.first[other] + size)
             solution.origins[entries] = OWN
-            solution.put(entries, Tensors(source.all_numbers[theirs], theirs), target.seen.names[number][0])
+            solution.put(
+                entries, Tensors(source.all_numbers[theirs], theirs), target.seen.names[number][0]
+            )
 
 
 def _is_free(target: Graph, number: int, solution: Solution) -> bool:

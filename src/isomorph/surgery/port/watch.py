@@ -80,7 +80,9 @@ def _written_through(before: Tensor, written: Tensor, write: _Write, start: int)
     """Return a tensor of which a view was written to."""
     after = before.clone(memory_format=torch.contiguous_format)
     if after.stride() != before.stride():
-        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(before)
+        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(
+            before
+        )
     after.as_strided(write.size, write.stride, max(write.start - start, 0)).copy_(written)
     return after
 
@@ -241,7 +243,9 @@ def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
     return form
 
 
-def _add_product(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Callable[[], Any]:
+def _add_product(
+    input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
+) -> Callable[[], Any]:
     def form() -> Tensor:
         product = tensor1 * tensor2
         return input + (product if value == 1 else value * product)

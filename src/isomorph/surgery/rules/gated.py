@@ -10,8 +10,22 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
-from isomorph.surgery.plain_layers import conv_padding, layer_mismatch, plain_layer, with_same_padding
-from isomorph.surgery.rule import GATE, LOCALITY, WINDOW, Rule, check_choice, check_int, check_number, register_rule
+from isomorph.surgery.plain_layers import (
+    conv_padding,
+    layer_mismatch,
+    plain_layer,
+    with_same_padding,
+)
+from isomorph.surgery.rule import (
+    GATE,
+    LOCALITY,
+    WINDOW,
+    Rule,
+    check_choice,
+    check_int,
+    check_number,
+    register_rule,
+)
 from isomorph.surgery.site import Site
 
 # (locality, gate) for every value of `init`; the gate is the logit, before the sigmoid.
@@ -37,7 +51,11 @@ def check_gating(locality: float, gate: float) -> None:
 GatedLayer = GPSA2d | PositionalConv2d
 
 # Layer for every value of `content` of ConvToGPSA.
-CONTENT: Mapping[str, type[GatedLayer]] = {"global": GPSA2d, "window": WindowGPSA2d, "none": PositionalConv2d}
+CONTENT: Mapping[str, type[GatedLayer]] = {
+    "global": GPSA2d,
+    "window": WindowGPSA2d,
+    "none": PositionalConv2d,
+}
 
 
 @dataclass(frozen=True)
@@ -120,13 +138,19 @@ class ConvToGPSA(GatedRule):
         self.gating()
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
-            raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
+            raise UserError(
+                f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out"
+            )
         if self.window is not None:
             check_int("window", self.window, WINDOW)
             if self.content != "window":
-                raise UserError(f"window {self.window} has no effect with content={self.content!r}; use 'window'")
+                raise UserError(
+                    f"window {self.window} has no effect with content={self.content!r}; use 'window'"
+                )
             if self.window % 2 == 0:
-                raise UserError(f"window {self.window} has no position in its middle; use an odd number")
+                raise UserError(
+                    f"window {self.window} has no position in its middle; use an odd number"
+                )
 
     def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""

@@ -39,7 +39,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
     names = (*module._modules, *module._parameters, *module._buffers)
     extra = [name for name in names if name not in ATTENTION_PARTS]
     if extra:
-        return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
+        return (
+            f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
+        )
     for name in ("qkv", "proj"):
         projection: Any = getattr(module, name)
         if isinstance(projection, nn.Linear):
@@ -53,7 +55,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     attachments = describe_attachments(module.attn_drop)
     if module.fused_attn and attachments:
-        return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
+        return (
+            f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
+        )
     if not module.qkv.weight.is_floating_point():
         return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
     if not isinstance(module.scale, int | float):

@@ -55,7 +55,9 @@ class AttentionToLinears(Rule):
         if not parts:
             return "it is neither an nn.MultiheadAttention nor a projection named qkv, qk or kv"
         if not isinstance(module, nn.Linear):
-            return f"it {describe_stand_in(module) or f'is a {class_name(module)}, not an nn.Linear'}"
+            return (
+                f"it {describe_stand_in(module) or f'is a {class_name(module)}, not an nn.Linear'}"
+            )
         if module.out_features % parts:
             return f"its {module.out_features} outputs cannot be split into {parts} equal parts"
         return layer_mismatch(module, nn.Linear, "nn.Linear")

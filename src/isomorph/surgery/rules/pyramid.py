@@ -20,14 +20,22 @@ from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
 from isomorph.surgery.modules import SEPARATE_BIAS, call_joint_projection
-from isomorph.surgery.plain_layers import conv_padding, is_plain_norm, linear_mismatch, plain_layer, with_same_padding
+from isomorph.surgery.plain_layers import (
+    conv_padding,
+    is_plain_norm,
+    linear_mismatch,
+    plain_layer,
+    with_same_padding,
+)
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
 from isomorph.surgery.site import JOINT_PARTS, Site, part_names
 
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
-_LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}
+_LOGIT_PROJECTIONS = {
+    "".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))
+}
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 
 _RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
@@ -78,14 +86,19 @@ def _split_mismatch(site: Site) -> str | None:
     if hasattr(site.parent, "key_dim") or hasattr(site.parent, "val_dim"):
         return f"{type(site.parent).__name__} orders the outputs by head, not as queries, keys and values"
     if site.module.out_features % len(names):
-        return f"its {site.module.out_features} outputs cannot be split into {len(names)} equal parts"
+        return (
+            f"its {site.module.out_features} outputs cannot be split into {len(names)} equal parts"
+        )
     return None
 
 
 def _never_called(site: Site) -> str | None:
     parent = site.parent
     adds_bias = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
-    packs_weights = isinstance(parent, nn.MultiheadAttention | TapHeads) and type(parent) is not MultiheadLinears
+    packs_weights = (
+        isinstance(parent, nn.MultiheadAttention | TapHeads)
+        and type(parent) is not MultiheadLinears
+    )
     if adds_bias or packs_weights:
         return f"{type(parent).__name__} reads its weight without calling it"
     return None
@@ -154,7 +167,10 @@ class LinearToPyramid(Rule):
         BranchLayout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
         check_choice("form", self.form, ("closed", "branches"))
-        chosen = [f"{name}={value}" if name else value for name, value in _rectify_by_name(self.rectify).items()]
+        chosen = [
+            f"{name}={value}" if name else value
+            for name, value in _rectify_by_name(self.rectify).items()
+        ]
         object.__setattr__(self, "rectify", ",".join(chosen))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
@@ -232,7 +248,9 @@ class LinearToPyramid(Rule):
         site.once(guard_pyramids)
         call_joint_projection(site)
 
-    def _pyramid(self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = "") -> PyramidLinear | PyramidConv2d:
+    def _pyramid(
+        self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = ""
+    ) -> PyramidLinear | PyramidConv2d:
         options: Any = {
             "rectify": self._rectification(name, joint),
             "layout": self.layout,

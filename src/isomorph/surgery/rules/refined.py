@@ -9,7 +9,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
+from isomorph.layers import (
+    ExpandedAttention,
+    LocalAttention,
+    RefinedAttention,
+    RefinedMap,
+    SpatialAttention,
+)
 from isomorph.layers.attention_base import like_attention
 from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
@@ -93,12 +99,18 @@ class AttentionToRefined(AnyAttentionRule):
             check_bool(name, getattr(self, name))
         self.check_grid_fields()
         if self.kernel % 2 == 0:
-            raise UserError(f"kernel {self.kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
+            raise UserError(
+                f"kernel {self.kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)"
+            )
         if self.ratio == 0 and (self.span != "map" or not self.reduce):
             given = f"span={self.span!r}" if self.span != "map" else "reduce=False"
-            raise UserError(f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads")
+            raise UserError(
+                f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads"
+            )
         if self.span != "map" and not self.reduce:
-            raise UserError(f"span={self.span!r} needs reduce=True; give span='map' with reduce=False")
+            raise UserError(
+                f"span={self.span!r} needs reduce=True; give span='map' with reduce=False"
+            )
 
     def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -136,7 +148,9 @@ class AttentionToRefined(AnyAttentionRule):
         self.check(site)
         if self._edits_map(site):
             grid = self.grid_at(site)
-            return edit_map(site.module, self._new_edit, grid.size, grid.prefix_tokens, self.recompute)
+            return edit_map(
+                site.module, self._new_edit, grid.size, grid.prefix_tokens, self.recompute
+            )
         place: dict[str, Any] = {}
         if self.span == "spatial":
             grid = self.grid_at(site)
@@ -150,7 +164,12 @@ class AttentionToRefined(AnyAttentionRule):
         return RefinedMap(self._refiner(heads, device, dtype))
 
     def _refiner(self, heads: int, device: Any, dtype: Any) -> Any:
-        form: dict[str, Any] = {"kernel_size": self.kernel, "init": self.init, "device": device, "dtype": dtype}
+        form: dict[str, Any] = {
+            "kernel_size": self.kernel,
+            "init": self.init,
+            "device": device,
+            "dtype": dtype,
+        }
         if self.ratio == 0:
             return refiner.MapConvolution(heads, **form)
         if not self.reduce:
@@ -160,7 +179,9 @@ class AttentionToRefined(AnyAttentionRule):
         kernel = refiner.CrossKernel if self.span == "row+column" else refiner.SquareKernel
         return refiner.Refiner(heads, self.ratio, local=kernel, **form)
 
-    def new_layer(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> RefinedAttention:
+    def new_layer(
+        self, *, device: Any = None, dtype: Any = None, **arguments: Any
+    ) -> RefinedAttention:
         """Return a refined layer from the arguments of timm's Attention, and for span="spatial" of a grid."""
         arguments |= {"device": device, "dtype": dtype, "recompute": self.recompute}
         refine = self._refiner(arguments["num_heads"], device, dtype)

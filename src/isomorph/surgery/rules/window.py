@@ -76,7 +76,10 @@ class _Attend(FollowMaps):
         has_open_size = not all(isinstance(side, int) for side in grid)
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and has_open_size
         if layer.pruned and not is_open:
-            grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
+            grid = (
+                int(grid[0]),
+                int(grid[1]),
+            )  # the number of windows is a constant of a traced graph
         windows = TokenWindows(grid, layer.window, prefix)
         scale = call.scale if layer.fused_scale is None else layer.fused_scale
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
@@ -171,7 +174,9 @@ class WindowAttention(AlteredAttention):
     def to_attention(self, atol: float = 0.0) -> nn.Module:
         """Return the layer with global attention. Raises: ValueError if its share is not 1, unless atol is infinite."""
         if self.pruned or not (self._is_open() or atol == float("inf")):
-            raise ValueError(f"this layer is not global attention: its share is {self.share.item():g}; keep it")
+            raise ValueError(
+                f"this layer is not global attention: its share is {self.share.item():g}; keep it"
+            )
         return self.plain()
 
     def to_windows(self) -> nn.Module:
@@ -245,9 +250,14 @@ class AttentionToWindow(AnyAttentionRule):
         if own and grid.size and own[0] != grid.size:
             return f"it attends in windows of {own[0][0]} x {own[0][1]} already"
         config = getattr(module, "config", None)
-        if getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None)):
+        if getattr(config, "num_key_value_heads", None) not in (
+            None,
+            getattr(config, "num_attention_heads", None),
+        ):
             return "its queries share keys (grouped-query attention)"
-        scores = site.once(observe_calls).get(module) or observe_scores(module, _grids_of(module, grid))
+        scores = site.once(observe_calls).get(module) or observe_scores(
+            module, _grids_of(module, grid)
+        )
         if scores and scores.mismatch:
             return scores.mismatch
         return None if grid.from_image else self.grid_reason(site)

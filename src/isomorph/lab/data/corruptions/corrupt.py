@@ -38,7 +38,9 @@ SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"
 MIN_IMAGE_SIDE = 32
 CLEAN = "clean"  # name of the images without corruption, at severity 0
-CORRUPTION_VERSION = 3  # increased when pixels change: results and cached images of other versions are not reused
+CORRUPTION_VERSION = (
+    3  # increased when pixels change: results and cached images of other versions are not reused
+)
 
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
 
@@ -56,17 +58,23 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     """
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         size = f"{pixels.shape[1]} x {pixels.shape[0]}"
-        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}")
+        raise UserError(
+            f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}"
+        )
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
-    seeded = {"seed": seed} if corruption == "impulse_noise" else {}  # it has its own random generator
+    seeded = (
+        {"seed": seed} if corruption == "impulse_noise" else {}
+    )  # it has its own random generator
     state = np.random.get_state()
     np.random.seed(seed)
     try:
         with np.errstate(invalid="raise"):
             return package(pixels, severity=severity, corruption_name=corruption, **seeded)
-    except FloatingPointError:  # spatter divides by its brightest drop, and a small image may have none
+    except (
+        FloatingPointError
+    ):  # spatter divides by its brightest drop, and a small image may have none
         return pixels.copy()
     finally:
         np.random.set_state(state)
@@ -82,7 +90,9 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
     except ImportError as error:
         reason = f"corruptions need the package imagecorruptions ({first_line(error)})"
         raise UserError(f"{reason}; {install_hint('corruptions')}") from None
-    return package, {name: getattr(imagenet_c, name) for name in _CORRUPTIONS if hasattr(imagenet_c, name)}
+    return package, {
+        name: getattr(imagenet_c, name) for name in _CORRUPTIONS if hasattr(imagenet_c, name)
+    }
 
 
 def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
@@ -104,13 +114,17 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]
-IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")  # of ImageNet-C's files
+IMAGENET_C_CROP = dict(
+    crop_pct=224 / 256, crop_mode="center", interpolation="bilinear"
+)  # of ImageNet-C's files
 
 
 def image_transform(config: Mapping[str, Any]) -> ImageTransform:
     """Return the part of the test transform that resizes and crops images, without conversion to tensors."""
     steps = eval_transform(config).transforms  # type: ignore[attr-defined]
-    return transforms.Compose([s for s in steps if not type(s).__name__.endswith(("ToTensor", "Normalize"))])
+    return transforms.Compose(
+        [s for s in steps if not type(s).__name__.endswith(("ToTensor", "Normalize"))]
+    )
 
 
 class CorruptedImages(Dataset[tuple[Tensor, int]]):
@@ -142,9 +156,15 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
         versions = [pixels]
         if self.corruption:
             identity = int(self.source.ids[index])
-            seeds = {s: corruption_seed(self.corruption, s, identity, self.seed) for s in self.severities}
-            versions = [corrupt(pixels, self.corruption, severity, seed) for severity, seed in seeds.items()]
-        return torch.from_numpy(np.stack(versions)).permute(0, 3, 1, 2), int(self.source.labels[index])
+            seeds = {
+                s: corruption_seed(self.corruption, s, identity, self.seed) for s in self.severities
+            }
+            versions = [
+                corrupt(pixels, self.corruption, severity, seed) for severity, seed in seeds.items()
+            ]
+        return torch.from_numpy(np.stack(versions)).permute(0, 3, 1, 2), int(
+            self.source.labels[index]
+        )
 
 
 def fingerprint(source: Source) -> str:
@@ -152,7 +172,9 @@ def fingerprint(source: Source) -> str:
     if not len(source):
         raise UserError("there is nothing to evaluate: the source has no image")
     digest = hashlib.sha256("\n".join(source.classes).encode())
-    digest.update(np.asarray(source.labels, np.int64).tobytes() + np.asarray(source.ids, np.int64).tobytes())
+    digest.update(
+        np.asarray(source.labels, np.int64).tobytes() + np.asarray(source.ids, np.int64).tobytes()
+    )
     for index in sorted({0, len(source) // 2, len(source) - 1}):
         digest.update(np.asarray(source.image(index)).tobytes())
     return digest.hexdigest()[:16]

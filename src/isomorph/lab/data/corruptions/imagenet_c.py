@@ -67,7 +67,9 @@ def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.
     overwritten[here] = True
     is_new = (there > here) & overwritten[there]
 
-    pointers = np.arange(2 * pixels)  # first half: new values of the pixels; second half: old values
+    pointers = np.arange(
+        2 * pixels
+    )  # first half: new values of the pixels; second half: old values
     pointers[:pixels] += pixels
     pointers[here] = np.where(is_new, there, there + pixels)
     while np.any(pointers[:pixels] < pixels):
@@ -104,7 +106,9 @@ def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) 
     for i, weight in enumerate(weights):
         down = -math.ceil(i * sine / step - 0.5)
         right = -math.ceil(i * cosine / step - 0.5)
-        if abs(down) >= height or abs(right) >= length:  # beyond the image: the reference stops here
+        if (
+            abs(down) >= height or abs(right) >= length
+        ):  # beyond the image: the reference stops here
             break
         top = margin - down
         left = margin - right

@@ -22,7 +22,9 @@ from isomorph.lab.data.sources import Source
 
 def digits(split: str, root: Path) -> Source:
     """Open scikit-learn's 1,797 handwritten digits (8 x 8): a fixed random split of 1,347 to train and 450 to test."""
-    data = optional_module("sklearn.datasets", "digits are images of scikit-learn", "demo").load_digits()
+    data = optional_module(
+        "sklearn.datasets", "digits are images of scikit-learn", "demo"
+    ).load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     chosen = order[:1347] if split == "train" else order[1347:]
     pixels = (data.images[chosen] / 16 * 255).astype(np.uint8)
@@ -67,12 +69,16 @@ def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
     images_in = [name for name in ("image", "img") if name in table.column_names]
     label = next(iter(label_columns(table.column_names)), None)
     if not images_in or label is None:
-        raise UserError(f"{folder} has columns {', '.join(table.column_names)}; it must have image and label")
+        raise UserError(
+            f"{folder} has columns {', '.join(table.column_names)}; it must have image and label"
+        )
     labels = table[label].to_pylist()
     images = [row and row["bytes"] for row in table[images_in[0]].to_pylist()]
     numbered = all(isinstance(label, int) and label >= 0 for label in labels)
     if not labels or not all(images) or not numbered:
-        raise UserError(f"{folder} has images without bytes, or without a label that is a number from 0")
+        raise UserError(
+            f"{folder} has images without bytes, or without a label that is a number from 0"
+        )
     if not names and not known:
         return Source(images, labels, number_classes(max(labels), folder))
     known = known or names
@@ -80,5 +86,7 @@ def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
     check_known_classes(files[0], names, train[0] if train else files[0], known)
     classes, numbers = numbered_by_name(names, known)
     if max(labels) >= len(numbers):
-        raise UserError(f"{folder} has label {max(labels)}, but {len(numbers)} classes; labels start at 0")
+        raise UserError(
+            f"{folder} has label {max(labels)}, but {len(numbers)} classes; labels start at 0"
+        )
     return Source(images, numbers[labels], classes)

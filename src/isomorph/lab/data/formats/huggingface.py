@@ -76,7 +76,9 @@ class DatasetSplit:
         check_known_classes(self.title, names, self.training.title, known)
         return numbered_by_name(names, known)
 
-    def check_same_labels(self, labels: Sequence[Sequence[Any]], name: Callable[[int], str]) -> None:
+    def check_same_labels(
+        self, labels: Sequence[Sequence[Any]], name: Callable[[int], str]
+    ) -> None:
         """Raise a UserError when the columns of labels give an image, called `name(i)`, labels of different classes.
 
         A negative number, and anything but a number, is not a label. Classes are compared by their names, where both
@@ -90,7 +92,9 @@ class DatasetSplit:
             wrong = np.flatnonzero((own >= 0) & (first >= 0) & (own != first))
             if len(wrong):
                 index = int(wrong[0])
-                given = f"{first[index]} in column {self.label} and {values[index]} in column {column}"
+                given = (
+                    f"{first[index]} in column {self.label} and {values[index]} in column {column}"
+                )
                 raise UserError(f"{name(index)} has two labels, {given}; keep one of the columns")
 
     def _numbered_as_first(self, column: str, labels: np.ndarray) -> np.ndarray:
@@ -159,7 +163,9 @@ def huggingface(split: str, root: Path) -> Source:
         classes = tuple(number_classes(largest, opened.title))
         numbers = np.arange(len(classes))
     if labels.min() < 0 or labels.max() >= len(numbers):
-        raise UserError(f"{opened.title} has labels {labels.min()} to {labels.max()}, but {len(numbers)} classes")
+        raise UserError(
+            f"{opened.title} has labels {labels.min()} to {labels.max()}, but {len(numbers)} classes"
+        )
     images = DatasetImages(opened)
     if opened.more_labels:
         columns = [_read_labels(opened, column).tolist() for column in opened.label_columns]
@@ -212,7 +218,9 @@ def open_dataset_split(split: str, root: Path, streaming: bool = False) -> Datas
             return candidate
         unlabelled = candidate
     if unlabelled:
-        raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
+        raise UserError(
+            f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public"
+        )
     naming = ""
     if os.path.isdir(root):
         naming = f"; parquet files must be named like {SPLITS[split][0]}-00000.parquet"
@@ -228,7 +236,9 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
             images = [name for name in _IMAGE_COLUMNS if name in columns]
             labels = label_columns(columns)
             if not images or not labels:
-                raise UserError(f"{candidate.title} has columns {', '.join(columns)}; it must have image and label")
+                raise UserError(
+                    f"{candidate.title} has columns {', '.join(columns)}; it must have image and label"
+                )
             undecoded = candidate.dataset.cast_column(images[0], datasets.Image(decode=False))
         first, *others = labels
         more = tuple(name for name in others if _holds_numbers(candidate.dataset.features, name))
@@ -247,7 +257,9 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
 
     name, _, config = root.as_posix().partition(":")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"{root} is neither a folder nor a name on the hub; those are like timm/mini-imagenet")
+        raise UserError(
+            f"{root} is neither a folder nor a name on the hub; those are like timm/mini-imagenet"
+        )
     with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
     training = _training_on_hub(name, splits)
@@ -333,9 +345,13 @@ def explain_dataset_errors(title: str) -> Iterator[None]:
     except UserError:
         raise
     except DatasetNotFoundError as error:
-        raise UserError(f"{first_line(error)}; check the name, or log in with `hf auth login` if it is gated") from None
+        raise UserError(
+            f"{first_line(error)}; check the name, or log in with `hf auth login` if it is gated"
+        ) from None
     except (ConnectionError, HfHubHTTPError) as error:
-        raise UserError(f"cannot reach {title}: {first_line(error)}; check the network, or give a folder") from None
+        raise UserError(
+            f"cannot reach {title}: {first_line(error)}; check the network, or give a folder"
+        ) from None
     except (
         DatasetsError,
         *HfHubHTTPError.__bases__,

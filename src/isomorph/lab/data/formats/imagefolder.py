@@ -73,7 +73,9 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     top = tops[split]
     if test_fraction is not None:
         if tops["test"]:
-            raise UserError(f"{root} has test images of its own, in {tops['test'].name}/; leave --split out")
+            raise UserError(
+                f"{root} has test images of its own, in {tops['test'].name}/; leave --split out"
+            )
         folder = train or root
         training, testing = split_classes(_open_classes(folder, folder, trains=True), test_fraction)
         return testing if split == "test" else training
@@ -179,10 +181,14 @@ def _open_classes(top: Path, train: Path, trains: bool) -> Source:
     order, labels = sort_by_class(top, names, classes, left_out)
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
+        raise UserError(
+            f"no images in {top}; it must hold one folder per class with {suffixes} files"
+        )
     empty = set(range(len(classes))) - set(labels.tolist())
     if trains and empty:
-        raise UserError(f"{train / classes[min(empty)]} has no images; add some, or remove the folder")
+        raise UserError(
+            f"{train / classes[min(empty)]} has no images; add some, or remove the folder"
+        )
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 
 
@@ -194,7 +200,9 @@ def _names_of_images(top: Path, left_out: Counter[str]) -> Iterator[str]:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
-def _images_below(top: Path, below: str, left_out: Counter[str], above: frozenset[str] = frozenset()) -> Iterator[str]:
+def _images_below(
+    top: Path, below: str, left_out: Counter[str], above: frozenset[str] = frozenset()
+) -> Iterator[str]:
     """Yield the names of the image files below a folder, in no order; `above` are the folders around it."""
     place = os.path.realpath(top / below)
     if place in above:

@@ -38,7 +38,9 @@ SPLITS = {
 }
 _SPLIT_WORDS = {*SPLITS["train"], *SPLITS["test"]}
 SPLIT_NAMES = {"train": "train", "test": "test, val or validation"}
-MAX_UNNAMED_CLASSES = 1_000_000  # labels from this number on are taken for mistakes where no list names the classes
+MAX_UNNAMED_CLASSES = (
+    1_000_000  # labels from this number on are taken for mistakes where no list names the classes
+)
 
 
 class PackedStrings(Sequence[str]):
@@ -142,7 +144,9 @@ def named_for(paths: Collection[Path], split: str) -> list[Path]:
         named = _nearest_spelling(named, word)
         if len(named) > 1:
             several = ", ".join(path.name for path in named)
-            raise UserError(f"{named[0].parent} has {several} for the {split} split; rename the one to use to {word}")
+            raise UserError(
+                f"{named[0].parent} has {several} for the {split} split; rename the one to use to {word}"
+            )
         chosen += named
     return chosen
 
@@ -163,7 +167,9 @@ def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
         return []
     try:
         with os.scandir(folder) as entries:
-            return sorted(Path(folder, entry.name) for entry in entries if _is_visible(entry, suffix))
+            return sorted(
+                Path(folder, entry.name) for entry in entries if _is_visible(entry, suffix)
+            )
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from None
 
@@ -202,7 +208,9 @@ def _folder_inside(folder: Path, name: str) -> Path | None:
 def check_folder(root: Path, holds: str) -> None:
     """Raise a UserError when the folder of the data does not exist."""
     if not os.path.isdir(root):
-        raise UserError(f"there is no folder {root}; data.root must be the folder that holds {holds}")
+        raise UserError(
+            f"there is no folder {root}; data.root must be the folder that holds {holds}"
+        )
 
 
 def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
@@ -211,7 +219,9 @@ def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
     if total:
         most = Counter(left_out).most_common(5)
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in most if count)
-        warnings.warn(f"{count_of(total, 'file')} in {where} left out ({reasons})", DataWarning, stacklevel=2)
+        warnings.warn(
+            f"{count_of(total, 'file')} in {where} left out ({reasons})", DataWarning, stacklevel=2
+        )
 
 
 def check_one_split(words: Mapping[Path, Sequence[str]]) -> None:
@@ -240,14 +250,18 @@ def report_unnamed(root: Path, words: Mapping[Path, Sequence[str]]) -> None:
     report_left_out(root, {"without train, val or test in the name": unnamed})
 
 
-def check_known_classes(test: object, classes: Iterable[str], train: object, known: Iterable[str]) -> None:
+def check_known_classes(
+    test: object, classes: Iterable[str], train: object, known: Iterable[str]
+) -> None:
     """Raise a UserError when the classes of a test split include one that train lacks."""
     unknown = sorted(set(classes) - set(known))
     if unknown:
         raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
 
 
-def numbered_by_name(names: Sequence[str], known: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+def numbered_by_name(
+    names: Sequence[str], known: Sequence[str]
+) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the classes, in the order of the known ones, and the number among them of each of the names.
 
     Known names that are equal are one class. All names must be known.
@@ -266,5 +280,7 @@ def numbered_by_name(names: Sequence[str], known: Sequence[str]) -> tuple[tuple[
 def number_classes(largest: int, where: object) -> list[str]:
     """Return the numbers up to the largest label as names of classes. Raises: UserError for one that is too large."""
     if largest >= MAX_UNNAMED_CLASSES:
-        raise UserError(f"{where} has label {largest}; labels are numbers of classes, counted from 0")
+        raise UserError(
+            f"{where} has label {largest}; labels are numbers of classes, counted from 0"
+        )
     return [str(number) for number in range(largest + 1)]

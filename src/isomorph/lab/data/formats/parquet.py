@@ -14,7 +14,9 @@ LABEL_COLUMNS = ("label", "fine_label", "labels", "cls")
 def import_pyarrow(what: str = "") -> tuple[Any, Any]:
     """Return pyarrow and its module parquet; `what` begins the message of the error. Raises: UserError without it."""
     needs = f"{what}reading parquet files needs pyarrow"
-    return optional_module("pyarrow", needs, "data"), optional_module("pyarrow.parquet", needs, "data")
+    return optional_module("pyarrow", needs, "data"), optional_module(
+        "pyarrow.parquet", needs, "data"
+    )
 
 
 def label_columns(columns: Iterable[str]) -> list[str]:

@@ -24,7 +24,9 @@ SOURCES: dict[str, Callable[[str, Path], Source]] = {
     "webdataset": webdataset,
     "huggingface": huggingface,
 }
-CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")  # wnids and label numbers: names that are of classes for certain
+CLASS_NAME = re.compile(
+    r"n\d{8}|\d{1,4}"
+)  # wnids and label numbers: names that are of classes for certain
 
 
 def open_source(
@@ -58,13 +60,17 @@ def open_source(
         raise UserError(f"split {split!r} is unknown; choose 'train' or 'test'")
     if str(name) not in SOURCES:
         if root is not None:
-            raise UserError(f"{name} is a folder of its own, or not a data source; leave the root {root} out")
+            raise UserError(
+                f"{name} is a folder of its own, or not a data source; leave the root {root} out"
+            )
         name, root = locate_folder(name)
     folder = data_root(root)
     if test_fraction is None:
         return SOURCES[str(name)](split, folder)
     if name != "imagefolder":
-        raise UserError(f"--split divides a folder of images; {name} has a test split of its own, leave --split out")
+        raise UserError(
+            f"--split divides a folder of images; {name} has a test split of its own, leave --split out"
+        )
     return imagefolder(split, folder, test_fraction)
 
 
@@ -83,7 +89,9 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
             hint = f"did you mean {close[0]}?"
         else:
             hint = f"give a folder of images, or one of {', '.join(SOURCES)}"
-        raise UserError(f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}")
+        raise UserError(
+            f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}"
+        )
     return detect_format(path), path
 
 

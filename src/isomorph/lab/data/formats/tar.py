@@ -94,7 +94,9 @@ def _open_tar(stamp: _FileStamp) -> _OpenFile:
     file = _OpenFile(stamp.path)
     status = os.fstat(file.descriptor)
     if (status.st_size, status.st_mtime_ns) != (stamp.size, stamp.modified):
-        raise UserError(f"{stamp.path} has changed since it was opened; restart to read the new file")
+        raise UserError(
+            f"{stamp.path} has changed since it was opened; restart to read the new file"
+        )
     return file
 
 
@@ -148,7 +150,9 @@ def _index_tar(path: Path) -> TarIndex:
         stamp = _FileStamp(str(path.absolute()), status.st_size, status.st_mtime_ns)
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED_PREFIXES):
-                raise UserError(f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar")
+                raise UserError(
+                    f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar"
+                )
             file.seek(0)
             left_out = Counter[str]()
             members = list(_iter_images(file, left_out))
@@ -156,25 +160,35 @@ def _index_tar(path: Path) -> TarIndex:
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
+        raise UserError(
+            f"cannot read {path}: {first_line(error)}; copy or write it again"
+        ) from None
     return TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers, left_out)
 
 
-def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth: int = 0) -> Iterator[TarMember]:
+def _iter_members(
+    file: BinaryIO, prefix: str = "", end: float = math.inf, depth: int = 0
+) -> Iterator[TarMember]:
     """Yield every file but hidden ones in a tar that starts where `file` stands; a tar inside is read as a folder."""
     if depth > _MAX_DEPTH:
-        raise tarfile.ReadError(f"{prefix[:60]} is in more than {_MAX_DEPTH} tars inside each other")
+        raise tarfile.ReadError(
+            f"{prefix[:60]} is in more than {_MAX_DEPTH} tars inside each other"
+        )
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for entry in iter(archive.next, None):
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
             if is_image_name(entry.name) and (entry.islnk() or entry.issym()):
                 hint = "pack it with --dereference --hard-dereference"
-                raise tarfile.ReadError(f"{entry.name} is a link to {entry.linkname}, not an image; {hint}")
+                raise tarfile.ReadError(
+                    f"{entry.name} is a link to {entry.linkname}, not an image; {hint}"
+                )
             if not entry.isreg() or any(part.startswith(".") for part in parts):
                 continue
             if entry.issparse():
-                raise tarfile.ReadError(f"{entry.name} is stored without its zeros; pack it without --sparse")
+                raise tarfile.ReadError(
+                    f"{entry.name} is stored without its zeros; pack it without --sparse"
+                )
             if entry.offset_data + entry.size > end:
                 raise tarfile.ReadError(f"{entry.name} ends outside of the tar that it is in")
             name = prefix + "/".join(parts)
@@ -187,7 +201,9 @@ def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth
         file.seek(archive.offset)
         last = file.read(tarfile.BLOCKSIZE)
         if len(last) < tarfile.BLOCKSIZE or any(last) or archive.offset + tarfile.BLOCKSIZE > end:
-            raise tarfile.ReadError(f"no end of the archive where it should be (byte {archive.offset}): cut or damaged")
+            raise tarfile.ReadError(
+                f"no end of the archive where it should be (byte {archive.offset}): cut or damaged"
+            )
 
 
 def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
@@ -276,13 +292,17 @@ def tar(split: str, root: Path) -> Source:
     own = archives[split]
     _check_splits(root, train, archives["test"], others)
     if not own:
-        raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
+        raise UserError(
+            f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class"
+        )
     known = train or own
     check_known_classes(own.path, own.classes, known.path, known.classes)
     left_out = _sum_left_out(own.indices)
     order, labels = sort_by_class(own.path, own.names, known.classes, left_out)
     if not len(order):
-        raise UserError(f"{own.path} has no class folders with images; its members must be like cat/1.jpg")
+        raise UserError(
+            f"{own.path} has no class folders with images; its members must be like cat/1.jpg"
+        )
     return Source(ImageSubset(TarImages(own.indices), order), labels, known.classes)
 
 
@@ -304,7 +324,9 @@ def _starts_with_images(path: Path) -> bool:
     return any(map(is_image_name, first_names(first)))
 
 
-def _check_splits(root: Path, train: "_Archives | None", test: "_Archives | None", others: Sequence[Path]) -> None:
+def _check_splits(
+    root: Path, train: "_Archives | None", test: "_Archives | None", others: Sequence[Path]
+) -> None:
     """Check that what is named for a split is not a class: other tars with images then are classes too.
 
     They are left out, with a warning, where the tars of both splits have a class in common.
@@ -380,16 +402,22 @@ def webdataset(split: str, root: Path) -> Source:
     check_folder(root, "shards like train-0000.tar")
     shards = _shards_by_split(root)
     if not shards[split]:
-        raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar")
+        raise UserError(
+            f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar"
+        )
     indices = index_tars(shards[split])
     labels = np.concatenate([index.numbers[2] for index in indices])
     if not len(labels):
-        raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
+        raise UserError(
+            f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls"
+        )
     images = TarImages(indices)
     several = np.flatnonzero(labels == _TWO_LABELS)
     if len(several):
         where = images.name(int(several[0]))
-        raise UserError(f"{where} has labels that differ in the .cls and .json files next to it; keep one of them")
+        raise UserError(
+            f"{where} has labels that differ in the .cls and .json files next to it; keep one of them"
+        )
     if labels.min() < 0:
         raise UserError(
             f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
@@ -403,7 +431,9 @@ def webdataset(split: str, root: Path) -> Source:
         largest = max(int(index.numbers[2].max(initial=0)) for index in everything)
         classes = number_classes(largest, root)
     if largest >= len(classes):
-        raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
+        raise UserError(
+            f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0"
+        )
     report_left_out(root, _sum_left_out(indices))
     return Source(images, labels, classes)
 
@@ -452,5 +482,7 @@ def _listed_classes(path: Path) -> list[str]:
     try:
         lines = path.read_text("utf-8-sig").split("\n")
     except (ValueError, OSError) as error:
-        raise UserError(f"cannot read {path} as text in UTF-8, a name per line ({first_line(error)})") from None
+        raise UserError(
+            f"cannot read {path} as text in UTF-8, a name per line ({first_line(error)})"
+        ) from None
     return [composed(line.strip()) for line in lines if line.strip()]

@@ -38,7 +38,9 @@ _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 
 
-def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
+def measure_classifier(
+    model: nn.Module, source: Source | None, options: RobustnessOptions
+) -> dict[str, Any]:
     """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
     Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
@@ -63,7 +65,9 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
     if options.out and runtime.is_main:
         out = Path(options.out).expanduser()
     file = CellFile(out, identity)
-    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[
+        0
+    ]  # of the process with the file
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
         left = tuple(severity for severity in own if (name, severity) not in cells)
@@ -97,7 +101,9 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
     return result
 
 
-def _read_baseline(path: str | Path, identity: Mapping[str, Any], wanted: Sequence[tuple[str, int]]) -> "SavedResult":
+def _read_baseline(
+    path: str | Path, identity: Mapping[str, Any], wanted: Sequence[tuple[str, int]]
+) -> "SavedResult":
     base = read_result(Path(path).expanduser())
     differences = _differences(base.identity, identity)
     if differences:
@@ -127,12 +133,16 @@ def _measure_group(
         for own, own_logits in zip(counts, logits.unbind(1), strict=True):
             own.add(own_logits, labels)
         report(together * done / len(batches))
-    shares = [share for share in options.runtime.gather(counts) if share]  # some are empty if batches are few
+    shares = [
+        share for share in options.runtime.gather(counts) if share
+    ]  # some are empty if batches are few
     return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
 
 
 @torch.no_grad()
-def _predict(model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+def _predict(
+    model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and labels of batches of images, normalised as the data config says.
 
     Shape: (B, severities, 3, H, W) uint8 -> (B, severities, K), (B,)
@@ -142,7 +152,9 @@ def _predict(model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any])
     std = torch.tensor(config["std"], device=like.device)[:, None, None]
     with eval_mode(model):
         for images, labels in loader:
-            pixels = images.flatten(0, 1).to(like.device, non_blocking=True)  # (B * severities, 3, H, W)
+            pixels = images.flatten(0, 1).to(
+                like.device, non_blocking=True
+            )  # (B * severities, 3, H, W)
             normalised = (pixels / 255 - mean) / std
             logits = class_logits(model(normalised.to(like.dtype)))
             yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
@@ -173,7 +185,11 @@ def _plain_values(module: nn.Module) -> list[tuple[str, str]]:
     """Return the public numbers, strings and tuples of a module as text; without those that hold addresses."""
     texts = {}
     for name, value in vars(module).items():
-        if name == "training" or name.startswith("_") or not isinstance(value, int | float | str | tuple):
+        if (
+            name == "training"
+            or name.startswith("_")
+            or not isinstance(value, int | float | str | tuple)
+        ):
             continue
         text = repr(value)
         if " at 0x" not in text:
@@ -197,10 +213,14 @@ class CellFile:
         if path.exists() and path.is_file() and path.stat().st_size:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
-                raise UserError(f"{path} has cells of {saved.identity['model']} with other weights; use another --out")
+                raise UserError(
+                    f"{path} has cells of {saved.identity['model']} with other weights; use another --out"
+                )
             differences = _differences(saved.identity, identity)
             if differences:
-                raise UserError(f"{path} has cells of other images: {differences}; use another --out")
+                raise UserError(
+                    f"{path} has cells of other images: {differences}; use another --out"
+                )
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
         else:
@@ -217,7 +237,9 @@ class CellFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}; give another file") from None
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; give another file"
+            ) from None
 
 
 class SavedResult(NamedTuple):
@@ -243,7 +265,9 @@ def read_result(path: Path) -> SavedResult:
             cells[key] = {**cell, "top1": float(cell["top1"])}
         return SavedResult(identity, cells, complete)
     except OSError as error:
-        raise UserError(f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}") from None
+        raise UserError(
+            f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}"
+        ) from None
     except (ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} is not a result file of {_KIND}, or is damaged") from None
 

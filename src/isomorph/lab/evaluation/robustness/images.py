@@ -108,7 +108,9 @@ def open_published(options: RobustnessOptions) -> Published | None:
         raise UserError(f"suite {suite!r} is unknown; choose one of imagenet-c, cifar-c")
     if not folder:
         if suite == "cifar-c":
-            raise UserError("the suite cifar-c needs published images; give the folder of CIFAR-10-C or CIFAR-100-C")
+            raise UserError(
+                "the suite cifar-c needs published images; give the folder of CIFAR-10-C or CIFAR-100-C"
+            )
         return None
     root = Path(folder).expanduser()
     if not os.path.isdir(root):
@@ -129,7 +131,9 @@ def open_published(options: RobustnessOptions) -> Published | None:
     return Published(partial(_imagenet_c, root), "published images, not cropped", SEVERITY_SCALE)
 
 
-def _imagenet_c(root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int) -> Source:
+def _imagenet_c(
+    root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int
+) -> Source:
     """For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the model's classes."""
     folder = _imagenet_c_folder(root, corruption, severity)
     source = imagefolder("test", folder)
@@ -145,10 +149,14 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
         folder = top / corruption / str(severity)
         if folder.is_dir():
             return folder
-    raise UserError(f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption")
+    raise UserError(
+        f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption"
+    )
 
 
-def _cifar_c(root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int) -> Source:
+def _cifar_c(
+    root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int
+) -> Source:
     images, labels = _cifar_c_arrays(root, corruption)
     present = int(labels.max()) + 1
     count = len(labels) // len(SEVERITIES)
@@ -176,7 +184,9 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
     are_images = images.ndim == 4 and images.shape[3] == 3 and images.dtype == np.uint8
     fits = len(images) == len(labels) and len(images) % 5 == 0
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
-        raise UserError(f"{root}/labels.npy must hold one class index, from 0, for each image; unpack it again")
+        raise UserError(
+            f"{root}/labels.npy must hold one class index, from 0, for each image; unpack it again"
+        )
     if not are_images or not fits:
         given = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
         wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {len(labels)} labels"
@@ -247,7 +257,9 @@ class RobustnessInputs:
             yield CorruptedImages(cell, image_transform(config), None, (severity,))
 
 
-def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOptions) -> RobustnessInputs:
+def open_inputs(
+    model: nn.Module, source: Source | None, options: RobustnessOptions
+) -> RobustnessInputs:
     """Return the images for a model; for a model of 1000 classes, with ImageNet's labels by class name.
 
     Raises: UserError when classes, channels or sizes do not fit, or published images are missing.

@@ -96,7 +96,9 @@ def means_by_corruption(values: CellValues) -> dict[str, float]:
     return {name: mean(by_corruption[name]) for name in order if name in by_corruption}
 
 
-def _group_means(by_corruption: Mapping[str, float], groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def _group_means(
+    by_corruption: Mapping[str, float], groups: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
     """Return the mean over the corruptions of each group that has any."""
     group_means = {}
     for group, names in groups.items():
@@ -124,7 +126,9 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     """
     common = [key for key in cells if key in base]
     our_scores = robustness_summary({key: cells[key] for key in common}, clean=None, imagenet=False)
-    their_scores = robustness_summary({key: base[key] for key in common}, clean=None, imagenet=False)
+    their_scores = robustness_summary(
+        {key: base[key] for key in common}, clean=None, imagenet=False
+    )
     gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
         theirs = their_scores[view]
@@ -205,20 +209,28 @@ def _text(value: float | None, form: str) -> str:
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """Return the lines to print below the table."""
-    lines = [f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"]
-    lines.append(f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side")
+    lines = [
+        f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
+    ]
+    lines.append(
+        f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
+    )
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
     if result["clean"]:
         clean = result["clean"]["top1"]
-        lines.append(f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})")
+        lines.append(
+            f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
+        )
     if "relative_mce" in result:
         relative = f"relative mCE {result['relative_mce']:.1f} %"
         lines.append(f"mCE {result['mce']:.1f} %, {relative} (100 is AlexNet)")
     elif "mce" in result:
         lines.append(f"mCE {result['mce']:.1f} % (100 is AlexNet)")
     elif "mean_error_unnormalised" in result:
-        lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
+        lines.append(
+            f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %"
+        )
     gain = result.get("against", {})
     if "error_ratio" in gain:
         ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"

@@ -72,7 +72,9 @@ class Annotations(NamedTuple):
 
 
 def pycocotools(module: str) -> Any:
-    return optional_module(f"pycocotools.{module}", "detection needs pycocotools, which is not installed", "dense")
+    return optional_module(
+        f"pycocotools.{module}", "detection needs pycocotools, which is not installed", "dense"
+    )
 
 
 def encode_outline(outline: Any, height: int, width: int) -> dict[str, Any]:
@@ -156,14 +158,18 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
     return Annotations(images, categories)
 
 
-def _image_of(annotation: Mapping[str, Any], records: Mapping[int, ImageRecord], name: str) -> ImageRecord:
+def _image_of(
+    annotation: Mapping[str, Any], records: Mapping[int, ImageRecord], name: str
+) -> ImageRecord:
     number = annotation.get("image_id")
     if type(number) is not int or number not in records:
         raise UserError(f"{name} is of image {str(number)[:40]}, which the file does not have")
     return records[number]
 
 
-def _check_category(annotation: Mapping[str, Any], categories: Mapping[int, str], name: str) -> None:
+def _check_category(
+    annotation: Mapping[str, Any], categories: Mapping[int, str], name: str
+) -> None:
     category = annotation.get("category_id")
     if type(category) is int and category in categories:
         return
@@ -171,7 +177,9 @@ def _check_category(annotation: Mapping[str, Any], categories: Mapping[int, str]
     if len(categories) > 8:
         listed += ", ..."
     given = str(category)[:40]
-    raise UserError(f"{name} has the unknown category_id {given}; the file's categories are {listed}")
+    raise UserError(
+        f"{name} has the unknown category_id {given}; the file's categories are {listed}"
+    )
 
 
 def _read_object(
@@ -210,7 +218,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"there is no file {path}; give annotations in COCO's format") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}; give annotations in COCO's format (JSON)") from None
+        raise UserError(
+            f"cannot read {path}: {error}; give annotations in COCO's format (JSON)"
+        ) from None
     for name in ("images", "annotations", "categories"):
         listed = content.get(name) if isinstance(content, dict) else None
         if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
@@ -241,7 +251,9 @@ def _read_images(path: Path, images: Sequence[Mapping[str, Any]]) -> dict[int, I
         known = _is_id(number) and isinstance(file, str)
         if not known or not _is_side(height) or not _is_side(width):
             given = str(number)[:40]
-            raise UserError(f"{path}: image {given} needs an id, a file_name, and height and width in pixels")
+            raise UserError(
+                f"{path}: image {given} needs an id, a file_name, and height and width in pixels"
+            )
         if number in records:
             raise UserError(f"{path} has two images with id {number}; give each image its own")
         records[number] = ImageRecord(number, str(file), height, width)
@@ -405,7 +417,9 @@ def open_annotated(
     Raises: UserError naming the file when one is missing or outside the folder, or an annotation is wrong.
     """
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}; give data.root a folder with images and COCO annotations")
+        raise UserError(
+            f"there is no folder {root}; give data.root a folder with images and COCO annotations"
+        )
     path = root / annotations if annotations else find_annotations(root, split)
     content = read_annotations(path, masks, skip)
     if images:
@@ -421,7 +435,9 @@ def open_annotated(
     return DetectionSource(path, content._replace(images=records), folder, masks)
 
 
-def _with_names_on_disk(records: Sequence[ImageRecord], folder: Path, path: Path) -> list[ImageRecord]:
+def _with_names_on_disk(
+    records: Sequence[ImageRecord], folder: Path, path: Path
+) -> list[ImageRecord]:
     """Return the images with the names of their files, which may have another Unicode form in the annotations.
 
     Raises: UserError for missing files.
@@ -439,7 +455,9 @@ def _with_names_on_disk(records: Sequence[ImageRecord], folder: Path, path: Path
         named.append(record._replace(file=name))
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{folder} has no file {missing[0]}{others}, of the images in {path}; correct data.root")
+        raise UserError(
+            f"{folder} has no file {missing[0]}{others}, of the images in {path}; correct data.root"
+        )
     return named
 
 
@@ -508,7 +526,9 @@ class TrainTransform(FitTransform):
         image, objects = example
         canvas = image.size[::-1]
         sample: dict[str, Any] = {"image": tv_tensors.Image(V.pil_to_tensor(image))}
-        sample["boxes"] = tv_tensors.BoundingBoxes(objects["boxes"], format="XYXY", canvas_size=canvas)
+        sample["boxes"] = tv_tensors.BoundingBoxes(
+            objects["boxes"], format="XYXY", canvas_size=canvas
+        )
         if "masks" in objects:
             sample["masks"] = tv_tensors.Mask(objects["masks"])
         draw = torch.rand(4)  # flip, scale, row and column of the crop

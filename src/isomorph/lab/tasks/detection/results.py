@@ -77,7 +77,9 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
                 size = fitted_size((record.height, record.width), images.transform.size)
                 inside.append(tuple(size))
             detected = model.detect(batch.to(device), inside)  # type: ignore[operator]
-            for index, record, size, detections in zip(indices, records, inside, detected, strict=True):
+            for index, record, size, detections in zip(
+                indices, records, inside, detected, strict=True
+            ):
                 if index < 0:  # it fills up a batch
                     continue
                 detections = to_image(detections, record, size)
@@ -90,7 +92,9 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
     return everything
 
 
-def to_image(detections: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]) -> dict[str, Tensor]:
+def to_image(
+    detections: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]
+) -> dict[str, Tensor]:
     """Return detections in pixels of the image itself; `inside` is its size in the input. Masks: -> (n, H, W) bool"""
     detections = {name: value.cpu() for name, value in detections.items()}
     height, width = inside
@@ -104,7 +108,9 @@ def to_image(detections: dict[str, Tensor], record: ImageRecord, inside: tuple[i
     return detections
 
 
-def as_results(detections: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+def as_results(
+    detections: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return detections in COCO's format, with boxes as left, top, width, height."""
     corners = detections["boxes"].double()
     first = corners[:, :2]
@@ -114,7 +120,9 @@ def as_results(detections: dict[str, Tensor], record: ImageRecord, category_ids:
     entries: list[dict[str, Any]] = []
     for box, label, score in zip(boxes, labels, scores, strict=True):
         category = category_ids[label]
-        entries.append({"image_id": record.id, "category_id": category, "bbox": box, "score": score})
+        entries.append(
+            {"image_id": record.id, "category_id": category, "bbox": box, "score": score}
+        )
     for entry, mask in zip(entries, detections.get("masks", ()), strict=False):
         entry["segmentation"] = encode_mask(mask)
     return entries
@@ -147,7 +155,9 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
         for statistic, share in zip(STATISTICS, run.stats, strict=False):
             if share >= 0:
                 overall[f"{name}_{statistic}"] = 100 * float(share)
-        precision = run.eval["precision"][:, :, :, 0, -1]  # (IoU, recall, class), all sizes, most detections
+        precision = run.eval["precision"][
+            :, :, :, 0, -1
+        ]  # (IoU, recall, class), all sizes, most detections
         for label, title in enumerate(source.classes):
             of_class = precision[:, :, label]
             if (of_class >= 0).any():
@@ -177,7 +187,10 @@ def ground_truth(source: DetectionSource) -> Any:
         "info": {},
         "images": [{"id": r.id, "height": r.height, "width": r.width} for r in source.samples],
         "annotations": objects,
-        "categories": [{"id": i, "name": name} for i, name in zip(source.category_ids, source.classes, strict=True)],
+        "categories": [
+            {"id": i, "name": name}
+            for i, name in zip(source.category_ids, source.classes, strict=True)
+        ],
     }
     with contextlib.redirect_stdout(io.StringIO()):
         coco.createIndex()
@@ -185,8 +198,12 @@ def ground_truth(source: DetectionSource) -> Any:
 
 
 def _evaluate(truth: Any, results: Results, iou_type: str) -> Any:
-    other = "bbox" if iou_type == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
-    given = [{key: value for key, value in entry.items() if key != other} for entry in results.entries]
+    other = (
+        "bbox" if iou_type == "segm" else "segmentation"
+    )  # pycocotools would take the size of a mask from its box
+    given = [
+        {key: value for key, value in entry.items() if key != other} for entry in results.entries
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         if given:
             detections = truth.loadRes(given)
@@ -241,7 +258,9 @@ def _json_entries(detections: Mapping[str, Tensor], names: Sequence[str]) -> lis
     return entries
 
 
-def draw_objects(image: Image.Image, detections: Mapping[str, Tensor], names: Sequence[str]) -> Image.Image:
+def draw_objects(
+    image: Image.Image, detections: Mapping[str, Tensor], names: Sequence[str]
+) -> Image.Image:
     """Draw boxes with class and score, and outlines filled in half-transparent colours, from a score of .3."""
     canvas = V.pil_to_tensor(image.convert("RGB"))
     is_shown = detections["scores"] >= SHOWN_SCORE

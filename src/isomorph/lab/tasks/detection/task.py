@@ -93,10 +93,14 @@ class GuidedDetector(nn.Module):
 
     passes: Tensor
 
-    def __init__(self, student: nn.Module, channels: int, teacher_channels: int, levels: int) -> None:
+    def __init__(
+        self, student: nn.Module, channels: int, teacher_channels: int, levels: int
+    ) -> None:
         super().__init__()
         self.student = student
-        self.adapt = nn.ModuleList(nn.Conv2d(channels, teacher_channels, 3, padding=1) for _ in range(levels))
+        self.adapt = nn.ModuleList(
+            nn.Conv2d(channels, teacher_channels, 3, padding=1) for _ in range(levels)
+        )
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))  # resumes with the run
 
     def forward(self, x: Tensor, targets: Sequence[Target] | None = None) -> dict[str, Any]:
@@ -129,14 +133,18 @@ class GuidedDetectionLoss(DetectionLoss):
     Raises: UserError if the teacher has another number of maps or anchors.
     """
 
-    def __init__(self, student: Any, teacher: Any, device: torch.device, part: DetectionPart) -> None:
+    def __init__(
+        self, student: Any, teacher: Any, device: torch.device, part: DetectionPart
+    ) -> None:
         check_teacher(student, teacher)
         width = student.rpn.head.cls_logits.in_channels
         teacher_width = teacher.rpn.head.cls_logits.in_channels
         guided = GuidedDetector(student, width, teacher_width, len(teacher.strides))
         super().__init__(guided, device)
         self.part = part
-        self.teacher = FrozenTeacher(teacher, student.pretrained_cfg, teacher.pretrained_cfg, device)
+        self.teacher = FrozenTeacher(
+            teacher, student.pretrained_cfg, teacher.pretrained_cfg, device
+        )
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
@@ -157,7 +165,9 @@ class GuidedDetectionLoss(DetectionLoss):
             passed = unwrap_model(self.trainable_module).passes - 1
             share = (passed / self.part.ramp).clamp(max=1.0)
         losses["loss_features"] = share * self.part.feature_weight * torch.stack(features).sum()
-        losses["loss_teacher_objectness"] = share * self.part.objectness_weight * torch.stack(scores).sum()
+        losses["loss_teacher_objectness"] = (
+            share * self.part.objectness_weight * torch.stack(scores).sum()
+        )
         return {"loss": sum(losses.values()), **losses}
 
 
@@ -180,7 +190,9 @@ def guided_losses(
 def check_teacher(student: Any, teacher: Any) -> None:
     """Raise UserError if a teacher is not a detector, or has other maps or anchors than the student."""
     if not hasattr(teacher, "rpn") or not hasattr(teacher, "pyramid_maps"):
-        raise UserError(f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data")
+        raise UserError(
+            f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data"
+        )
     if tuple(student.strides) != tuple(teacher.strides):
         what = f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}"
         raise UserError(f"{what}; give a teacher with the same patch size")
@@ -206,7 +218,9 @@ class Detection(Task):
         if recipe.scale.parallel == "fsdp":
             raise ValueError("scale.parallel fsdp does not work for detection; leave it at ddp")
         if self.options.scales[0] > self.options.scales[1]:
-            raise ValueError("task.scales must be the smallest and the largest scale, like [0.1, 2.0]")
+            raise ValueError(
+                "task.scales must be the smallest and the largest scale, like [0.1, 2.0]"
+            )
 
     def open_data(self, recipe: Recipe) -> tuple[DetectionSource, DetectionSource]:
         root = data_root(recipe.data.root)
@@ -221,8 +235,12 @@ class Detection(Task):
         test.with_objects()  # raises where there is nothing to find
         return train, test
 
-    def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> DetectionSource:
-        return open_annotated(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
+    def _open(
+        self, root: Path, split: str, annotations: str | None, images: str | None
+    ) -> DetectionSource:
+        return open_annotated(
+            root, split, self.options.masks, annotations, images, self.options.skip_annotations
+        )
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         part = recipe.model
@@ -236,18 +254,26 @@ class Detection(Task):
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         if not hasattr(model, "detect"):
-            raise UserError(f"{recipe.model.name or recipe.model.weights} is not a detector; set model.name mask_rcnn")
+            raise UserError(
+                f"{recipe.model.name or recipe.model.weights} is not a detector; set model.name mask_rcnn"
+            )
         if model.has_masks != self.options.masks:
             has = "has" if model.has_masks else "has not"
-            raise UserError(f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same")
+            raise UserError(
+                f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same"
+            )
         check_image_size(model, config["input_size"], "the network")
 
-    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> Any:
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
         examples = transformed(train, transform)
         return train_loader(examples, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+    def test_loader(
+        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+    ) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
         return loader_of_share(FittedImages(test, config), batch, recipe.data.workers, runtime)
 
@@ -302,15 +328,21 @@ class Detection(Task):
         elif given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
         elif not Path(given).is_dir():
-            raise UserError(f"{given} is neither a folder nor an annotation file that ends in .json")
+            raise UserError(
+                f"{given} is neither a folder nor an annotation file that ends in .json"
+            )
         else:
             if own.test is None:
-                find_annotations(Path(given), "test", "give such a folder, or the annotation file itself")
+                find_annotations(
+                    Path(given), "test", "give such a folder, or the annotation file itself"
+                )
             source = self._open(Path(given), "test", own.test, own.test_images)
         check_same_classes(model, source.classes)
         return drawn_once(source, options.max_images)
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+    def evaluate(
+        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
         images = self._test_images(model, options)
         config = evaluation_config(model, options.size)
         batch = min(options.batch_size, _LARGEST_BATCH)

@@ -38,7 +38,9 @@ Progress = Callable[[int, int], None]
 
 
 def _fidelity(module: str) -> Any:
-    return optional_module(f"torch_fidelity.{module}", "comparing sets of images needs torch-fidelity", "diffusion")
+    return optional_module(
+        f"torch_fidelity.{module}", "comparing sets of images needs torch-fidelity", "diffusion"
+    )
 
 
 class InceptionFeatures(nn.Module):
@@ -53,7 +55,9 @@ class InceptionFeatures(nn.Module):
         cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
         if weights is not None:
             try:
-                torch.load(weights, map_location="meta", weights_only=True)  # torch-fidelity would run any code in it
+                torch.load(
+                    weights, map_location="meta", weights_only=True
+                )  # torch-fidelity would run any code in it
             except Exception:
                 what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
                 raise UserError(f"--weights {weights} {what}") from None
@@ -70,7 +74,9 @@ class InceptionFeatures(nn.Module):
         except Exception as error:
             if weights is None and is_connection_error(error):
                 raise UserError(NO_INCEPTION) from None
-            raise UserError(f"{weights} does not have the weights of torch-fidelity's Inception-v3") from None
+            raise UserError(
+                f"{weights} does not have the weights of torch-fidelity's Inception-v3"
+            ) from None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inception(x)[0]
@@ -85,7 +91,9 @@ class PooledFeatures(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if not hasattr(model, "forward_head"):
-            raise UserError(f"{type(model).__name__} has no features before a classifier; give a timm classifier")
+            raise UserError(
+                f"{type(model).__name__} has no features before a classifier; give a timm classifier"
+            )
         self.model: Any = model
         config = evaluation_config(model)
         self.size = tuple(config["input_size"][-2:])
@@ -149,7 +157,9 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
     frechet = fid.fid_statistics_to_metric(*statistics, verbose=False)
     subset = min(_KERNEL_IMAGES, fewest)
     kernel = kid.kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
-    overlap = prc.prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
+    overlap = prc.prc_features_to_metric(
+        generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False
+    )
 
     distances: dict[str, Any] = {}
     frechet_name = "fid"
@@ -177,7 +187,9 @@ def open_folder(folder: Path) -> Source:
         if is_image_name(path.name) and not path.name.startswith("."):
             paths.append(path)
     if not paths:
-        raise UserError(f"no images in {folder}; give a folder of PNGs, as `isomorph sample --out FOLDER` writes it")
+        raise UserError(
+            f"no images in {folder}; give a folder of PNGs, as `isomorph sample --out FOLDER` writes it"
+        )
     images = ImageFiles(folder, (path.relative_to(folder).as_posix() for path in paths))
     return Source(images, np.zeros(len(paths), np.int64), ())
 

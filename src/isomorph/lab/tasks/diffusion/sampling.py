@@ -64,7 +64,9 @@ class NoiseSchedule:
 def require_denoiser(model: nn.Module, name: str) -> None:
     """Raise UserError for a model that does not predict the noise in images at time steps."""
     if not isinstance(getattr(model, "time_steps", None), int):
-        raise UserError(f"{name} does not predict the noise in images at time steps; give a ddpm_unet")
+        raise UserError(
+            f"{name} does not predict the noise in images at time steps; give a ddpm_unet"
+        )
 
 
 @torch.no_grad()
@@ -125,7 +127,9 @@ def sample(
     """
     require_denoiser(model, type(model).__name__)
     if images < 1 or batch_size < 1:
-        raise UserError(f"{images} images in batches of {batch_size} cannot be sampled; give at least 1 of each")
+        raise UserError(
+            f"{images} images in batches of {batch_size} cannot be sampled; give at least 1 of each"
+        )
     schedule = noise_schedule(model)
     steps = check_steps(sampler, steps, schedule.time_steps)
     height, width = size or model.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
@@ -157,7 +161,9 @@ def sample(
 def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
     """Return the number of steps of a sampler. Raises: UserError for an unknown sampler, or another number of steps."""
     if sampler not in get_args(Sampler):
-        raise UserError(f"the sampler {sampler!r} is unknown; choose {' or '.join(get_args(Sampler))}")
+        raise UserError(
+            f"the sampler {sampler!r} is unknown; choose {' or '.join(get_args(Sampler))}"
+        )
     if steps is None:
         steps = time_steps
         if sampler == "ddim":
@@ -260,4 +266,6 @@ def check_replaceable(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     others = [name for name in names if not re.fullmatch(r"\d{6,}\.png", name)]
     if others:
-        raise UserError(f"{folder} holds other files, such as {others[0]}, and is not replaced; give another folder")
+        raise UserError(
+            f"{folder} holds other files, such as {others[0]}, and is not replaced; give another folder"
+        )

@@ -46,7 +46,9 @@ class DiffusionPart(Part):
     @model_validator(mode="after")
     def check_fields(self) -> "DiffusionPart":
         if self.beta_start > self.beta_end:
-            raise ValueError(f"beta_start {self.beta_start:g} must be at most beta_end, {self.beta_end:g}")
+            raise ValueError(
+                f"beta_start {self.beta_start:g} must be at most beta_end, {self.beta_end:g}"
+            )
         return self
 
 
@@ -59,7 +61,9 @@ class DenoisingLoss(LossModule):
     Source: Ho et al. (2020) eq. 14, as a sum like in the code that TDRL names
     """
 
-    def __init__(self, model: nn.Module, schedule: NoiseSchedule, parts: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, schedule: NoiseSchedule, parts: int, device: torch.device
+    ) -> None:
         super().__init__(model, device)
         self.schedule = schedule
         self.parts = parts
@@ -113,7 +117,9 @@ def denoising_errors(
     return torch.stack(runtime.gather(sums)).sum(0)
 
 
-def _draw(shape: torch.Size, numbers: Iterable[int], schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
+def _draw(
+    shape: torch.Size, numbers: Iterable[int], schedule: NoiseSchedule
+) -> tuple[Tensor, Tensor]:
     """Return time step and noise of every image of a batch by its index. Shape: -> (B,), (B, C, H, W)"""
     steps = []
     noises = []
@@ -179,16 +185,22 @@ class Diffusion(Task):
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))
         check_denoiser_size(model, config["input_size"])
 
-    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> Any:
         flip = transforms.RandomHorizontalFlip(recipe.augment.hflip)
         transform = transforms.Compose([flip, eval_transform(config)])
-        return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
+        return train_loader(
+            transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable
+        )
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         time_steps = int(model.time_steps)  # type: ignore[arg-type]
         schedule = NoiseSchedule(time_steps, self.options.beta_start, self.options.beta_end)
 
-        def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        def measure(
+            trained: nn.Module, loader: Iterable[Any], runtime: Runtime
+        ) -> dict[str, float]:
             sums = denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime)
             return mean_error(sums)
 
@@ -199,7 +211,9 @@ class Diffusion(Task):
     def synthetic_data(self, recipe: Recipe) -> SyntheticData:
         return synthetic_data(recipe, labelled=False)
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+    def evaluate(
+        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
         config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
         if options.size:

@@ -164,7 +164,9 @@ def read_file(path: Path, task: GlueData) -> list[Row]:
     return rows
 
 
-def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData) -> list[int]:
+def _columns(
+    path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData
+) -> list[int]:
     missing = [column for column in wanted if column not in header]
     if missing:
         has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
@@ -186,7 +188,9 @@ def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]
         elif len(cells) > max(wanted):
             yield f"{path}, line {number}", [cells[column].strip() for column in wanted]
         elif not task.tolerant:
-            raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed")
+            raise UserError(
+                f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed"
+            )
 
 
 def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -209,7 +213,9 @@ def _label_of(label: Any, task: GlueData, where: str) -> float:
         with suppress(TypeError, ValueError):
             if 0 <= float(label) <= MAX_SCORE:  # NaN is not
                 return float(label)
-        raise UserError(f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}")
+        raise UserError(
+            f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}"
+        )
     if label in task.labels:
         return task.labels.index(label)
     if not isinstance(label, str) and label in range(len(task.labels)):
@@ -234,7 +240,9 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
     wanted = [f"{task}/*.parquet" for task in tasks]
     try:
         with impatient_hub():
-            return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
+            return Path(
+                huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted)
+            )
     except Exception as error:  # those of the hub's client and of the network
         what = " ".join(str(error).split())[:160]
         if is_connection_error(error):
@@ -272,8 +280,12 @@ def read_examples(root: Path, name: str, split: Split) -> list[Row]:
     files = find_files(root, name, split)
     if files:
         return list(chain.from_iterable(read_file(path, GLUE[name]) for path in files))
-    published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
-    other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
+    published, on_hub = (
+        f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items()
+    )
+    other = (
+        "" if split == "train" else "; or data.split, the part of the training examples to test on"
+    )
     raise UserError(
         f"there is no {published} in {root}, nor {on_hub}; give data.root, the folder with GLUE's published files "
         f"or the hub's, or {HUB_NAME}, which downloads them{other}"
@@ -299,9 +311,13 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
     An item is (inputs, label): input_ids and token_type_ids (N,), and a class or a score.
     """
 
-    def __init__(self, rows: Sequence[Row], classes: tuple[str, ...], tokenizer: Any, length: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], classes: tuple[str, ...], tokenizer: Any, length: int
+    ) -> None:
         texts = zip(*(texts for texts, _ in rows), strict=True)
-        encoded = tokenizer(*map(list, texts), truncation=True, max_length=length, return_token_type_ids=True)
+        encoded = tokenizer(
+            *map(list, texts), truncation=True, max_length=length, return_token_type_ids=True
+        )
         self.ids = [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
         self.types = [np.array(types, dtype=np.int8) for types in encoded["token_type_ids"]]
         dtype = torch.float32 if len(classes) == 1 else torch.long
@@ -342,7 +358,9 @@ class SentenceLoss(LossModule):
         return {"loss": loss, "output": output}
 
 
-def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def compute_metrics(
+    names: Sequence[str], predicted: np.ndarray, labels: np.ndarray
+) -> dict[str, float]:
     """Return the named metrics of GLUE in percent, and the number of examples.
 
     F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
@@ -419,7 +437,9 @@ class TextClassification(LanguageTask):
         return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    def measure(
+        self, model: nn.Module, loader: Iterable[Any], runtime: Runtime
+    ) -> dict[str, float]:
         device = next(model.parameters()).device
         parts = list[tuple[np.ndarray, np.ndarray]]()
         with eval_mode(model):

@@ -42,7 +42,9 @@ def find_text_files(root: Path) -> tuple[list[Path], list[Path]]:
         return [root], []
     files = sorted(root.glob("*.txt")) if root.is_dir() else []
     if not files:
-        raise UserError(f"there are no text files (*.txt) in {root}; give data.root, a text file or a folder of them")
+        raise UserError(
+            f"there are no text files (*.txt) in {root}; give data.root, a text file or a folder of them"
+        )
     train = [path for path in files if path.stem not in _TEST_NAMES]
     test = [path for path in files if path.stem in _TEST_NAMES]
     return train, test
@@ -56,7 +58,9 @@ def pack(texts: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
     parts: list[np.ndarray] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):
         some = list(texts[start : start + _TEXTS_AT_A_TIME])
-        encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = tokenizer(
+            some, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         tokens: list[int] = []
         for ids in encoded["input_ids"]:
             tokens += ids
@@ -81,7 +85,9 @@ class PackedTexts(Dataset[Any]):
 
     classes: tuple[str, ...] = ()
 
-    def __init__(self, rows: np.ndarray, tokenizer: Any, masked: float = 0.15, fixed: bool = False) -> None:
+    def __init__(
+        self, rows: np.ndarray, tokenizer: Any, masked: float = 0.15, fixed: bool = False
+    ) -> None:
         self.rows = rows
         self.masked = masked
         self.fixed = fixed
@@ -184,15 +190,23 @@ class MaskedLM(LanguageTask):
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         super().check_model(recipe, model, config)
         if model.num_classes:
-            raise UserError(f"the network has {model.num_classes} classes, and masked_lm needs one that predicts words")
+            raise UserError(
+                f"the network has {model.num_classes} classes, and masked_lm needs one that predicts words"
+            )
         if getattr(model.body.config, "is_decoder", False):  # type: ignore[union-attr]
-            raise UserError("the network is causal, and masked words are read from both sides; leave out is_decoder")
+            raise UserError(
+                "the network is causal, and masked words are read from both sides; leave out is_decoder"
+            )
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        return Objective(MaskedWordsLoss(model, device), self.measure, lambda metrics: -metrics["masked_loss"])
+        return Objective(
+            MaskedWordsLoss(model, device), self.measure, lambda metrics: -metrics["masked_loss"]
+        )
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    def measure(
+        self, model: nn.Module, loader: Iterable[Any], runtime: Runtime
+    ) -> dict[str, float]:
         """Return loss and accuracy on masked words, which are masked alike at every call."""
         device = next(model.parameters()).device
         sums = torch.zeros(4, dtype=torch.float64)
@@ -214,7 +228,9 @@ class MaskedLM(LanguageTask):
         }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
-        if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
+        if (
+            source == "glue" and not root.is_file()
+        ):  # a text file also after a pre-training on GLUE's sentences
             texts = training_sentences(open_root(root))
             whole = True
         else:

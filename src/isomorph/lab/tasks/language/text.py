@@ -43,7 +43,9 @@ def read_lines(files: Iterable[Path]) -> list[str]:
     for path in files:
         lines = [line for line in map(str.strip, read_text(path).splitlines()) if line]
         if not lines:
-            raise UserError(f"{path} is empty; give a file with text, a sentence or paragraph a line")
+            raise UserError(
+                f"{path} is empty; give a file with text, a sentence or paragraph a line"
+            )
         texts += lines
     return texts
 
@@ -57,14 +59,18 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
 
     Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
     """
-    transformers = optional_module("transformers", "tokenisers need the package transformers", "nlp")
+    transformers = optional_module(
+        "transformers", "tokenisers need the package transformers", "nlp"
+    )
     title = f"task.tokenizer {source!r}"
     path = Path(source)
     if path.is_file():
         words = set(read_text(path).splitlines())
         lacking = [token for token in _NEEDED if token not in words]
         if lacking:
-            raise UserError(f"{title} is not a vocabulary of BERT, one token a line: it has no {lacking[0]}")
+            raise UserError(
+                f"{title} is not a vocabulary of BERT, one token a line: it has no {lacking[0]}"
+            )
         return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
     try:
         options = dict(trust_remote_code=False, local_files_only=not fetch)
@@ -77,10 +83,18 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
             reason = ""
         else:
             reason = f" that answers: {' '.join(str(error).split())[:160]}"
-        raise UserError(f"{title} is not a vocabulary file, a folder or a name on the hub{reason}") from None
-    missing = [name for name in ("pad", "cls", "sep", "mask") if getattr(tokenizer, f"{name}_token_id") is None]
+        raise UserError(
+            f"{title} is not a vocabulary file, a folder or a name on the hub{reason}"
+        ) from None
+    missing = [
+        name
+        for name in ("pad", "cls", "sep", "mask")
+        if getattr(tokenizer, f"{name}_token_id") is None
+    ]
     if missing:
-        raise UserError(f"{title} has no {missing[0]} token, so it is not that of an encoder of text")
+        raise UserError(
+            f"{title} has no {missing[0]} token, so it is not that of an encoder of text"
+        )
     return tokenizer
 
 
@@ -88,7 +102,9 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
     """Raises: UserError if a tokeniser does not belong to a network, or sequences are too long for it."""
     if not hasattr(model, "max_length"):
         given = type(model).__name__
-        raise UserError(f"{given} is not a network for text; give model.name bert_small or text_transformer")
+        raise UserError(
+            f"{given} is not a network for text; give model.name bert_small or text_transformer"
+        )
     if length > model.max_length:
         what = f"task.length {length} is longer than the network's {model.max_length} positions"
         raise UserError(f"{what}; lower it, or give model.kwargs.max_position_embeddings")
@@ -112,7 +128,9 @@ def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[dict[str, Tensor],
     """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
     inputs, targets, *problems = zip(*examples, strict=True)
     fill = {"input_ids": padding}
-    batch = {name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]}
+    batch = {
+        name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]
+    }
     lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
     if (lengths < lengths.max()).any():  # without padding there is nothing to mask
         batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
@@ -154,9 +172,13 @@ class LanguageTask(Task):
 
     @property
     def tokenizer(self) -> Any:
-        return open_tokenizer(self.options.tokenizer, self.options.lower_case, fetch=not self.recorded)
+        return open_tokenizer(
+            self.options.tokenizer, self.options.lower_case, fetch=not self.recorded
+        )
 
-    def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
+    def split(
+        self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None
+    ) -> tuple[Any, Any]:
         """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
 
         Without a test file, or with data.split, a part of the training examples is tested on, the same for every seed.
@@ -189,22 +211,30 @@ class LanguageTask(Task):
             return
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
-    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> Any:
         collate = partial(pad_batch, config["padding"])
         return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+    def test_loader(
+        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+    ) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
         return self.share_loader(test, batch, recipe.data.workers, runtime)
 
-    def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
+    def share_loader(
+        self, test: Any, batch_size: int, workers: int, runtime: Runtime
+    ) -> DataLoader[Any]:
         collate = partial(pad_batch, self.tokenizer.pad_token_id)
         return loader_of_share(test, batch_size, workers, runtime, collate)
 
     open_test: Any
     measure: Any
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+    def evaluate(
+        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
         if options.size:
             raise UserError("--size is for images; leave it out for this model")
         source = spec_of(model).config.get("source") or self.sources[0]

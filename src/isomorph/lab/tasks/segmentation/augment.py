@@ -67,8 +67,12 @@ class SegmentationPart(Part):
             raise ValueError("ratio must have the smaller factor first")
         if self.resize and self.resize[0] < self.resize[1]:
             raise ValueError("resize must have the longest side first, like 2048,512")
-        if self.stride and any(step > side for step, side in zip(self.stride, self.crop, strict=True)):
-            raise ValueError(f"stride {self.stride} must not be above crop {self.crop}, or windows leave gaps")
+        if self.stride and any(
+            step > side for step, side in zip(self.stride, self.crop, strict=True)
+        ):
+            raise ValueError(
+                f"stride {self.stride} must not be above crop {self.crop}, or windows leave gaps"
+            )
         if self.teacher_weights and not self.teacher:
             raise ValueError("teacher_weights needs teacher, the name of a timm model; give both")
         return self
@@ -233,7 +237,9 @@ class TestTransform:
 
     __test__ = False
 
-    def __init__(self, resize: Sequence[int] | None, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, resize: Sequence[int] | None, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         self.resize = resize
         self.mean = list(mean)
         self.std = list(std)

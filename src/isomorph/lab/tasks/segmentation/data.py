@@ -75,14 +75,20 @@ def read_mask(path: Path) -> np.ndarray:
             exact = all(tile[0] == "raw" for tile in opened.tile)
         values = np.asarray(upright(opened))
     if not exact:
-        raise UserError(f"{path} is stored as {stored}, which changes the numbers of classes; save masks as PNG")
+        raise UserError(
+            f"{path} is stored as {stored}, which changes the numbers of classes; save masks as PNG"
+        )
     if values.ndim != 2:
-        raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
+        raise UserError(
+            f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class"
+        )
     wrong = ~((values >= 0) & (values <= np.iinfo(np.int32).max))  # NaN is not in any range
     if values.dtype.kind == "f":
         wrong |= np.trunc(values) != values
     if wrong.any():
-        raise UserError(f"{path} has the value {values[wrong][0]:g}; a mask has whole numbers of classes, from 0")
+        raise UserError(
+            f"{path} has the value {values[wrong][0]:g}; a mask has whole numbers of classes, from 0"
+        )
     return values.astype(np.int64)
 
 
@@ -143,7 +149,9 @@ class MaskedImages(ImageSet[Files]):
         for files in self.samples:
             for path in files:
                 if not path.is_file():
-                    raise UserError(f"{path} does not exist; every image needs a mask of the same name")
+                    raise UserError(
+                        f"{path} does not exist; every image needs a mask of the same name"
+                    )
             with _counting(damaged, unreadable):
                 _check_size(files, _size_of(files.image), _size_of(files.mask))
         for index in spaced_indices(np.zeros(len(self)), CHECKED_MASKS):
@@ -152,7 +160,9 @@ class MaskedImages(ImageSet[Files]):
         folder = self.samples[0].mask.parent
         ignored = {IGNORE} & seen
         if not seen - ignored:
-            raise UserError(f"no pixel of the masks in {folder} has a class; give masks with class numbers")
+            raise UserError(
+                f"no pixel of the masks in {folder} has a class; give masks with class numbers"
+            )
         if len(self.classes) == 2 and ignored and len(seen) == 2:
             raise UserError(
                 f"the masks in {folder} have one class, and {IGNORE}, which stands for no class; write the number of "
@@ -261,7 +271,9 @@ def _ade_classes(path: Path) -> list[str]:
         return [str(number) for number in range(1, ADE_CLASSES + 1)]
     names = [line.split("\t")[-1].split(",")[0].strip() for line in _read_lines(path)[1:]]
     if len(names) != ADE_CLASSES:
-        raise UserError(f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the published file, or none")
+        raise UserError(
+            f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the published file, or none"
+        )
     return names
 
 
@@ -269,7 +281,9 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}; save it as text in UTF-8") from None
+        raise UserError(
+            f"cannot read {path}: {first_line(error)}; save it as text in UTF-8"
+        ) from None
 
 
 def masks(split: str, root: Path) -> MaskedImages | None:
@@ -283,7 +297,9 @@ def masks(split: str, root: Path) -> MaskedImages | None:
         pair = _own_folders(root, ("",))
     if pair is None:
         if split == "train":
-            raise UserError(f"{root} has no folders images and masks; each image needs a mask of the same name")
+            raise UserError(
+                f"{root} has no folders images and masks; each image needs a mask of the same name"
+            )
         return None
     pairs = _pair_by_name(*pair)
     training = None
@@ -297,8 +313,12 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and masks of a split: inside its folder, or with its folders inside them."""
     for name in names:
         for pattern in (f"{name}/{{}}", f"{{}}/{name}"):
-            images = find_folder(root, [pattern.format(folder).strip("/") for folder in IMAGE_FOLDERS])
-            masks = find_folder(root, [pattern.format(folder).strip("/") for folder in MASK_FOLDERS])
+            images = find_folder(
+                root, [pattern.format(folder).strip("/") for folder in IMAGE_FOLDERS]
+            )
+            masks = find_folder(
+                root, [pattern.format(folder).strip("/") for folder in MASK_FOLDERS]
+            )
             if images and masks:
                 return images, masks
     return None
@@ -309,7 +329,9 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
     if listed.is_file():
         names = [line.strip() for line in _read_lines(listed)]
         if not 1 < len(names) <= MAX_CLASSES:
-            raise UserError(f"{listed} names {len(names)} classes; give 2 to {MAX_CLASSES}, one a line")
+            raise UserError(
+                f"{listed} names {len(names)} classes; give 2 to {MAX_CLASSES}, one a line"
+            )
         return names
     if training is None:
         pair = _own_folders(root, SPLITS["train"])
@@ -319,9 +341,13 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
         values = read_mask(path)
         largest = max(largest, int(values[values != IGNORE].max(initial=-1)))
         if largest > MAX_CLASSES:
-            raise UserError(f"{path} has the value {largest}; classes are numbered from 0 to {MAX_CLASSES - 1}")
+            raise UserError(
+                f"{path} has the value {largest}; classes are numbered from 0 to {MAX_CLASSES - 1}"
+            )
     if largest < 1:
-        raise UserError(f"the masks of {root} have one class only; give 2 to {MAX_CLASSES}, numbered from 0")
+        raise UserError(
+            f"the masks of {root} have one class only; give 2 to {MAX_CLASSES}, numbered from 0"
+        )
     return [str(number) for number in range(largest + 1)]
 
 
@@ -339,7 +365,9 @@ def open_masks(source: str, split: str, root: Path) -> MaskedImages | None:
     return FORMATS[source](split, root)
 
 
-def open_splits(source: str, root: Path, fraction: float | None) -> tuple[MaskedImages, MaskedImages]:
+def open_splits(
+    source: str, root: Path, fraction: float | None
+) -> tuple[MaskedImages, MaskedImages]:
     """Return training and test images; without test images, a `fraction` of the training images.
 
     Raises: UserError without training images, or without test images and a fraction.
@@ -353,12 +381,16 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
             raise UserError(f"{root} has test images of its own; leave data.split out")
         return train, test
     if fraction is None:
-        raise UserError(f"{root} has no test images; give --data.split, the fraction to test on, like 0.2")
+        raise UserError(
+            f"{root} has no test images; give --data.split, the fraction to test on, like 0.2"
+        )
     names = [files.image.relative_to(root).as_posix() for files in train.samples]
     places = np.array([hash_to_unit(name) for name in names])
     held_out = places < fraction
     if held_out.all() or not held_out.any():
-        raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")
+        raise UserError(
+            f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction"
+        )
     train.split = (fraction, len(train))
     return train.subset(np.flatnonzero(~held_out)), train.subset(np.flatnonzero(held_out))
 
@@ -384,7 +416,11 @@ def open_test_pairs(
         pairs = _left_out_of_training(source, root, fraction, images)
     if pairs is None:
         pairs = open_masks(source, "test", root)
-    if pairs is None and source == "masks" and not any(_own_folders(root, names) for names in SPLITS.values()):
+    if (
+        pairs is None
+        and source == "masks"
+        and not any(_own_folders(root, names) for names in SPLITS.values())
+    ):
         pairs = masks("train", root)
     if pairs is None:
         raise _missing(source, root, "test")
@@ -393,7 +429,9 @@ def open_test_pairs(
     return pairs.subset(spaced_indices(np.zeros(len(pairs)), max_images))
 
 
-def _left_out_of_training(source: str, root: Path, fraction: float, images: int | None) -> MaskedImages | None:
+def _left_out_of_training(
+    source: str, root: Path, fraction: float, images: int | None
+) -> MaskedImages | None:
     """Return the part of a folder that a split leaves out of training; None of a folder that cannot be split."""
     try:
         _, pairs = open_splits(source, root, fraction)

@@ -104,7 +104,8 @@ class Confusion:
         accuracies = _percents(self.recalls())
         columns = zip(names, ious, accuracies, _percents(shares), strict=True)
         return [
-            {"class": name, "iou": iou, "accuracy": accuracy, "share": share} for name, iou, accuracy, share in columns
+            {"class": name, "iou": iou, "accuracy": accuracy, "share": share}
+            for name, iou, accuracy, share in columns
         ]
 
 
@@ -113,18 +114,24 @@ def _percents(shares: Tensor) -> list[float | None]:
 
 
 @torch.no_grad()
-def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int]) -> Tensor:
+def predict_mask(
+    model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int]
+) -> Tensor:
     """Return each pixel's class, at `size` before resizing. Shape: (1, 3, h, w) -> (H, W). Raises: NotFinite."""
     parameter = next(model.parameters())
     with eval_mode(model):
-        logits = slide(model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride)
+        logits = slide(
+            model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride
+        )
     require_finite(logits)  # the largest of NaNs would be class 0
     if tuple(logits.shape[-2:]) != size:
         logits = resize_map(logits, size)
     return logits[0].argmax(0)
 
 
-def measure(model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime) -> tuple[Confusion, int]:
+def measure(
+    model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime
+) -> tuple[Confusion, int]:
     """Return the counts over the images of all processes, and the number of images."""
     total = Confusion(model.num_classes)  # type: ignore[arg-type]
     images = 0
@@ -200,7 +207,9 @@ def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[floa
     return canvas
 
 
-def draw_prediction(image: Image.Image, mask: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
+def draw_prediction(
+    image: Image.Image, mask: np.ndarray, names: Sequence[str], colours: np.ndarray
+) -> Image.Image:
     """Return an image with the colours of a mask over it, and a legend of its classes below. Shape: mask (H, W)"""
     painted = overlay(image, mask, colours)
     pixels = np.bincount(mask.flatten(), minlength=len(names)).tolist()

@@ -92,7 +92,9 @@ class SegmentationLoss(ClassificationTask):
         self.part = part
         self.teacher: FrozenTeacher | None = None
         if teacher is not None:
-            self.teacher = FrozenTeacher(teacher, model.pretrained_cfg, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
+            self.teacher = FrozenTeacher(
+                teacher, model.pretrained_cfg, teacher.pretrained_cfg, device
+            )  # type: ignore[arg-type]
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)
@@ -115,7 +117,9 @@ def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
         return None
     teacher = open_model(part.teacher, part.teacher_weights)
     if not isinstance(teacher, UPerNet):
-        raise UserError(f"task.teacher {part.teacher} is a {type(teacher).__name__}, not a network for segmentation")
+        raise UserError(
+            f"task.teacher {part.teacher} is a {type(teacher).__name__}, not a network for segmentation"
+        )
     if teacher.num_classes != model.num_classes:
         what = f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has {model.num_classes}"
         raise UserError(f"{what}; give one of the same classes")
@@ -132,11 +136,17 @@ class Segmentation(Task):
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.scale.parallel == "fsdp":
-            raise ValueError("segmentation is tested image by image, which fsdp does not support; use ddp")
+            raise ValueError(
+                "segmentation is tested image by image, which fsdp does not support; use ddp"
+            )
         if recipe.data.batch_size // recipe.scale.accumulate < 2:
-            raise ValueError("segmentation needs two images at once for its BatchNorms; lower scale.accumulate")
+            raise ValueError(
+                "segmentation needs two images at once for its BatchNorms; lower scale.accumulate"
+            )
         if recipe.data.classes or recipe.data.size or recipe.data.test_crop or recipe.data.crop_pct:
-            raise ValueError("data.classes, size, test_crop and crop_pct do not apply to segmentation; see task.crop")
+            raise ValueError(
+                "data.classes, size, test_crop and crop_pct do not apply to segmentation; see task.crop"
+            )
 
     def open_data(self, recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
         data = recipe.data
@@ -146,7 +156,9 @@ class Segmentation(Task):
         train.check(data.unreadable)
         test.check()
         if len(train.classes) > MAX_CLASSES:
-            raise UserError(f"{len(train.classes)} classes are too many; masks can have {MAX_CLASSES}")
+            raise UserError(
+                f"{len(train.classes)} classes are too many; masks can have {MAX_CLASSES}"
+            )
         return train, test
 
     def build_model(self, recipe: Recipe, train: MaskedImages, recast_now: bool) -> nn.Module:
@@ -165,22 +177,34 @@ class Segmentation(Task):
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         reason = input_size_problem(model, config["input_size"])
         if reason:
-            raise UserError(f"the network cannot take crops of {self.options.crop}: {reason}; give another task.crop")
+            raise UserError(
+                f"the network cannot take crops of {self.options.crop}: {reason}; give another task.crop"
+            )
 
-    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])
-        return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
+        return train_loader(
+            transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable
+        )
 
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+    def test_loader(
+        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+    ) -> Iterable[Any]:
         return self._image_loader(config, test, recipe.data.workers, runtime)
 
-    def _image_loader(self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime) -> Any:
+    def _image_loader(
+        self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime
+    ) -> Any:
         """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
         transform: Any = TestTransform(self.options.resize, config["mean"], config["std"])
         return loader_of_share(transformed(test, transform), 1, workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        def measure_masks(
+            module: nn.Module, loader: Iterable[Any], runtime: Runtime
+        ) -> dict[str, float]:
             counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
@@ -207,16 +231,22 @@ class Segmentation(Task):
             source = "masks"
             root = Path(options.data)
             if not root.is_dir():
-                raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
+                raise UserError(
+                    f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}"
+                )
         fraction, images = recorded_split(model)
         pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
         check_same_classes(model, pairs.classes)
         pairs.check()
         return pairs
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+    def evaluate(
+        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
         if options.size:
-            raise UserError("--size does not apply to segmentation, which resizes images as in training; leave it out")
+            raise UserError(
+                "--size does not apply to segmentation, which resizes images as in training; leave it out"
+            )
         images = self._test_images(model, options)
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
         counts, number = measure(model.to(runtime.device), loader, self.options, runtime)

@@ -51,7 +51,9 @@ class RecordOperations(TorchDispatchMode):
         self.work: list[float] = []
         self.traffic: list[float] = []
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         output = operation(*args, **kwargs)
         if self._is_launched(operation):
@@ -101,7 +103,9 @@ def _bytes_of(tensor: Tensor, halved: bool) -> int:
 class FuseAttention(TorchFunctionMode):
     """Let scaled_dot_product_attention be one kernel, as on a GPU; the meta device forms maps."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") == "scaled_dot_product_attention":
             return _fused_attention(*args, **kwargs)

@@ -23,7 +23,9 @@ class RememberOutlines(TorchDispatchMode):
     known: ClassVar[dict[Any, "_Results"]] = {}
     """Shared by all dry runs of a process."""
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         key = _key(operation, args, kwargs)
         if key is None:

@@ -215,7 +215,9 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
     order, _ = plan_batches(recipe, data, runtime)
     total = recipe.iterations or recipe.epochs * order.steps
     if (recipe.optim.warmup_iterations or 0) >= total:
-        raise UserError(f"optim.warmup_iterations must be below the run's {total:,} steps; lower it")
+        raise UserError(
+            f"optim.warmup_iterations must be below the run's {total:,} steps; lower it"
+        )
     name = getattr(data, "name", recipe.data.source)
     part = recipe.data.batch_size // (runtime.world * recipe.scale.accumulate)
     cost = _cost_on_meta(recipe, task, data, part)
@@ -347,7 +349,9 @@ class _Measured:
     notes: list[str] = field(default_factory=list)
 
 
-def _measure(recipe: Recipe, task: Task, data: Any, runtime: Runtime, cost: _Cost, steps: int) -> _Measured:
+def _measure(
+    recipe: Recipe, task: Task, data: Any, runtime: Runtime, cost: _Cost, steps: int
+) -> _Measured:
     """Train steps on random samples. Raises: UserError if they do not fit the GPU's memory."""
     part = recipe.data.batch_size // (runtime.world * recipe.scale.accumulate)
     on_gpu = runtime.device.type == "cuda"
@@ -355,7 +359,9 @@ def _measure(recipe: Recipe, task: Task, data: Any, runtime: Runtime, cost: _Cos
     wanted = cost.state + cost.kept_a_sample * images
     free = _free_memory()
     if not on_gpu and free is not None and wanted > free:
-        text = f"no step was trained: it needs {wanted / GIB:.0f} GiB, and {free / GIB:.0f} are free"
+        text = (
+            f"no step was trained: it needs {wanted / GIB:.0f} GiB, and {free / GIB:.0f} are free"
+        )
         return _Measured(notes=[text])
     run = _synthetic_run(recipe, task, data, runtime, images)
     if on_gpu:

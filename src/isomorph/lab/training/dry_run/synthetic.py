@@ -52,7 +52,9 @@ class SyntheticData:
         return self.images
 
 
-def synthetic_data(recipe: Recipe, counts: tuple[int, int] | None = None, labelled: bool = True) -> SyntheticData:
+def synthetic_data(
+    recipe: Recipe, counts: tuple[int, int] | None = None, labelled: bool = True
+) -> SyntheticData:
     """Return a stand-in for a recipe's training data: of its published size, cut as the recipe says.
 
     `counts` are other numbers of images and classes; without labels there are no classes.

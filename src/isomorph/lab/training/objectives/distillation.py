@@ -57,13 +57,19 @@ class FrozenTeacher(nn.Module):
 
 def open_teacher(part: DistillPart) -> nn.Module:
     if part.kwargs and is_checkpoint_or_run(part.teacher):
-        raise UserError(f"distill.teacher {part.teacher} is a checkpoint with its own arguments; omit distill.kwargs")
+        raise UserError(
+            f"distill.teacher {part.teacher} is a checkpoint with its own arguments; omit distill.kwargs"
+        )
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
 class _Teacher(DistillationTeacher):
-    def normalize_input(self, input: Tensor, student_mean: Any = None, student_std: Any = None) -> Tensor:
-        return (input * student_std + student_mean - self.mean_kd) / self.std_kd  # timm's waits for the GPU to compare
+    def normalize_input(
+        self, input: Tensor, student_mean: Any = None, student_std: Any = None
+    ) -> Tensor:
+        return (
+            input * student_std + student_mean - self.mean_kd
+        ) / self.std_kd  # timm's waits for the GPU to compare
 
 
 class SoftDistillationLoss(LogitDistillationTask):
@@ -145,4 +151,6 @@ def build_distillation(
             f"{type(model).__name__} has no distillation token; set distill.token false, or train a "
             "deit_*_distilled_* or tdrl_vit_ti_distilled"
         )
-    return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
+    return TokenDistillationTask(
+        model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared
+    )

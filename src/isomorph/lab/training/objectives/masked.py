@@ -33,9 +33,13 @@ class LossModule(TrainingTask):
         super().__init__(device=device, verbose=False)
         self.trainable_module: nn.Module = module.to(device)
 
-    def prepare_distributed(self, device_ids: list[int] | None = None, **arguments: Any) -> "LossModule":
+    def prepare_distributed(
+        self, device_ids: list[int] | None = None, **arguments: Any
+    ) -> "LossModule":
         """Wrap the trainable module, without the teacher, in DistributedDataParallel."""
-        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **arguments)
+        self.trainable_module = DistributedDataParallel(
+            self.trainable_module, device_ids=device_ids, **arguments
+        )
         return self
 
 
@@ -50,7 +54,9 @@ class _HiddenPatches(LossModule):
     def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None
+    ) -> dict[str, Tensor]:
         if noise is None:
             noise = self.autoencoder(unwrap_model(self.trainable_module)).draw_noise(input)
         loss, output = self.loss(self.trainable_module, input, noise)
@@ -128,7 +134,9 @@ class GenericDistillationLoss(_HiddenPatches):
     @torch.no_grad()
     def teacher_features(self, images: Tensor, noise: Tensor) -> Tensor:
         """Return the normalised features of the teacher. Shape: (B, C, h, w), (B, N) -> (B, N, teacher's width)"""
-        features = self.teacher.model.decoder_features(self.teacher.images(images), noise, self.block)
+        features = self.teacher.model.decoder_features(
+            self.teacher.images(images), noise, self.block
+        )
         return F.layer_norm(features, features.shape[-1:], eps=1e-6)
 
     def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
@@ -144,7 +152,9 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
     blocks = len(teacher.decoder_blocks)
     size = tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
-        raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
+        raise UserError(
+            f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}"
+        )
     try:
         own_grid = student.grid_of(size)
         their_grid = teacher.grid_of(size)
@@ -153,7 +163,9 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
     if student.patch_size != teacher.patch_size:
         own = "{}x{}".format(*own_grid)
         theirs = "{}x{}".format(*their_grid)
-        raise UserError(f"the student has {own} patches per image, the teacher {theirs}; give both the same patch_size")
+        raise UserError(
+            f"the student has {own} patches per image, the teacher {theirs}; give both the same patch_size"
+        )
 
 
 def untrained_teacher(part: MaskPart, encoder: nn.Module) -> MaskedAutoencoder:

@@ -45,7 +45,9 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
     height, width = dense.shape[-2:]
     boxes = target.box.to(dense)[:, [1, 0, 3, 2]]
     boxes = boxes * dense.new_tensor([width, height, width, height])
-    scores = roi_align(dense, list(boxes[:, None]), grid_size, aligned=True)  # (B, num_classes, H, W)
+    scores = roi_align(
+        dense, list(boxes[:, None]), grid_size, aligned=True
+    )  # (B, num_classes, H, W)
     scores = torch.where(target.flipped[:, None, None, None], scores.flip(-1), scores)
     return scores.flatten(2).transpose(1, 2).softmax(-1)  # (B, H W, num_classes)
 

@@ -81,7 +81,9 @@ def count_differences(own: Mapping[str, Any], published: Recipe) -> int:
     return len(_differing(own, published))
 
 
-def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int | None = None) -> str:
+def describe_differences(
+    own: Mapping[str, Any], published: Recipe, trained: int | None = None
+) -> str:
     """Return what a run has otherwise than a published recipe, like "CIFAR-10, 2 of 300 epochs"; empty for nothing.
 
     `own` is the recipe that the run wrote, `trained` the number of epochs that it has finished.
@@ -106,6 +108,11 @@ def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int
             text += f" and {more} more field{'s' if more > 1 else ''}"
         parts.append(text)
     length = own.get("epochs")
-    if not own.get("iterations") and trained is not None and isinstance(length, int) and trained < length:
+    if (
+        not own.get("iterations")
+        and trained is not None
+        and isinstance(length, int)
+        and trained < length
+    ):
         parts.append(f"at epoch {trained} of {length}")
     return ", ".join(parts)

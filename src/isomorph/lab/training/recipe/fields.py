@@ -33,7 +33,9 @@ PartRate = Annotated[float, Field(gt=0, validate_default=True)]
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+File = Annotated[
+    Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)
+]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
@@ -43,7 +45,8 @@ KeptEpochs = Annotated[
     Discriminator(lambda value: "~list" if isinstance(value, list) else "~number"),
 ]
 Padding = Annotated[
-    Annotated[int, Field(ge=0, le=2**14), Tag("~number")] | Annotated[Literal["auto"], Tag("~text")],
+    Annotated[int, Field(ge=0, le=2**14), Tag("~number")]
+    | Annotated[Literal["auto"], Tag("~text")],
     Discriminator(lambda value: "~text" if isinstance(value, str) else "~number"),
 ]
 
@@ -59,7 +62,9 @@ def both_sides(size: Any) -> Any:
     return size
 
 
-Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Globs = Annotated[
+    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 # Learning rate, and multiple of lr, above which a number is probably a multiple without its x.
 MAX_WRITTEN_RATE = 10.0
@@ -151,7 +156,9 @@ class DataPart(Part):
     """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
     """Train and test on the first N classes only."""
-    size: Annotated[list[Size], Field(min_length=2, max_length=2), BeforeValidator(both_sides)] | None = None
+    size: (
+        Annotated[list[Size], Field(min_length=2, max_length=2), BeforeValidator(both_sides)] | None
+    ) = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
@@ -184,7 +191,9 @@ class DataPart(Part):
     @classmethod
     def check_source(cls, source: str) -> str:
         if source not in (*SOURCES, *STREAMS) and not task_names(source):
-            raise ValueError(f"{source!r} is not a data source; choose one of {', '.join([*SOURCES, *STREAMS])}")
+            raise ValueError(
+                f"{source!r} is not a data source; choose one of {', '.join([*SOURCES, *STREAMS])}"
+            )
         return source
 
     @property
@@ -265,7 +274,9 @@ class AugmentPart(Part):
     def check_policy(cls, policy: str | None) -> str | None:
         try:
             transform = create_transform(32, is_training=True, auto_augment=policy)
-        except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
+        except (
+            Exception
+        ) as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
             raise ValueError(
                 "timm cannot parse the policy; use one like rand-m9-mstd0.5-inc1 or augmix-m5-w3"
             ) from error
@@ -274,7 +285,9 @@ class AugmentPart(Part):
                 more = ""
                 if str(policy).startswith("rand"):
                     more = f"add -mmax{magnitude:g} to have it, or "
-                raise ValueError(f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}")
+                raise ValueError(
+                    f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}"
+                )
         return policy
 
     def padding_at(self, height: int, width: int) -> int:
@@ -347,7 +360,9 @@ class OptimPart(Part):
         if not 0 < factor < math.inf:
             raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
         if not rate.endswith("x") and factor > max(MAX_WRITTEN_RATE, MAX_MULTIPLE * lr):
-            raise ValueError(f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x")
+            raise ValueError(
+                f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x"
+            )
         if rate.endswith("x"):
             return factor * lr
         return factor
@@ -356,7 +371,9 @@ class OptimPart(Part):
     @classmethod
     def check_name(cls, name: str) -> str:
         if name.lower().startswith(UNSUPPORTED_OPTIMIZERS):
-            raise ValueError(f"{name} cannot be used: it needs second derivatives, or its state is not of tensors")
+            raise ValueError(
+                f"{name} cannot be used: it needs second derivatives, or its state is not of tensors"
+            )
         if name.lower() not in list_optimizers():
             close = difflib.get_close_matches(name, list_optimizers(), n=3)
             hint = f"; close: {', '.join(close)}" if close else ""
@@ -367,14 +384,22 @@ class OptimPart(Part):
     def check_fields(self) -> "OptimPart":
         if self.warmup_epochs and self.warmup_iterations:
             raise ValueError("warmup_epochs and warmup_iterations are both given; give one of them")
-        if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):
-            raise ValueError("the schedule step, and no other, needs optim.milestones in ascending order")
+        if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(
+            self.milestones
+        ):
+            raise ValueError(
+                "the schedule step, and no other, needs optim.milestones in ascending order"
+            )
         if self.min_weight_decay is not None and self.min_weight_decay > self.weight_decay:
             low = f"{self.min_weight_decay:g}"
             high = f"{self.weight_decay:g}"
-            raise ValueError(f"min_weight_decay {low} is above weight_decay {high}, from which it falls; lower it")
+            raise ValueError(
+                f"min_weight_decay {low} is above weight_decay {high}, from which it falls; lower it"
+            )
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, from which the rate falls; lower it")
+            raise ValueError(
+                f"min_lr {self.min_lr:g} is above lr {self.lr:g}, from which the rate falls; lower it"
+            )
         return self
 
 
@@ -408,7 +433,9 @@ class ScalePart(Part):
     """Compute BatchNorm statistics over all processes, in pyramids too (GPUs only)."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
-    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = False
+    compile: (
+        bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    ) = False
     """Compile the model with torch.compile, in one of its modes: reduce-overhead records CUDA graphs."""
 
 

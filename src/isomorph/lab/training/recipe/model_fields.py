@@ -31,7 +31,11 @@ class RecastPart(Part):
         """Check the types of the fields that belong to rules; one that is None is one that is not given."""
         if not isinstance(values, dict):
             return values
-        given = {name: value for name, value in values.items() if name not in cls.model_fields and value is not None}
+        given = {
+            name: value
+            for name, value in values.items()
+            if name not in cls.model_fields and value is not None
+        }
         own = {name: value for name, value in values.items() if name in cls.model_fields}
         return own | _rule_fields(tuple(RULES)).model_validate(given).model_dump(exclude_none=True)
 
@@ -52,7 +56,8 @@ class RecastPart(Part):
 @cache
 def _rule_fields(_: tuple[str, ...]) -> type[Part]:
     fields: dict[str, Any] = {
-        name: (option.type, Field(default=None, description=option.help)) for name, option in rule_options().items()
+        name: (option.type, Field(default=None, description=option.help))
+        for name, option in rule_options().items()
     }
     return create_model("RuleFields", __base__=Part, **fields)
 

@@ -84,7 +84,9 @@ def parse_value(text: str) -> Any:
 def _load_yaml(text: str) -> Any:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError("a recipe has no aliases (*name), which may expand without end; write the values out")
+            raise ValueError(
+                "a recipe has no aliases (*name), which may expand without end; write the values out"
+            )
     return yaml.safe_load(text)
 
 
@@ -112,7 +114,9 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
-            raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
+            raise UserError(
+                f"override {assignment!r} must have the form field=value, like optim.lr=1e-4"
+            )
         path = path.replace("-", "_")
         *groups, last = path.split(".")
         group = result
@@ -132,7 +136,9 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
     return result
 
 
-def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs") -> str:
+def shorten_schedules(
+    values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs"
+) -> str:
     """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
 
     `usual` is the number of epochs (or of another `unit`) before the overrides; those `given`, and values of wrong

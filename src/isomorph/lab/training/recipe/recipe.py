@@ -87,7 +87,9 @@ class Recipe(Part):
     def check_name(cls, name: str) -> str:
         parts = name.replace("\\", "/").split("/")
         if {"", ".", ".."} & set(parts) or ":" in name or not name.isprintable():
-            raise ValueError("must be a plain name: its folder is runs/NAME; give another folder as out")
+            raise ValueError(
+                "must be a plain name: its folder is runs/NAME; give another folder as out"
+            )
         return name
 
     @model_validator(mode="after")
@@ -98,7 +100,9 @@ class Recipe(Part):
 
     def _problems(self) -> Iterator[str]:
         if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
-            names = "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
+            names = (
+                "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
+            )
             yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
         if not self.iterations and self.optim.warmup_epochs >= self.epochs:
             yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
@@ -106,7 +110,9 @@ class Recipe(Part):
             yield f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on"
         if self.model.recast_epoch > self.epochs:
             yield f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}"
-        if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
+        if self.model.recast_epoch and (
+            self.scale.parallel == "fsdp" or self.scale.sync_batch_norm
+        ):
             yield "model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false"
         if self.model.recast_epoch and self.mask:
             yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
@@ -140,7 +146,11 @@ class Recipe(Part):
         name = self.task.name
         if source not in task.sources:
             yield f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}"
-        yield from (f"{field} does not apply to {name}; leave it out" for field in task.unused if self._sets(field))
+        yield from (
+            f"{field} does not apply to {name}; leave it out"
+            for field in task.unused
+            if self._sets(field)
+        )
         task.check_recipe(self)
 
     def _sets(self, field: str) -> bool:
@@ -227,7 +237,9 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     *groups, last = place or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = [name for name in _fields_of(groups, part) if name != last]  # which may be of another task
+        names = [
+            name for name in _fields_of(groups, part) if name != last
+        ]  # which may be of another task
         close = difflib.get_close_matches(last, names, n=1)
         if close:
             return f"{field} is not a field (did you mean {close[0]}?)"
@@ -264,6 +276,8 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             groups.append(f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{inside}")
         else:
             default = "" if field.is_required() else f" [{field.default}]"
-            text = (field.description or "").replace("*", r"\*")  # the help is Markdown, and globs are not emphasis
+            text = (field.description or "").replace(
+                "*", r"\*"
+            )  # the help is Markdown, and globs are not emphasis
             lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join([*lines, *groups])

@@ -53,7 +53,10 @@ def has_saved_model(run: Run, path: Path) -> bool:
             written = read_contents(path)
             same = written.header == run.header and written.tensors.keys() == tensors.keys()
             if same:
-                same = all(torch.equal(tensor.cpu(), written.tensors[name]) for name, tensor in tensors.items())
+                same = all(
+                    torch.equal(tensor.cpu(), written.tensors[name])
+                    for name, tensor in tensors.items()
+                )
     return bool(run.runtime.maximum(same)[0])
 
 

@@ -43,14 +43,18 @@ def lock_folder(folder: Path, runtime: Runtime) -> Iterator[str]:
 
 
 def _create_and_lock(folder: Path) -> tuple[int, str]:
-    held = UserError(f"another process trains in {folder}; wait until it ends, or give `out` another folder")
+    held = UserError(
+        f"another process trains in {folder}; wait until it ends, or give `out` another folder"
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (NotADirectoryError, FileExistsError):
         raise UserError(f"{folder} is a file or inside one; give `out` a folder") from None
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; give `out` another folder") from None
+        raise UserError(
+            f"cannot write {folder}: {error.strerror}; give `out` another folder"
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -92,12 +96,18 @@ def stop_requests() -> Iterator[StopRequest]:
 
     def record(number: int, frame: FrameType | None) -> None:
         request.number = number
-        if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
+        if (
+            number == signal.SIGINT
+        ):  # schedulers send SIGTERM twice: to the processes, and through torchrun
             signal.signal(number, before[number])
 
-    if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # only the main thread can set handlers
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        before = {
+            number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN
+        }
     for number in before:
         signal.signal(number, record)
     try:

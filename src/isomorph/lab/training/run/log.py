@@ -36,7 +36,9 @@ class Journal:
         self.recipe = recipe
         self.runtime = runtime
         self.folder = recipe.folder
-        self.console = Console(file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main))  # type: ignore[arg-type]
+        self.console = Console(
+            file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main)
+        )  # type: ignore[arg-type]
         self.curves: Any = None
         self.tensorboard: Any = None
         if recipe.tensorboard:
@@ -53,9 +55,13 @@ class Journal:
         missing = set(range(1, epoch + 1)) - logged
         if missing:
             lacks = f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot"
-            self.say(f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again")
+            self.say(
+                f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again"
+            )
         if self.tensorboard:
-            self.curves = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
+            self.curves = self.tensorboard.SummaryWriter(
+                str(self.folder / "tensorboard"), purge_step=step + 1
+            )
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", self._environment())
@@ -88,7 +94,9 @@ class Journal:
             with (self.folder / name).open("a") as file:
                 file.write(_line(row))
         except OSError as error:
-            raise UserError(f"cannot write {self.folder / name}: {error.strerror}; snapshots are not changed") from None
+            raise UserError(
+                f"cannot write {self.folder / name}: {error.strerror}; snapshots are not changed"
+            ) from None
         if self.curves and name in _CURVES:
             axis = _CURVES[name]
             group = "epoch" if axis == "epoch" else "train"
@@ -133,7 +141,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
-            if isinstance(row, dict) and all(type(row.get(key, 0)) is int for key in ("step", "epoch")):
+            if isinstance(row, dict) and all(
+                type(row.get(key, 0)) is int for key in ("step", "epoch")
+            ):
                 rows.append(row)
     return rows
 

@@ -99,7 +99,9 @@ def train(recipe: Recipe, show: bool = True) -> Result:
         if warning:
             journal.say(warning)
         run = Run(recipe, runtime)  # writes nothing
-        if run.progress.closed == run.epochs and has_saved_model(run, recipe.folder / "model.safetensors"):
+        if run.progress.closed == run.epochs and has_saved_model(
+            run, recipe.folder / "model.safetensors"
+        ):
             journal.say(f"already complete in {recipe.folder}")
         else:
             with stop_requests() as request, journal:
@@ -124,7 +126,9 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
     _say_if_worse(run, journal)
     save_autoencoder(run)
-    save_model(run, run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+    save_model(
+        run, run.recipe.folder / "model.safetensors"
+    )  # last: this file marks the run as complete
 
 
 def _log_start(run: Run, journal: Journal) -> None:
@@ -233,7 +237,9 @@ def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
         yield
     idle = [name for name in names if not calls[name]]
     if idle:
-        journal.say(f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?")
+        journal.say(
+            f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?"
+        )
 
 
 def train_step(run: Run) -> tuple[float, Any]:
@@ -321,7 +327,9 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **gating_row(run)}
     if progress.unreadable:
         row["unreadable"] = len(progress.unreadable)
-        journal.say(f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}")
+        journal.say(
+            f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}"
+        )
     row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
     progress.closed = epoch
@@ -398,7 +406,9 @@ class StepMonitor:
         if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
             row = monitor_row(run, images)
             if row:
-                self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **row})
+                self.journal.write(
+                    "monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **row}
+                )
         if logs or step % CHECK_EVERY == 0:
             total = _finite_total(run)
             if logs:
@@ -428,7 +438,9 @@ class StepMonitor:
         progress = run.progress
         step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
-        speed = (step - self.first) * run.order.batch / seconds  # since the run resumed, if that was later
+        speed = (
+            (step - self.first) * run.order.batch / seconds
+        )  # since the run resumed, if that was later
         row = {
             "epoch": progress.closed + 1,
             "step": step,

@@ -30,7 +30,9 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
         raise UserError(f"{error}; delete {folder} to start the run again") from None
     if not snapshot:
         if (folder / "model.safetensors").is_file():
-            raise UserError(f"{folder} has a run without a snapshot to resume from; give `out` another folder")
+            raise UserError(
+                f"{folder} has a run without a snapshot to resume from; give `out` another folder"
+            )
         return None
     old = dict(snapshot.values["recipe"])
     new = json.loads(identity_json(recipe))
@@ -40,7 +42,9 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
     changed = changed_fields(old, new)
     if changed:
         start = f"model.weights={folder / 'model.safetensors'} starts from this run's weights"
-        raise UserError(f"{folder} has another run ({'; '.join(changed)}); give `out` another folder ({start})")
+        raise UserError(
+            f"{folder} has another run ({'; '.join(changed)}); give `out` another folder ({start})"
+        )
     return snapshot
 
 
@@ -88,7 +92,11 @@ class Resume:
                 misfits.append(name)
         if misfits:
             names = ", ".join(misfits[:3])
-            raise UserError(f"{self.path} does not fit the model: {names}; give `out` another folder")
+            raise UserError(
+                f"{self.path} does not fit the model: {names}; give `out` another folder"
+            )
         read_tensors_into(self.path, tensors)
-        state = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
+        state = {
+            name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)
+        }
         load_optimizer(model, optimizer, state, self.values["optimizer"])

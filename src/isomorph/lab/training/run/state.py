@@ -60,7 +60,9 @@ class Run:
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime | None = None, task: Task | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, runtime: Runtime | None = None, task: Task | None = None
+    ) -> None:
         runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
         self.recipe = recipe
         self.runtime = runtime
@@ -69,7 +71,9 @@ class Run:
         if not self.task.rehearses:
             check_files(recipe)
         self.resumed_from = runtime.on_main(lambda: find_snapshot(recipe))
-        self.has_weights = bool(recipe.model.weights or recipe.model.pretrained or recipe.model.is_own)
+        self.has_weights = bool(
+            recipe.model.weights or recipe.model.pretrained or recipe.model.is_own
+        )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
@@ -82,13 +86,17 @@ class Run:
         self.train, test = self.task.open_data(recipe)
         self.order, self.share = plan_batches(recipe, self.train, runtime)
         if (recipe.optim.warmup_iterations or 0) >= self.iterations:
-            raise UserError(f"optim.warmup_iterations must be below the run's {self.iterations:,} steps; lower it")
+            raise UserError(
+                f"optim.warmup_iterations must be below the run's {self.iterations:,} steps; lower it"
+            )
         model = self._initialise_model()
         self.test: Iterable[Any] = self.task.test_loader(recipe, self.config, test, runtime)
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
         self.start = record(model).start
-        dtype = torch.float32 if runtime.device.type == "mps" else torch.float64  # which MPS does not have
+        dtype = (
+            torch.float32 if runtime.device.type == "mps" else torch.float64
+        )  # which MPS does not have
         self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
         self.batches: Iterator[Any] | None = None
         if self.resumed_from:
@@ -104,14 +112,20 @@ class Run:
         recipe = self.recipe
         task = self.task
         classes = list(self.train.classes)
-        seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
+        seed_everything(
+            "birth", recipe.seed
+        )  # seeds derive from this word: another word is another initialisation
         model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
-            apply_surgery(copy.deepcopy(model), recipe.model)  # raises, before the run starts, if it would fail later
+            apply_surgery(
+                copy.deepcopy(model), recipe.model
+            )  # raises, before the run starts, if it would fail later
         check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
             own = model.num_classes
-            raise UserError(f"the data has {len(classes)} classes, but model.num_classes is {own}; leave it out")
+            raise UserError(
+                f"the data has {len(classes)} classes, but model.num_classes is {own}; leave it out"
+            )
         self.config = task.data_config(recipe, model)
         task.check_model(recipe, model, self.config)
         data = {**self.config, "source": recipe.data.source, "label_names": classes}
@@ -145,12 +159,16 @@ class Run:
         prepared = prepare_model(model, recipe.scale, runtime)
         self.objective = self.task.objective(recipe, prepared, runtime.device)
         if recipe.ema:
-            sharded = recipe.scale.parallel == "fsdp"  # foreach cannot mix these parameters with plain buffers
+            sharded = (
+                recipe.scale.parallel == "fsdp"
+            )  # foreach cannot mix these parameters with plain buffers
             self.loss_module.setup_ema(decay=recipe.ema, foreach=not sharded)
         distribute(self.loss_module, recipe.scale, runtime)
         self.optimizer = build_optimizer(self.trained, recipe.optim)
         steps = self.order.steps
-        self.scheduler = build_scheduler(self.optimizer, recipe.optim, recipe.epochs, steps, recipe.iterations)
+        self.scheduler = build_scheduler(
+            self.optimizer, recipe.optim, recipe.epochs, steps, recipe.iterations
+        )
 
     @property
     def iterations(self) -> int:
@@ -208,9 +226,13 @@ class Run:
 
     def next_part(self) -> Any:
         """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
-        if self.batches is None:  # the first since the run began or resumed: the loader starts at the next step
+        if (
+            self.batches is None
+        ):  # the first since the run began or resumed: the loader starts at the next step
             sampler = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
-            self.batches = iter(self.task.train_loader(self.recipe, self.config, self.train, sampler))
+            self.batches = iter(
+                self.task.train_loader(self.recipe, self.config, self.train, sampler)
+            )
         return next(self.batches)
 
     def measure(self) -> dict[str, float]:
@@ -290,7 +312,9 @@ class Run:
 def check_model_given(recipe: Recipe) -> None:
     """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
-        raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
+        raise UserError(
+            f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME"
+        )
 
 
 def check_files(recipe: Recipe) -> None:
@@ -307,7 +331,9 @@ def _check_file(field: str, path: Path | None) -> None:
     if not path or path.is_file():
         return
     if path.is_dir():
-        raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}")
+        raise UserError(
+            f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}"
+        )
     hint = ""
     if path.parts[0] == "runs" and path.parts[1:]:
         hint = f"; `isomorph train {path.parts[1]}` creates it"

@@ -24,7 +24,9 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
     try:
         recipe = validate(json.loads((folder / "recipe.json").read_text()))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})") from None
+        raise UserError(
+            f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})"
+        ) from None
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
     rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
     last: dict[str, Any] = {}
