@@ -92,9 +92,9 @@ class SegmentationLoss(ClassificationTask):
         self.part = part
         self.teacher: FrozenTeacher | None = None
         if teacher is not None:
-            self.teacher = FrozenTeacher(
-                teacher, model.pretrained_cfg, teacher.pretrained_cfg, device
-            )  # type: ignore[arg-type]
+            own_images: Any = model.pretrained_cfg
+            images: Any = teacher.pretrained_cfg
+            self.teacher = FrozenTeacher(teacher, own_images, images, device)
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)

@@ -36,9 +36,8 @@ class Journal:
         self.recipe = recipe
         self.runtime = runtime
         self.folder = recipe.folder
-        self.console = Console(
-            file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main)
-        )  # type: ignore[arg-type]
+        stream: Any = ClosableStream(sys.stdout)
+        self.console = Console(file=stream, quiet=not (show and runtime.is_main))
         self.curves: Any = None
         self.tensorboard: Any = None
         if recipe.tensorboard:
