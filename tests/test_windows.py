@@ -294,3 +294,12 @@ def test_refused_with_the_reason():
     q, k = torch.randn(2, 4, 9, 3), torch.randn(2, 2, 9, 3)
     with Attend(layer, [(3, 3)]), pytest.raises(ValueError, match="keys of its own"):
         F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def test_square_windows_inside_a_model_are_not_taken_for_its_image():
+    """TinyViT attends in windows of 7 and 14 tokens, whatever the proportions of the image."""
+    vit = timm.create_model("tiny_vit_5m_224", num_classes=2).double().eval()
+    windowed = iso.recast(vit, iso.AttentionToWindow(2), where="stages.*.blocks.0.attn")
+    x = torch.randn(1, 3, 97, 129, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(windowed(x), vit(x), rtol=0, atol=1e-12)

@@ -73,6 +73,9 @@ class AlteredAttention(Altered):
         return facts.form or kind, {"facts": facts, "argument_names": names}
 
     def shapes(self, grid_size: GridSize | None, given: dict[str, Any]) -> list[GridSize]:
+        """Return the shapes that the grid of a call may have; none for square windows, which tokens show."""
+        if self.facts.square:
+            return []
         shapes = own_shapes(cast(Any, self), given)
         grid = grid_size or self.grid_size
         if grid:
@@ -120,7 +123,7 @@ class EditedAttention(AlteredAttention):
             raise ValueError(
                 "is_causal is not supported: an edited map mixes queries and cannot be causal"
             )
-        shapes = [] if self.facts.square else self.shapes(grid_size, given)
+        shapes = self.shapes(grid_size, given)
         places = partial(self.facts.places, self, shapes) if self.facts.places else None
         mask = self.facts.mask(cast(Any, self), given)
         return MapCall(
