@@ -25,9 +25,7 @@ train, test = (iso.data.open_source(folder or "digits", split) for split in ("tr
 vit = timm.create_model(
     "vit_small_patch14_reg4_dinov2", num_classes=len(train.classes), **(photos if folder else small)
 )
-config = timm.data.resolve_data_config(
-    {"input_size": (3, 224, 224) if folder else (3, 16, 16)}, model=vit
-)
+config = timm.data.resolve_data_config({"input_size": (3, 224, 224) if folder else (3, 16, 16)}, model=vit)
 train.transform = iso.data.eval_transform(config)
 test_images = iso.data.eval_loader(test, config)
 
@@ -42,9 +40,7 @@ def fine_tune(model, epochs=2, lr=3e-3):
     """Train what is not frozen."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr, weight_decay=0.0)
-    loader = DataLoader(
-        train, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0)
-    )
+    loader = DataLoader(train, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0))
     for _ in range(epochs):
         for images, labels in loader:
             loss = cross_entropy(model(images), labels)
@@ -52,9 +48,7 @@ def fine_tune(model, epochs=2, lr=3e-3):
             loss.backward()
             optimizer.step()
     top1 = iso.evaluate(model.eval(), test_images)["top1"]
-    print(
-        f"   {sum(p.numel() for p in trained):,} trained parameters: loss {loss.item():.3f}, {top1:.1f} % top-1"
-    )
+    print(f"   {sum(p.numel() for p in trained):,} trained parameters: loss {loss.item():.3f}, {top1:.1f} % top-1")
 
 
 if folder:  # the random ViT for digits has nothing worth freezing: all of it is trained
@@ -68,8 +62,7 @@ print("3. Train the ViT with refined attention, with the same budget")
 fine_tune(refined)
 
 similarity = {
-    name: iso.analysis.head_similarity(model, images)
-    for name, model in {"plain": vit, "refined": refined}.items()
+    name: iso.analysis.head_similarity(model, images) for name, model in {"plain": vit, "refined": refined}.items()
 }
 last = f"blocks.{len(vit.blocks) - 1}.attn"
 print(

@@ -19,9 +19,7 @@ def train_on_digits(name, **model):
     """Return a small CNN, trained for one epoch."""
     recipe = iso.Recipe(
         name=name,
-        model=dict(
-            name="resnet18", kwargs=dict(layers=[1, 1, 1, 1], channels=[16, 32, 64, 128]), **model
-        ),
+        model=dict(name="resnet18", kwargs=dict(layers=[1, 1, 1, 1], channels=[16, 32, 64, 128]), **model),
         data=dict(source="digits", size=[32, 32], fraction=0.6, batch_size=32),
         augment=dict(crop_padding=2, hflip=0.0),
         optim=dict(lr=3e-3),
@@ -43,38 +41,24 @@ if not models:
     near_exact = dict(where="layer2.*.conv2", locality=5.0, gate=6.0)
     models["T-CNN"] = train_on_digits("T-CNN", weights=start, recast=near_exact)  # the same budget
 
-print(
-    f"2. Corrupt {min(len(test), 40)} images in {len(CORRUPTIONS)} ways, at severities {SEVERITIES}"
-)
+print(f"2. Corrupt {min(len(test), 40)} images in {len(CORRUPTIONS)} ways, at severities {SEVERITIES}")
 results = {}
 for name, model in models.items():
-    results[name] = iso.robustness(
-        model, test, corruptions=CORRUPTIONS, severities=SEVERITIES, limit=40, name=name
-    )
-    print(
-        f"   {name}: {results[name]['mean_top1']:.1f} % top-1, mean over corruptions and severities"
-    )
+    results[name] = iso.robustness(model, test, corruptions=CORRUPTIONS, severities=SEVERITIES, limit=40, name=name)
+    print(f"   {name}: {results[name]['mean_top1']:.1f} % top-1, mean over corruptions and severities")
 
 print("3. Write robustness.html")
 by_corruption = {name: result["by_corruption"] for name, result in results.items()}
 by_severity = {
-    name: iso.report.Line(SEVERITIES, list(result["by_severity"].values()))
-    for name, result in results.items()
+    name: iso.report.Line(SEVERITIES, list(result["by_severity"].values())) for name, result in results.items()
 }
 rows = [["top-1 (%)", *results]]
-rows += [
-    [corruption, *(f"{by_corruption[name][corruption]:.1f}" for name in results)]
-    for corruption in CORRUPTIONS
-]
+rows += [[corruption, *(f"{by_corruption[name][corruption]:.1f}" for name in results)] for corruption in CORRUPTIONS]
 charts = [
     iso.report.Bars("By corruption", "top-1 (%)", by_corruption),
     iso.report.Panel("By severity", "severity", "top-1 (%)", by_severity),
 ]
-sections = [
-    iso.report.Section(
-        "Accuracy under corruptions", "Corruptions as in ImageNet-C.", rows, charts=charts
-    )
-]
+sections = [iso.report.Section("Accuracy under corruptions", "Corruptions as in ImageNet-C.", rows, charts=charts)]
 best = max(results, key=lambda name: results[name]["mean_top1"])
 lead = f"{best} has the highest mean: {results[best]['mean_top1']:.1f} % top-1."
 size = iso.report.write_page(Path("robustness.html"), "Robustness", lead, sections)

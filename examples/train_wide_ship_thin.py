@@ -24,9 +24,7 @@ recipe = iso.Recipe(
         name="vit_tiny_patch16_224",
         pretrained=bool(folder),
         kwargs={} if folder else small,
-        recast=dict(
-            rule="LinearToPyramid", where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"], layout="P-W2S"
-        ),
+        recast=dict(rule="LinearToPyramid", where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"], layout="P-W2S"),
     ),
     data=dict(source="imagefolder", root=folder)
     if folder
@@ -54,9 +52,6 @@ print(f"   wide: {result.metrics['top1']:.1f} % top-1 at the end of training")
 print(f"   thin: {iso.evaluate(thin, iso.data.eval_loader(test, config))['top1']:.1f} % top-1")
 
 iso.save(thin, "thin.safetensors")
-megabytes = [
-    Path(path).stat().st_size / 1e6
-    for path in (result.folder / "model.safetensors", "thin.safetensors")
-]
+megabytes = [Path(path).stat().st_size / 1e6 for path in (result.folder / "model.safetensors", "thin.safetensors")]
 print(f"4. Files: {megabytes[0]:.1f} MB wide, {megabytes[1]:.1f} MB thin; layers are plain again:")
 print(f"   {thin.blocks[0].mlp.fc1}")

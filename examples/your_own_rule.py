@@ -49,9 +49,7 @@ class LinearToLowRank(iso.Rule):
 
 torch.manual_seed(0)
 images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
-vit = timm.create_model(
-    "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10
-).eval()
+vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10).eval()
 lora = iso.recast(vit, LinearToLowRank(rank=8), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
 print("1.", iso.verify(vit, lora, images))
 

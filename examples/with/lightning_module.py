@@ -17,9 +17,7 @@ class WideNet(lightning.LightningModule):
 
     def __init__(self):
         super().__init__()
-        vit = timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=2, num_classes=4
-        )
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=2, num_classes=4)
         self.model = iso.recast(vit, iso.LinearToPyramid("P-W2S"), where="blocks.*.mlp.fc?").train()
 
     def training_step(self, batch, _):
@@ -33,11 +31,7 @@ class WideNet(lightning.LightningModule):
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(0, 4, (64,)))
 trainer = lightning.Trainer(
-    max_epochs=2,
-    accelerator="cpu",
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
+    max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
 )
 net = WideNet()
 trainer.fit(net, DataLoader(data, batch_size=16, shuffle=True))

@@ -11,9 +11,7 @@ import isomorph as iso
 
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-encoder = nn.TransformerEncoder(
-    layer, 2, enable_nested_tensor=False
-).eval()  # open_clip's and many others have these
+encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()  # open_clip's and many others have these
 unpacked = iso.recast(encoder, iso.AttentionToLinears(), where="layers.*.self_attn")
 x = torch.randn(2, 5, 32)
 print("equal:", iso.verify(encoder, unpacked, x).passed)
@@ -27,7 +25,5 @@ for _ in range(5):
     optimizer.step()
 print("LoRA changes the output:", not torch.allclose(before, tuned(x)))
 
-packed = iso.revert(
-    tuned.merge_and_unload().eval()
-)  # in_proj_weight again, with the adapters in it
+packed = iso.revert(tuned.merge_and_unload().eval())  # in_proj_weight again, with the adapters in it
 print(type(packed.layers[0].self_attn).__name__, torch.allclose(packed(x), tuned(x), atol=1e-5))

@@ -11,9 +11,7 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 import isomorph as iso
 
 torch.manual_seed(0)
-detector = fasterrcnn_mobilenet_v3_large_320_fpn(
-    weights=None, weights_backbone=None, num_classes=5
-).eval()
+detector = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=5).eval()
 image = [torch.rand(3, 200, 260)]  # weights="DEFAULT" and a photo for a real one
 
 # attention after the last block of the backbone, which reads a tensor of images
@@ -28,9 +26,7 @@ new.train()
 boxes = torch.tensor([[20.0, 30.0, 120.0, 150.0]])
 losses = new(image, [dict(boxes=boxes, labels=torch.tensor([1]))])
 sum(losses.values()).backward()
-optimizer = torch.optim.SGD(
-    iso.training.parameter_groups(new, lr=1e-3, gamma_lr="10x"), momentum=0.9
-)
+optimizer = torch.optim.SGD(iso.training.parameter_groups(new, lr=1e-3, gamma_lr="10x"), momentum=0.9)
 optimizer.step()
 gamma = new.get_submodule("backbone.body.16.2").inserted.gamma
 print("attention is used:", bool(gamma.abs().max() > 0))

@@ -27,20 +27,11 @@ class Squares(Dataset):
 
 torch.manual_seed(0)
 config = Dinov2Config(
-    image_size=28,
-    patch_size=7,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_labels=2,
+    image_size=28, patch_size=7, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_labels=2
 )
-model = Dinov2ForImageClassification(
-    config
-).eval()  # .from_pretrained("facebook/dinov2-small") for real weights
+model = Dinov2ForImageClassification(config).eval()  # .from_pretrained("facebook/dinov2-small") for real weights
 # near: equal within 0.05, with gates that training moves; with the exact initialisation they would stay at 3e-7
-gated = iso.recast(
-    model, iso.AttentionToGPSA(init="near"), where="dinov2.encoder.layer.*.attention"
-)
+gated = iso.recast(model, iso.AttentionToGPSA(init="near"), where="dinov2.encoder.layer.*.attention")
 print("equal:", iso.verify(model, gated, torch.rand(2, 3, 28, 28)).passed)
 before = {name: gate.clone() for name, gate in iso.gates(gated).items()}
 
@@ -49,9 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
         folder, num_train_epochs=12, per_device_train_batch_size=16, report_to=[], use_cpu=True
     )
     optimizer = torch.optim.AdamW(iso.training.parameter_groups(gated, lr=3e-3, gate_lr=0.1))
-    trainer = Trainer(
-        gated.train(), arguments, train_dataset=Squares(), optimizers=(optimizer, None)
-    )
+    trainer = Trainer(gated.train(), arguments, train_dataset=Squares(), optimizers=(optimizer, None))
     trainer.train()
 moved = max(float((gate - before[name]).abs().max()) for name, gate in iso.gates(gated).items())
 print(f"gates moved: {moved > 1e-3} (by up to {moved:.3f} of the attention)")
