@@ -5,12 +5,17 @@ the only one that reads and writes them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from timm.models import get_model_args
 from torch import nn
+
+from isomorph.errors import UserError
+
+# Height and width in pixels.
+ImageSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -96,3 +101,15 @@ def record_config(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Replace what a model says of its images and classes, where timm's resolve_data_config reads it."""
     model.pretrained_cfg = dict(config)  # type: ignore[assignment]
     model.default_cfg = model.pretrained_cfg
+
+
+def image_size(size: int | Sequence[int]) -> ImageSize:
+    """Return a height and a width; one number is both. Raises: UserError for anything else."""
+    sides = (size, size) if isinstance(size, int) else size
+    if isinstance(sides, Sequence) and len(sides) == 2:
+        height, width = sides
+        if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:
+            return height, width
+    raise UserError(
+        f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both"
+    )

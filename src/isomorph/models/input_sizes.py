@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, first_float, require_finite
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, image_size, spec_of
 from isomorph.surgery.calls import Inputs, cast, own_inputs, run_model
 from isomorph.surgery.rule import record
-
-ImageSize = tuple[int, int]
 
 
 def evaluation_config(model: nn.Module, size: int | ImageSize | None = None) -> dict[str, Any]:
@@ -104,18 +102,6 @@ def _size_in_config(model: nn.Module) -> ImageSize | None:
         return image_size(side)
     except UserError:  # it has none
         return None
-
-
-def image_size(size: int | Sequence[int]) -> ImageSize:
-    """Return a height and a width; one number is both. Raises: UserError for anything else."""
-    sides = (size, size) if isinstance(size, int) else size
-    if isinstance(sides, Sequence) and len(sides) == 2:
-        height, width = sides
-        if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:
-            return height, width
-    raise UserError(
-        f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both"
-    )
 
 
 def input_channels(model: nn.Module) -> int:
@@ -252,6 +238,12 @@ def label_names(model: nn.Module) -> list[str]:
     """Return the names of a model's classes; empty without any, or if their number is another (of public weights)."""
     names = spec_of(model).classes
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's classes, or their numbers where they have none."""
+    count: Any = model.num_classes
+    return label_names(model) or [str(number) for number in range(count)]
 
 
 def task_record(model: nn.Module) -> dict[str, Any]:

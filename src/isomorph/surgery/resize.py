@@ -7,7 +7,6 @@ patches grow, B^+ B = 1, so that w' . (B x) = w . x. Positions of another grid a
 
 import copy
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from isomorph.errors import UserError, first_line
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import copy_module, unwrap
+from isomorph.spec import ImageSize
+from isomorph.spec import image_size as height_and_width
 from isomorph.surgery.calls import call_model, check_not_empty, leaves, relative_difference
 from isomorph.surgery.comparison import class_agreement
 from isomorph.surgery.recast import check_model
 
-Size = tuple[int, int]
 
-
-def resizing_matrix(old: Size, new: Size) -> Tensor:
+def resizing_matrix(old: ImageSize, new: ImageSize) -> Tensor:
     """Return the matrix that resizes an image as a vector, bicubic with antialiasing, in float64.
 
     Shape: -> (new height * new width, old height * old width)
@@ -36,7 +35,7 @@ def resizing_matrix(old: Size, new: Size) -> Tensor:
     return resized.reshape(count, -1).T
 
 
-def resize_filters(filters: Tensor, size: Size) -> Tensor:
+def resize_filters(filters: Tensor, size: ImageSize) -> Tensor:
     """Return filters of patches of another size, which give the same of resized patches; see above.
 
     Shape: (O, C, h, w) -> (O, C, *size), in float64
@@ -47,7 +46,7 @@ def resize_filters(filters: Tensor, size: Size) -> Tensor:
     return resized.reshape(*filters.shape[:2], *size)
 
 
-def resize_positions(positions: Tensor, old: Size, new: Size) -> Tensor:
+def resize_positions(positions: Tensor, old: ImageSize, new: ImageSize) -> Tensor:
     """Return embeddings of the positions of another grid, interpolated as timm does.
 
     Shape: (old height * old width, C) -> (new height * new width, C), in float64
@@ -90,9 +89,9 @@ class ResizeReport:
     """
 
     model: nn.Module = field(compare=False)
-    patch: tuple[Size, Size]
-    grid: tuple[Size, Size]
-    image: tuple[Size, Size]
+    patch: tuple[ImageSize, ImageSize]
+    grid: tuple[ImageSize, ImageSize]
+    image: tuple[ImageSize, ImageSize]
     embedding: float
     enlarged: float | None
     moved: OutputShift
@@ -125,11 +124,11 @@ class ResizeReport:
     __repr__ = __str__
 
     @property
-    def _sizes(self) -> dict[str, tuple[Size, Size]]:
+    def _sizes(self) -> dict[str, tuple[ImageSize, ImageSize]]:
         return {"patches": self.patch, "grid": self.grid, "images": self.image}
 
 
-def _by(size: Size) -> str:
+def _by(size: ImageSize) -> str:
     return f"{size[0]}x{size[1]}"
 
 
@@ -137,8 +136,8 @@ def _by(size: Size) -> str:
 def resize_patches(
     model: nn.Module,
     images: Tensor,
-    patch_size: int | Size | None = None,
-    image_size: int | Size | None = None,
+    patch_size: int | ImageSize | None = None,
+    image_size: int | ImageSize | None = None,
 ) -> ResizeReport:
     """Return a copy of a vision transformer for another patch or image size, and what of it is exact.
 
@@ -166,8 +165,8 @@ def resize_patches(
     new, by_timm = _for_sizes(original, patch_size, image_size)
     embed = original.patch_embed
     layer = embed.proj
-    old_image: Size = tuple(embed.img_size)
-    new_image: Size = tuple(new.patch_embed.img_size)
+    old_image: ImageSize = tuple(embed.img_size)
+    new_image: ImageSize = tuple(new.patch_embed.img_size)
     pictures = {size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)}
     wanted = _logits(original, pictures[old_image])
     return ResizeReport(
@@ -183,7 +182,7 @@ def resize_patches(
 
 
 def _for_sizes(
-    original: Any, patch_size: int | Size | None, image_size: int | Size | None
+    original: Any, patch_size: int | ImageSize | None, image_size: int | ImageSize | None
 ) -> tuple[Any, Any]:
     """Return copies of a model for other sizes, with filters computed in float64 and as timm computes them.
 
@@ -197,8 +196,8 @@ def _for_sizes(
             "other size in its own library, and give it the weights by iso.port_weights"
         )
     assert embed is not None
-    patch = _pair(patch_size or _kernel(layer))
-    image = _pair(image_size or tuple(embed.img_size))
+    patch = height_and_width(patch_size or _kernel(layer))
+    image = height_and_width(image_size or tuple(embed.img_size))
     if image[0] % patch[0] or image[1] % patch[1]:
         raise UserError(
             f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them"
@@ -222,11 +221,11 @@ class OtherSize:
     """A copy of a vision transformer for the images and patches of another model, and its own sizes."""
 
     model: nn.Module
-    image: Size
-    patch: Size
+    image: ImageSize
+    patch: ImageSize
 
     @classmethod
-    def of(cls, model: nn.Module, images: Tensor, patch: Size | None) -> "OtherSize":
+    def of(cls, model: nn.Module, images: Tensor, patch: ImageSize | None) -> "OtherSize":
         """Return the copy. Raises: UserError as `resize_patches`."""
         original: Any = unwrap(model)
         new, _ = _for_sizes(original, patch, _sides(images))
@@ -263,22 +262,13 @@ def _single_tensor(outputs: Any) -> Tensor:
     return tensors[0]
 
 
-def _pair(size: int | Sequence[int]) -> Size:
-    sides = (size, size) if isinstance(size, int) else tuple(size)
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise UserError(
-            f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both"
-        )
-    return sides[0], sides[1]
-
-
-def _resized(images: Tensor, size: Size) -> Tensor:
+def _resized(images: Tensor, size: ImageSize) -> Tensor:
     if _sides(images) == size:
         return images
     return F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def _patches(images: Tensor, size: Size) -> Tensor:
+def _patches(images: Tensor, size: ImageSize) -> Tensor:
     """Return patches as vectors. Shape: (B, C, H, W) -> (B, C, h w, N)"""
     vectors = F.unfold(images.double().cpu(), size, stride=size)  # (B, C h w, N)
     return vectors.unflatten(1, (images.shape[1], -1))
@@ -304,11 +294,11 @@ def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> floa
     return relative_difference(_embed(old, patches), _embed(new, resizing_matrix(*sizes) @ patches))
 
 
-def _sides(images: Tensor) -> Size:
+def _sides(images: Tensor) -> ImageSize:
     return images.shape[-2], images.shape[-1]
 
 
-def _kernel(layer: nn.Conv2d) -> Size:
+def _kernel(layer: nn.Conv2d) -> ImageSize:
     return layer.kernel_size[0], layer.kernel_size[1]
 
 

@@ -28,7 +28,7 @@ from isomorph.lab.tasks.detection.data import (
 )
 from isomorph.lab.training.task import Prediction
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.models.input_sizes import evaluation_config, label_names
+from isomorph.models.input_sizes import class_names, evaluation_config
 
 # The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -233,7 +233,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
         device = next(model.parameters()).device
         detections = model.detect(inputs[None].to(device), [inside])[0]  # type: ignore[operator]
     detections = to_image(detections, ImageRecord(0, "", image.height, image.width), inside)
-    names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
+    names = class_names(model)
     entries = _json_entries(detections, names)
     rows: list[dict[str, Any]] = []
     for entry in entries:

@@ -42,9 +42,9 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
 from isomorph.models.input_sizes import (
     check_same_classes,
+    class_names,
     evaluation_config,
     input_size_problem,
-    label_names,
     recorded_split,
     training_config,
 )
@@ -259,7 +259,7 @@ class Segmentation(Task):
         tensor = reader.image(tv_tensors.Image(pil_to_tensor(image)))[None]
         size = (image.height, image.width)
         mask = predict_mask(model, tensor, self.options, size).cpu().numpy()
-        names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
+        names = class_names(model)
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
         rows: list[dict[str, Any]] = []
