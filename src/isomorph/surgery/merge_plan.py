@@ -305,8 +305,10 @@ class MergePlan:
         """True if the last operation of a module that becomes the identity is what the change removes."""
         form, name = change
         operations = self._values.operations_of[name]
-        if form != "identity" or not operations:
+        if form != "identity":
             return True
+        if not operations:
+            return False
         end = self._values.of.get(operations[-1].outputs[0])
         return end is not None and change in end.gone
 

@@ -288,6 +288,8 @@ class Pyramid(Parallel):
         )
         self.skip = self.make_linear(in_features, out_features) if branches.skip else None
         self.norm = self._make_norm(out_features, affine) if rectify == "batchnorm" else None
+        # A linear layer and its BatchNorm, and nothing else.
+        self.is_one_unit = branches == BranchLayout((1,), skip=False, last=False) and not self.norm
 
     @property
     def parts(self) -> list[Any]:
@@ -406,15 +408,9 @@ class Pyramid(Parallel):
 
         The moments of C channels cost C^2 per token, the statistics of the outputs a few operations for each of them.
         """
-        is_one_unit = len(self.branches) == 1 and len(self.norms) == 1 and len(self.chains[0]) == 2
-        if not is_one_unit or self.skip is not None or self.norm is not None:
+        if not self.is_one_unit or self.window is not None or not on_cpu(x):
             return False
-        return (
-            self.window is None
-            and self.out_features <= self.in_features
-            and on_cpu(x)
-            and sync_group(self) is None
-        )
+        return self.out_features <= self.in_features and sync_group(self) is None
 
     def normalise_outputs(self, x: Tensor) -> Tensor:
         """Compute one unit from the statistics of its outputs, which are kept for the backward pass."""
