@@ -12,7 +12,6 @@ import argparse
 import ast
 import os
 import random
-import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,9 @@ from typing import NamedTuple
 from interleave import show, write
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs_build"))
+import changed_tests  # noqa: E402
+
 FOLDERS = ("layers", "surgery", "checkpoints")
 SECONDS = 900
 OPERATORS = {
@@ -154,13 +156,14 @@ def main() -> None:
         copy,
         ignore=shutil.ignore_patterns(".venv", ".git", "site", "runs", "__pycache__"),
     )
-    script = runpy.run_path(str(ROOT / "docs_build" / "changed_tests.py"))
-    script["tests_of"].__globals__["SOURCE"] = copy / "src" / "isomorph"
-    used = {path: script["names_used"](path) for path in sorted((copy / "tests").glob("test_*.py"))}
+    package = copy / "src" / "isomorph"
+    tests_by_file = sorted((copy / "tests").glob("test_*.py"))
+    used = {path: changed_tests.names_used(path) for path in tests_by_file}
     rows = []
-    for fault in draw(copy / "src" / "isomorph", given.faults, given.seed):
+    for fault in draw(package, given.faults, given.seed):
         tests = [
-            str(path.relative_to(copy)) for path in sorted(script["tests_of"](fault.path, used))
+            str(path.relative_to(copy))
+            for path in sorted(changed_tests.tests_of(fault.path, used, package))
         ]
         contents = fault.path.read_bytes()
         fault.path.write_bytes(
@@ -171,7 +174,7 @@ def main() -> None:
             "no test",
         )
         fault.path.write_bytes(contents)
-        place = f"{fault.path.relative_to(copy / 'src' / 'isomorph')}:{fault.line}"
+        place = f"{fault.path.relative_to(package)}:{fault.line}"
         change = f"{fault.before[:50]} -> {fault.after[:52]}"
         rows.append(
             {

@@ -190,6 +190,7 @@ def main() -> None:
     codes = {"here": HERE.parent} | ({"there": given.code} if given.code else {})
     found: dict[str, dict[str, Found]] = {code: {} for code in codes}
     names = row_names(given.only)
+    commit = commit_of(HERE.parent)  # before the file itself changes
     for threads in given.threads:
         workers = {code: Worker(folder, threads) for code, folder in codes.items()}
         for name in names:
@@ -201,7 +202,7 @@ def main() -> None:
             shown = "   ".join(f"{code} {found[code][key]}" for code in codes)
             print(f"{key}: {shown}", flush=True)
             if given.write:
-                write({key: found["here"][key]})
+                write({key: found["here"][key]}, commit)
         for worker in workers.values():
             worker.close()
     if given.code:
@@ -212,7 +213,7 @@ def main() -> None:
         )
 
 
-def write(rows: dict[str, Found]) -> None:
+def write(rows: dict[str, Found], commit: str) -> None:
     """Update the file with these rows; the others stay, each with the commit at which it was measured."""
     import platform
 
@@ -222,7 +223,6 @@ def write(rows: dict[str, Found]) -> None:
 
     path = RESULTS / "ledger.json"
     earlier = json.loads(path.read_text())["rows"] if path.is_file() else {}
-    commit = commit_of(HERE.parent)
     stamped = {
         name: row | {"commit": commit, "date": str(date.today())} for name, row in rows.items()
     }

@@ -32,8 +32,8 @@ def changed_files(since: str) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+def module_name(path: Path, package: Path) -> str:
+    parts = path.relative_to(package.parent).with_suffix("").parts
     if parts[-1] == "__init__":
         parts = parts[:-1]
     return ".".join(parts)
@@ -49,9 +49,9 @@ def public_names(path: Path) -> set[str]:
     return {name for name in definitions if not name.startswith("_")}
 
 
-def imported_modules(path: Path) -> set[str]:
+def imported_modules(tree: ast.Module) -> set[str]:
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules.add(node.module)
             modules.update(f"{node.module}.{alias.name}" for alias in node.names)
@@ -62,9 +62,10 @@ def imported_modules(path: Path) -> set[str]:
 
 def names_used(path: Path) -> set[str]:
     """Return the modules and names that a file imports, and those that it takes from `iso`."""
-    used = imported_modules(path)
+    tree = ast.parse(path.read_text())
+    used = imported_modules(tree)
     used |= {module.rpartition(".")[2] for module in used if module.startswith("isomorph.")}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and root_name(node) in ("iso", "isomorph"):
             used.add(node.attr)
     return used
@@ -76,26 +77,29 @@ def root_name(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def tests_that_use(path: Path, used: dict[Path, set[str]]) -> set[Path]:
-    """Return the test files that import a file of src or use what it defines."""
-    words = public_names(path) | {module_name(path)}
+def tests_that_use(path: Path, used: dict[Path, set[str]], package: Path) -> set[Path]:
+    """Return the test files that import a file of a package or use what it defines."""
+    words = public_names(path) | {module_name(path, package)}
     return {test for test, names in used.items() if words & names}
 
 
-def tests_of(path: Path, used: dict[Path, set[str]]) -> set[Path]:
+def tests_of(path: Path, used: dict[Path, set[str]], package: Path) -> set[Path]:
     """Return the tests of a file of src, or of the files nearest to it that import it and have some."""
+    imports: dict[Path, set[str]] = {}
     seen = {path}
     level = {path}
     while level:
         found: set[Path] = set()
-        for each in level:
-            found |= tests_that_use(each, used)
+        for file in level:
+            found |= tests_that_use(file, used, package)
         if found:
             return found
-        names = {module_name(each) for each in level}
-        importers = {other for other in SOURCE.rglob("*.py") if names & imported_modules(other)}
-        level = importers - seen
-        seen |= importers
+        if not imports:
+            files = package.rglob("*.py")
+            imports = {file: imported_modules(ast.parse(file.read_text())) for file in files}
+        names = {module_name(file, package) for file in level}
+        level = {file for file, modules in imports.items() if names & modules} - seen
+        seen |= level
     return set()
 
 
@@ -114,7 +118,7 @@ def main() -> None:
     chosen: set[Path] = set()
     for path in changed_files(since):
         is_source = path.is_relative_to(SOURCE)
-        chosen |= tests_of(path, used) if is_source else tests_that_import(path, used)
+        chosen |= tests_of(path, used, SOURCE) if is_source else tests_that_import(path, used)
     if chosen:
         chosen |= {TESTS / name for name in ALWAYS}
     print(*(str(path.relative_to(ROOT)) for path in sorted(chosen)))

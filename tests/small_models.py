@@ -12,6 +12,15 @@ SMALL = dict(embed_dim=36, depth=2, img_size=64, num_heads=4)
 COATNET = dict(
     depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64
 )
+CONVIT = dict(
+    embed_dim=32,
+    num_heads=4,
+    depth=2,
+    local_up_to_layer=1,
+    patch_size=8,
+    img_size=32,
+    num_classes=10,
+)
 SPATIAL = dict(span="spatial", init="paper")
 RULES = {
     "gpsa exact": (iso.AttentionToGPSA(gate=0.0), "blocks.*.attn"),

@@ -10,16 +10,7 @@ from PIL import Image
 import isomorph as iso
 from command_line import isomorph
 from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, sum_counts
-
-KWARGS = dict(
-    embed_dim=32,
-    num_heads=4,
-    depth=2,
-    local_up_to_layer=1,
-    patch_size=8,
-    img_size=32,
-    num_classes=10,
-)
+from small_models import CONVIT
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +18,7 @@ def model(tmp_path_factory):
     """A small network that is unsure, so that its loss has many digits."""
     path = tmp_path_factory.mktemp("model") / "small.safetensors"
     torch.manual_seed(0)
-    net = iso.models.create("convit_ti", **KWARGS)
+    net = iso.models.create("convit_ti", **CONVIT)
     torch.nn.init.normal_(net.head.weight)
     iso.save(net, path)
     return path

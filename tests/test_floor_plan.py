@@ -1,11 +1,15 @@
 """A file imports only from floors before its own, files import each other in no circle, and both stay readable."""
 
 import ast
-import runpy
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
+sys.path.insert(0, str(ROOT.parents[1] / "docs_build"))
+import changed_tests  # noqa: E402
+from changed_tests import module_name  # noqa: E402
+
 ORDER = (
     "errors json_values < spec process terminal_tables slow_work < distributed < layers < operations < surgery"
     " < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
@@ -25,13 +29,10 @@ FILE_LINES, FUNCTION_LINES = 700, 60
 """Most lines of a file, and of a function without its parameters and docstring."""
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-TREES = {module_name(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-LINES = {module_name(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+TREES = {
+    module_name(path, ROOT): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))
+}
+LINES = {module_name(path, ROOT): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
 
 
 def room(module: str, depth: int = 1) -> str:
@@ -123,16 +124,15 @@ def test_files_and_public_classes_are_documented():
 
 def test_the_tests_of_a_changed_file_are_those_that_use_it():
     """What `make test-changed` runs."""
-    script = runpy.run_path(str(ROOT.parents[1] / "docs_build" / "changed_tests.py"))
     tests = sorted(Path(__file__).parent.glob("test_*.py"))
-    used = {path: script["names_used"](path) for path in tests}
+    used = {path: changed_tests.names_used(path) for path in tests}
 
     def chosen(name):
-        return {path.name for path in script["tests_of"](ROOT / name, used)}
+        return {path.name for path in changed_tests.tests_of(ROOT / name, used, ROOT)}
 
     assert "test_gpsa.py" in chosen("layers/gated/gpsa.py")
     assert "test_pyramid.py" not in chosen("layers/gated/gpsa.py")
     assert "test_pyramid.py" in chosen(
         "layers/pyramid/moments.py"
     )  # no test imports it: those of its importers
-    assert script["tests_that_import"](tests[0], used) == {tests[0]}
+    assert changed_tests.tests_that_import(tests[0], used) == {tests[0]}

@@ -20,16 +20,7 @@ from isomorph.deployment.model_card import model_card
 from isomorph.models import download
 from isomorph.models.input_sizes import evaluation_config, random_inputs
 from refusals import refused
-
-KWARGS = dict(
-    embed_dim=32,
-    num_heads=4,
-    depth=2,
-    local_up_to_layer=1,
-    patch_size=8,
-    img_size=32,
-    num_classes=10,
-)
+from small_models import CONVIT
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
@@ -78,7 +69,7 @@ def models():
     return {
         "plain": (vit, True),
         "public": (cnn, True),  # an architecture whose public weights may be in $ISOMORPH_DATA
-        "ours": (timm.create_model("convit_ti", **KWARGS), True),
+        "ours": (timm.create_model("convit_ti", **CONVIT), True),
         "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
         "unstride": (
             iso.unstride(cnn, "layer3"),
@@ -86,7 +77,7 @@ def models():
         ),  # the tensors of the base, and another function
         "pyramids": (pyramids, False),
         "fused": (iso.fuse(pyramids), True),
-        "half": (timm.create_model("convit_ti", **KWARGS).bfloat16(), True),
+        "half": (timm.create_model("convit_ti", **CONVIT).bfloat16(), True),
         "drop_path": (timm.create_model("resnet10t", num_classes=2, drop_path_rate=0.1), True),
     }
 
@@ -237,7 +228,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     model = {
         "name": "convit_ti",
-        "kwargs": {key: KWARGS[key] for key in KWARGS if key != "num_classes"},
+        "kwargs": {key: CONVIT[key] for key in CONVIT if key != "num_classes"},
     }
     data = {
         "source": "digits",
