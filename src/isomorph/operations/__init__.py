@@ -13,7 +13,7 @@ from isomorph.operations.maps import (
 )
 from isomorph.operations.observe import ModuleCall, observe, observing
 from isomorph.operations.traces import left_no_trace, state_of
-from isomorph.operations.values import Value, tensors_in, value_of
+from isomorph.operations.values import Value, leaves, parts_of, tensors_in, value_of
 from isomorph.operations.wrapped_models import (
     copy_module,
     hooks_on,
@@ -40,9 +40,11 @@ __all__ = [
     "hooks_on",
     "images_per_chunk",
     "is_compiled",
+    "leaves",
     "left_no_trace",
     "observe",
     "observing",
+    "parts_of",
     "records_outputs",
     "see",
     "state_of",

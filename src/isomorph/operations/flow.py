@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isomorph.operations.observe import ModuleCall, Running, observing
-from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
+from isomorph.operations.values import Value, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
 LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
@@ -286,8 +286,8 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
         for attribute in vars(module).values():
             if any(attribute is each for each in registered):
                 continue
-            for leaf in leaves_in([attribute]):
-                held = leaves_in([getattr(leaf, "__dict__", leaf)])
+            for leaf in tree_leaves(attribute):
+                held = tree_leaves(getattr(leaf, "__dict__", leaf))
                 tensors += [each for each in held if isinstance(each, Tensor)]
     return tensors
 

@@ -12,7 +12,8 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import ModuleCall, copy_module, observing
 from isomorph.spec import record_config, spec_of
-from isomorph.surgery.calls import relative_difference, run_model
+from isomorph.surgery.calls import run_model
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padding
 from isomorph.surgery.recast import apply_edit, check_model
