@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 # The identity and the version of a tensor: an operation in place makes a new value.
-Value = tuple[int, int]
+TensorVersion = tuple[int, int]
 
 # Values that hold no tensors, and are met too often to look into.
 _PLAIN = (
@@ -31,7 +31,7 @@ _PLAIN = (
 NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 
 
-def value_of(tensor: Tensor) -> Value:
+def value_of(tensor: Tensor) -> TensorVersion:
     """Return the value that a tensor holds now; an inference tensor has no version."""
     version = 0 if tensor.is_inference() else tensor._version
     return id(tensor), version
