@@ -128,7 +128,7 @@ class Absorb(Rule):
             if padding is not None:
                 parts["pad"] = padding
             return nn.Sequential(OrderedDict(parts, conv=conv)).to(plain.weight)
-        bias = -(weight.sum((2, 3)) * mean[read]).sum(1)
+        bias = -(weight.sum((2, 3)) * mean.to(read.device)[read]).sum(1)
         if plain.bias is not None:
             bias += plain.bias.double()
         if self.is_grey:
@@ -137,10 +137,10 @@ class Absorb(Rule):
 
     def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, Tensor, Tensor]:
         """Return filters for raw channels in float64, the mean of each channel, and the channels of each filter."""
-        like: dict[str, Any] = {"dtype": torch.float64, "device": conv.weight.device}
-        scale = self.scale * torch.tensor(self.std, **like)
-        mean = self.scale * torch.tensor(self.mean, **like)
-        channels = torch.arange(conv.in_channels, device=mean.device)
+        device = conv.weight.device
+        scale = self.scale * torch.tensor(self.std, dtype=torch.float64, device=device)
+        mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
+        channels = torch.arange(conv.in_channels, device=device)
         read = channels.view(conv.groups, -1).repeat_interleave(
             conv.out_channels // conv.groups, 0
         )  # (out, in / groups)
@@ -151,7 +151,8 @@ class Absorb(Rule):
         order = [ignored if channel is None else channel for channel in self.order]
         weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, order]
         mean = F.pad(mean, (0, 1))[order]
-        return weight, mean, torch.arange(len(order), device=mean.device).expand(len(weight), -1)
+        read = torch.arange(len(order), device=device).expand(len(weight), -1)
+        return weight, mean, read
 
 
 def pads_with_zeros(module: nn.Module) -> bool:
