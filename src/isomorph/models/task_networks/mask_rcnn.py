@@ -47,6 +47,7 @@ from isomorph.models.task_networks.backbone import (
     build_backbone,
     create_network,
 )
+from isomorph.spec import ImageSize
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
 # (n, H, W).
@@ -204,7 +205,7 @@ class WindowedViT(nn.Module):
     def __init__(
         self,
         vit: VisionTransformer,
-        img_size: tuple[int, int],
+        img_size: ImageSize,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
     ) -> None:
@@ -369,7 +370,7 @@ class MaskRCNN(BackboneNetwork):
         masks: bool = True,
         backbone_kwargs: Mapping[str, Any] | None = None,
         in_chans: int = 3,
-        img_size: int | tuple[int, int] = 1024,
+        img_size: int | ImageSize = 1024,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
         channels: int = 256,
@@ -522,7 +523,7 @@ class MaskRCNN(BackboneNetwork):
         return out
 
     @torch.no_grad()
-    def detect(self, x: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> list[Detections]:
+    def detect(self, x: Tensor, sizes: Sequence[ImageSize] | None = None) -> list[Detections]:
         """Return the detections of every image, best first, in pixels of x; labels count from 0.
 
         `sizes` are height and width of each image inside x, without its padding. Masks are probabilities on a grid of

@@ -11,6 +11,7 @@ from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
+from isomorph.layers.grid import GridSize
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -107,7 +108,7 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
         True
     """
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None
