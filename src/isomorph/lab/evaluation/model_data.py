@@ -36,16 +36,8 @@ from isomorph.lab.evaluation.accuracy import (
     sum_counts,
 )
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
-from isomorph.models.input_sizes import (
-    check_own_classes,
-    config_labels,
-    evaluation_config,
-    fit_to_size,
-    image_size,
-    label_names,
-    recorded_split,
-    shorten,
-)
+from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
+from isomorph.models.input_sizes import evaluation_config, fit_to_size, image_size, label_names
 from isomorph.spec import spec_of
 from isomorph.surgery.rule import record, update_record
 
@@ -124,7 +116,7 @@ def open_split(
         return _open(model, "test", data, root)
     if test_fraction is not None:
         return _open(model, split, data, root, test_fraction % 1 or None)
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
@@ -159,7 +151,7 @@ def _open(
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(

@@ -19,6 +19,7 @@ from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.lab.data.loaders import batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.lab.evaluation.robustness.images import (
     PUBLISHED_SIZE,
     RobustnessInputs,
@@ -32,7 +33,7 @@ from isomorph.lab.evaluation.robustness.scores import (
     robustness_summary,
 )
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits, fit_to_size
+from isomorph.models.input_sizes import fit_to_size
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")

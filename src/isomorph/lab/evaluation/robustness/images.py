@@ -31,12 +31,11 @@ from isomorph.lab.data.formats.imagefolder import imagefolder
 from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
     ImageSize,
     built_size,
-    check_own_classes,
-    class_count,
     evaluation_config,
     image_size,
     input_channels,

@@ -19,6 +19,7 @@ from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.evaluation.classes import check_image_size, check_same_classes
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     TrainTransform,
@@ -39,7 +40,7 @@ from isomorph.lab.training.objectives.masked import LossModule
 from isomorph.lab.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
-from isomorph.models.input_sizes import check_image_size, check_same_classes, evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.models.task_networks.mask_rcnn import Target
 
 # Test images at once: they are large.

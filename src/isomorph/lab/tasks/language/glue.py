@@ -30,7 +30,7 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
 
 # A column by its name in the header, or by its number in a file without header.
 Column = str | int
@@ -460,7 +460,7 @@ class TextClassification(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
-        part, examples = recorded_split(model)
+        part, examples = spec_of(model).split
         if part and find_files(root, self.options.dataset, "train"):
             train = self._read(root, "train")
             if len(train) == examples:

@@ -23,7 +23,7 @@ from isomorph.lab.training.recipe.fields import Rate
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
 
 # Target of a position that does not count.
 IGNORED = -100
@@ -238,7 +238,7 @@ class MaskedLM(LanguageTask):
             texts = read_lines(test_files or files)
             whole = not test_files
         packed = self._pack(texts, root)
-        part, sequences = recorded_split(model)
+        part, sequences = spec_of(model).split
         if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
         packed.fixed = True

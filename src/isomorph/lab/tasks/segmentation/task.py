@@ -19,6 +19,7 @@ from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once, read_image
+from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.lab.tasks.segmentation.data import (
     FORMATS,
@@ -41,14 +42,13 @@ from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
 from isomorph.models.input_sizes import (
-    check_same_classes,
     class_names,
     evaluation_config,
     input_size_problem,
-    recorded_split,
     training_config,
 )
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
+from isomorph.spec import spec_of
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Segmentation(Task):
                 raise UserError(
                     f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}"
                 )
-        fraction, images = recorded_split(model)
+        fraction, images = spec_of(model).split
         pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
         check_same_classes(model, pairs.classes)
         pairs.check()

@@ -30,6 +30,7 @@ from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.evaluation.classes import class_count, shorten
 from isomorph.lab.training.build import apply_surgery, plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
@@ -37,7 +38,6 @@ from isomorph.lab.training.parallel import distribute, prepare_model
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.run.resume import Resume, find_snapshot
 from isomorph.lab.training.task import Task
-from isomorph.models.input_sizes import class_count, shorten
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
