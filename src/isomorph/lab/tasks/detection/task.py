@@ -12,7 +12,6 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isomorph.checkpoints.open import open_model
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
@@ -37,6 +36,7 @@ from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task

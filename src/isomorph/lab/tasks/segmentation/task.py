@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.checkpoints.open import open_model
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
@@ -39,6 +38,7 @@ from isomorph.lab.tasks.segmentation.results import (
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
 from isomorph.models.input_sizes import (

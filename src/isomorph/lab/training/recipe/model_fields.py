@@ -8,11 +8,11 @@ from pydantic.fields import FieldInfo
 
 from isomorph.checkpoints.paths import is_function
 from isomorph.lab.training.recipe.fields import File, Globs, Part, Positive
+from isomorph.lab.training.recipe.rule_options import rule_options
 from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
 from isomorph.surgery.rule import RULES, build_rule
-from isomorph.surgery.rule_options import rule_options
 
 
 class RecastPart(Part):

@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
-from isomorph.checkpoints.named_state import (
-    AVERAGED_PREFIX,
-    GROUP_PREFIX,
-    MODEL_PREFIX,
-    load_optimizer,
-    model_tensors,
-    owner_name,
-    split_optimizer,
-)
 from isomorph.checkpoints.open import local_file
-from isomorph.checkpoints.snapshot import RunProgress
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.lab.data.sampler import TrainSampler
@@ -36,7 +26,17 @@ from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.parallel import distribute, prepare_model
 from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.run.named_state import (
+    AVERAGED_PREFIX,
+    GROUP_PREFIX,
+    MODEL_PREFIX,
+    load_optimizer,
+    model_tensors,
+    owner_name,
+    split_optimizer,
+)
 from isomorph.lab.training.run.resume import Resume, find_snapshot
+from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Task
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
