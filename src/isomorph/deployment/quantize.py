@@ -29,8 +29,7 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
-from isomorph.surgery.calls import relative_difference
-from isomorph.surgery.comparison import class_agreement, signal_to_noise
+from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.operations import Value
+from isomorph.operations import TensorVersion
 from isomorph.surgery.channels import Step
 from isomorph.surgery.layer_calls import InputWindow
 
@@ -47,9 +47,9 @@ class Affine:
     function of what the layer before its layer reads, such as the adapter up(down(x)).
     """
 
-    source: Value
-    start: Value
-    end: Value
+    source: TensorVersion
+    start: TensorVersion
+    end: TensorVersion
     axis: int
     summands: tuple[Summand, ...]
     shift: Tensor

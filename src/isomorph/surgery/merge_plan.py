@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import Flow, Operation, Value, hooks_on, value_of
+from isomorph.operations import Flow, Operation, TensorVersion, hooks_on, value_of
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of
 from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import Step, follow_channels, kind_of_step
@@ -43,7 +43,7 @@ class MergePlan:
         self.groups: list[Group] = []
         self._keeps = set(flow.given_out)
         # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
-        self._touching: dict[Value, set[str]] = defaultdict(set)
+        self._touching: dict[TensorVersion, set[str]] = defaultdict(set)
         self._order: dict[str, int] = {}
         self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
@@ -68,7 +68,7 @@ class MergePlan:
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
-        values: set[Value] = set()
+        values: set[TensorVersion] = set()
         for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
             values |= set(call)
         if hooks_on(module):
@@ -137,7 +137,7 @@ class MergePlan:
 
     # A value without a layer is written into all layers that read it
 
-    def _write_into_readers(self, value: Value, found: Affine) -> None:
+    def _write_into_readers(self, value: TensorVersion, found: Affine) -> None:
         norms = [name for _, name in found.gone if name in self.norms]
         if len(found.summands) > 1:
             for name in norms:
@@ -167,7 +167,9 @@ class MergePlan:
             group, {value, *self._values_between(found.source, value), *self._values_after(value)}
         )
 
-    def _find_readers(self, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
+    def _find_readers(
+        self, value: TensorVersion, found: Affine, readers: list[_Reader]
+    ) -> str | None:
         """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
         if value in self._keeps or not self.flow.reads[value]:
             return "what it gives is an output of the model"
@@ -186,7 +188,9 @@ class MergePlan:
                 return reason
         return None
 
-    def _moved(self, operation: Operation, value: Value, found: Affine) -> dict[Value, Affine]:
+    def _moved(
+        self, operation: Operation, value: TensorVersion, found: Affine
+    ) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that leaves the elements of a value as they are; empty for any other."""
         if is_unchanged(operation) or adds_zero(operation):
             return {operation.outputs[0]: found}
@@ -199,7 +203,7 @@ class MergePlan:
         }
 
     def _add_reader(
-        self, operation: Operation, value: Value, found: Affine, readers: list[_Reader]
+        self, operation: Operation, value: TensorVersion, found: Affine, readers: list[_Reader]
     ) -> str | None:
         """Add a layer that reads a value; return why the value cannot be written into it, if so."""
         output = operation.outputs[0]
@@ -238,9 +242,9 @@ class MergePlan:
 
     # What a group changes
 
-    def _values_between(self, source: Value, value: Value) -> set[Value]:
+    def _values_between(self, source: TensorVersion, value: TensorVersion) -> set[TensorVersion]:
         """Return the values from which one is computed, back to its source, without both."""
-        between: set[Value] = set()
+        between: set[TensorVersion] = set()
         waiting = [value]
         while waiting:
             maker = self.flow.made.get(waiting.pop())
@@ -250,16 +254,18 @@ class MergePlan:
                     waiting.append(read)
         return between
 
-    def _values_after(self, value: Value) -> set[Value]:
+    def _values_after(self, value: TensorVersion) -> set[TensorVersion]:
         """Return what operations give that a norm passes on its way into the layers that read it."""
-        after: set[Value] = set()
+        after: set[TensorVersion] = set()
         for operation in self.flow.reads[value]:
             if operation.name not in LAYERS:
                 for output in operation.outputs:
                     after |= {output, *self._values_after(output)}
         return after
 
-    def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
+    def _across(
+        self, group: Group, changed: set[TensorVersion], parts: set[str]
+    ) -> tuple[str, ...]:
         """Return the modules that are not among the parts and whose inputs or outputs are among the changed values.
 
         A norm that is written into its readers is one of them: it gives what it gets then.
@@ -281,7 +287,9 @@ class MergePlan:
         outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
         return not outside
 
-    def _add(self, group: Group, changed: set[Value], parts: frozenset[str] = frozenset()) -> None:
+    def _add(
+        self, group: Group, changed: set[TensorVersion], parts: frozenset[str] = frozenset()
+    ) -> None:
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
 
         `changed`: the values that are others once the group is merged, by which it is found what lies `across` it:

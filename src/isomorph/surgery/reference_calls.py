@@ -29,11 +29,11 @@ from isomorph.surgery.calls import (
     map_tensors,
     other_inputs,
     own_inputs,
-    relative_difference,
     run_model,
     to_model,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
