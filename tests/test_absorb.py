@@ -166,7 +166,7 @@ def build():
 def test_a_network_of_one_s_own_is_exported_for_raw_images(tmp_path, monkeypatch):
     (tmp_path / "own_raw_net.py").write_text(OWN_NET)
     monkeypatch.chdir(tmp_path)
-    command = "export own_raw_net:build --raw-images --size 16 --out raw.pt2".split()
+    command = ["export", "own_raw_net:build", "--raw-images", "--size", "16", "--out", "raw.pt2"]
     with pytest.raises(SystemExit, match="0"):
         main(command)
     assert iso.deployment.open_artefact("raw.pt2").metadata["mean"] == (0.0, 0.0, 0.0)
