@@ -3,17 +3,18 @@
 Without it the code of such a module still adds the 0 of every merged branch, which costs as much as an activation.
 """
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import nn
 
 from isomorph.operations import Flow, Value
 from isomorph.surgery.affine import Affine, Summand, carrier_of
 from isomorph.surgery.affine_values import AffineValues
 from isomorph.surgery.layer_calls import ARITHMETIC
-from isomorph.surgery.modules import acts_alike_in_both_modes
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -123,7 +124,26 @@ def _may_go(module: nn.Module, whole: Whole) -> bool:
         if is_part or inner._modules:
             is_empty = not inner._parameters and not inner._buffers
         else:
-            is_empty = acts_alike_in_both_modes(inner)
+            is_empty = _acts_alike_in_both_modes(inner)
         if not is_part and not is_empty:
             return False
     return True
+
+
+@torch.no_grad()
+def _acts_alike_in_both_modes(module: nn.Module) -> bool:
+    """Return True for a layer without parameters and buffers that gives the same in train and eval mode."""
+    if module._parameters or module._buffers:
+        return False
+    outputs: list[Any] = []
+    for mode in (True, False):
+        layer = copy.copy(module)
+        layer.__dict__["training"] = mode
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                outputs.append(layer(torch.randn(32, 32, 8, 8)))
+            except Exception:  # of a layer that reads something else than a map
+                return False
+    first, second = outputs
+    return isinstance(first, torch.Tensor) and torch.equal(first, second)
