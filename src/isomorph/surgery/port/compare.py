@@ -15,6 +15,7 @@ from torch import Tensor
 from isomorph.surgery.calls import relative
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
+from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Pairing
 from isomorph.surgery.port.watch import Call
 
@@ -63,7 +64,7 @@ class OutputRow:
 
 def _difference(value: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors relative to the largest number, infinity for NaN."""
-    if not value.numel():
+    if not value.numel() or torch.equal(value, other):
         return 0.0
     scale = value.abs().max().item()
     difference = (value - other).abs().max().item()
@@ -156,7 +157,7 @@ class SourceSettings:
 
 
 def run_with(
-    settings: SourceSettings, source: Graph, target: Graph, numbers: Tensor
+    settings: SourceSettings, source: Graph, target: Graph, numbers: Numbers
 ) -> list[Tensor] | None:
     """Return the target's values with the source's settings; None if it does not run with them."""
 
@@ -187,7 +188,7 @@ def _same_arguments(one: Call, other: Call) -> dict[int, int]:
 
 
 def compare_steps(
-    source: Graph, target: Graph, pairing: Pairing, numbers: Tensor
+    source: Graph, target: Graph, pairing: Pairing, numbers: Numbers
 ) -> tuple[list[Place], SourceSettings, list[Tensor]]:
     """Return where the steps of both part, each on the source's values.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from isomorph.operations import tensors_in
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.movement import positions
+from isomorph.surgery.port.numbers import Entries, Numbers
 from isomorph.surgery.port.watch import Call, Run, Watch, replay
 
 ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
@@ -92,10 +93,7 @@ class Step:
 
 
 class Graph:
-    """Steps of a run in order, and where the entries of every value come from.
-
-    `entries`: the numbers of all parameters have places in one row, those of one parameter side by side.
-    """
+    """Steps of a run in order, and where the entries of every value come from."""
 
     def __init__(self, seen: Watch) -> None:
         self.seen = seen
@@ -107,20 +105,13 @@ class Graph:
         self.live: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
         self.leaves: dict[int, list[tuple[int, Call, int]]] = {}
-        # The first entry of every parameter and buffer.
-        self.first: dict[int, int] = {}
-        self.count = 0
-        for number in seen.names:
-            self.first[number] = self.count
-            self.count += seen.values[number].numel()
-        # Entries of whole parameters are views of this row, so that their numbers are views too.
-        self._row = torch.arange(self.count)
-        # The numbers of all parameters, by entry.
-        self.numbers = self.gather({number: seen.values[number] for number in seen.names})
+        tensors = {number: seen.values[number] for number in seen.names}
+        self.entries = Entries({number: tensor.shape for number, tensor in tensors.items()})
+        self.numbers = Numbers(self.entries, tensors)
         # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
         self.statistics: dict[int, Tensor] = {}
         for number in seen.names:
-            entries = self.entries_of(number)
+            entries = self.entries.of(number)
             if number in seen.buffers:
                 self.statistics[number] = entries
             else:
@@ -137,52 +128,23 @@ class Graph:
         """All values of the last run, by number."""
         return self.seen.values
 
-    def entries_of(self, number: int) -> Tensor:
-        """Return the entries of a parameter or buffer."""
-        value = self.values[number]
-        first = self.first[number]
-        return self._row[first : first + value.numel()].view(value.shape)
-
-    def gather(self, tensors: Mapping[int, Tensor]) -> Tensor:
-        """Return the numbers of parameters in one row."""
-        row = torch.empty(self.count, dtype=torch.float64)
-        for number, first in self.first.items():
-            tensor = tensors[number]
-            row[first : first + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
-        return row
-
     def run(
-        self, numbers: Tensor, run: Run = Call.run, constants: Mapping[int, Tensor] = NO_VALUES
+        self, numbers: Numbers, run: Run = Call.run, constants: Mapping[int, Tensor] = NO_VALUES
     ) -> list[Tensor]:
         """Return all values for other numbers of the parameters, and for other constants."""
-        given = dict(constants)
-        for number, first in self.first.items():
-            value = self.values[number]
-            given[number] = numbers[first : first + value.numel()].view(value.shape)
-        return replay(self.seen, given, run)
+        return replay(self.seen, {**constants, **numbers.tensors}, run)
 
-    def take(self, numbers: Tensor) -> None:
+    def take(self, numbers: Numbers) -> None:
         """Run with other numbers of the parameters, and keep their values."""
         self.seen.values = self.run(numbers)
         self.numbers = numbers
         for step in self.steps:
             for operand in (*step.operands.values(), *step.terms):
                 if operand.entries is not None:
-                    operand.value = self.pick(operand.entries)
+                    operand.value = numbers.pick(operand.entries)
                 elif operand.number is not None:
                     value = self.values[operand.number]
                     operand.value = value.mT if operand.turned else value
-
-    def is_view(self, entries: Tensor) -> bool:
-        """True for entries that are a view of the row of all, so that each is there once or expanded."""
-        return entries.untyped_storage().data_ptr() == self._row.untyped_storage().data_ptr()
-
-    def pick(self, entries: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return the numbers at entries, 0 for none; a view where the entries are one."""
-        row = self.numbers if numbers is None else numbers
-        if self.is_view(entries):
-            return row.as_strided(entries.size(), entries.stride(), entries.storage_offset())
-        return row[entries].masked_fill_(entries < 0, 0.0)
 
     def content(self, number: int) -> Content:
         return self.contents.get(number, Content())
@@ -264,7 +226,7 @@ class Graph:
 
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the terms that have entries of parameters."""
-        return tuple(each for each in terms if self.is_view(each) or bool((each >= 0).any()))
+        return tuple(each for each in terms if self.entries.owner(each) or bool((each >= 0).any()))
 
     def _joined(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
         """Return the entries of several values one after the other, and -1 as the last, for none."""
@@ -306,7 +268,7 @@ class Graph:
 
     def _shift(self, number: int, content: Content) -> None:
         maker = self.seen.makers.get(number)
-        terms = tuple(Operand(self.pick(each), each) for each in content.terms)
+        terms = tuple(Operand(self.numbers.pick(each), each) for each in content.terms)
         step = Step(
             index=len(self.steps),
             kind="shift",
@@ -321,23 +283,6 @@ class Graph:
         )
         self.steps.append(step)
         self._begin(number, frozenset([step.index]))
-
-    def owners(self, entries: Tensor) -> list[int]:
-        """Return the parameters that entries belong to, by number."""
-        given = entries.flatten()
-        places = torch.searchsorted(torch.tensor(list(self.first.values())), given, right=True)
-        found = places.bincount(minlength=1).nonzero().flatten().tolist()
-        numbers = list(self.first)
-        return [numbers[place - 1] for place in found if place]
-
-    def owner_of_all(self, entries: Tensor) -> int | None:
-        """Return the parameter of which entries are some that follow each other; None if they are not."""
-        flat = entries.reshape(-1)
-        first = int(flat[0])
-        if first < 0 or not torch.equal(flat, self._row[first : first + len(flat)]):
-            return None
-        numbers = self.owners(flat[[0, -1]])
-        return numbers[0] if len(numbers) == 1 else None
 
     def _step(self, call: Call) -> bool:
         """Add the step of a call that reads parameters, or that is a layer; False for another call."""

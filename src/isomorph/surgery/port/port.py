@@ -32,6 +32,7 @@ from isomorph.surgery.port.compare import (
     run_with,
 )
 from isomorph.surgery.port.graph import Graph
+from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import (
     NotPorted,
@@ -193,10 +194,13 @@ def _graph_of(model: nn.Module, image: Inputs) -> Graph:
     return Graph(watch(model, image))
 
 
-def _numbers_of(graph: Graph, model: nn.Module) -> dict[int, Tensor]:
-    """Return the tensors of the model whose copy has a graph, by number."""
+def _own_numbers(graph: Graph, model: nn.Module) -> Numbers:
+    """Return the numbers of the model of whose copy this is the graph."""
     tensors = entries_of(unwrap(model))
-    return {number: tensors[names[0]] for number, names in graph.seen.names.items()}
+    own = {}
+    for number, names in graph.seen.names.items():
+        own[number] = tensors[names[0]].detach().cpu().double()
+    return Numbers(graph.entries, own)
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
@@ -226,13 +230,12 @@ class _Port:
     def __init__(self, source: nn.Module, target: nn.Module, images: Inputs) -> None:
         images = tree_map_only(Tensor, lambda x: x[:1].cpu(), images)
         self.image = cast_floats(images, torch.float64)
+        self.given = source
         self.wanted = target
         self.source = _exact_copy(source)
         self.target = _exact_copy(target)
         self.a = _graph_of(self.source, self.image)
         self.b = _graph_of(self.target, self.image)
-        self.own = self.a.gather(_numbers_of(self.a, source))
-        self.kept = self.b.gather(_numbers_of(self.b, target))
         self.pairing = pair(joints_of(self.a), joints_of(self.b))
         self.orders: dict[int, int] = {}
         self.leftovers: int | None = None
@@ -244,13 +247,14 @@ class _Port:
         drawn = self._try_all()
         explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
         self._check_models(drawn)
-        self.a.take(self.own)
-        final = self._trial(self.kept)
+        self.a.take(_own_numbers(self.a, self.given))
+        kept = _own_numbers(self.b, self.wanted)
+        final = self._trial(kept)
         self._check_models(final)
         equal = self._is_equal(drawn) and self._is_equal(final)
         solution = final.solution
         if not equal and self.pairing.only_target:
-            solution = self._solve(self.kept, neutral=False)
+            solution = self._solve(kept, neutral=False)
         model = copy_module(unwrap(self.wanted))
         write(self.b, model, solution.numbers)
         worst = max(drawn, final, key=lambda trial: _largest(trial.rows))
@@ -269,7 +273,7 @@ class _Port:
             difference=_largest(rows),
             outputs=tuple(rows),
             tensors=ways,
-            left=names_left(self.a, solution, ways),
+            left=names_left(self.a, solution),
             kept=names_kept(self.b, ways),
             settings=() if equal else settings_in(drawn.places),
             explained=explained,
@@ -292,14 +296,13 @@ class _Port:
         solution = self._solve(self.b.numbers)
         if solution.unplaced:
             entries = torch.cat(solution.unplaced)
-            numbers = numbers.clone()
-            numbers[entries] = self.own[entries]
+            numbers.put(entries, _own_numbers(self.a, self.given).pick(entries))
             self.a.take(numbers)
 
-    def _solve(self, start: Tensor, neutral: bool = True) -> Solution:
+    def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
         return solve(self.a, self.b, self.pairing, start, self.orders, neutral)
 
-    def _trial(self, start: Tensor) -> _Trial:
+    def _trial(self, start: Numbers) -> _Trial:
         """Compare the source with the target that has its numbers, and its own of `start` where that has none."""
         solution = self._solve(start)
         if self.leftovers is not None:
@@ -322,7 +325,7 @@ class _Port:
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
     def _check_model(
-        self, which: str, model: nn.Module, graph: Graph, numbers: Tensor, outputs: list[Tensor]
+        self, which: str, model: nn.Module, graph: Graph, numbers: Numbers, outputs: list[Tensor]
     ) -> None:
         write(graph, model, numbers)
         found = list(tensors_at(run_model(model, self.image)).values())
@@ -359,8 +362,8 @@ class _Port:
 
     def _choices(self, solution: Solution) -> "Iterator[_Parts | _Exchange | _Leftovers]":
         """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
-        ways = ways_of(self.a, self.b, solution)
-        if names_left(self.a, solution, ways) and solution.has_free_numbers:
+        is_free = any(map(solution.is_free, self.b.seen.names))
+        if is_free and names_left(self.a, solution):
             yield from map(_Leftovers, range(_SHARING))
         labels: dict[tuple[object, ...], list[int]] = {}
         counts: dict[tuple[object, ...], int] = {}

@@ -169,7 +169,7 @@ def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay
     """Return the way of every tensor of the target that gets numbers."""
     ways = []
     for number, names in target.seen.names.items():
-        origins = target.pick(target.entries_of(number), solution.origins)
+        origins = solution.origins.tensors[number]
         if not origins.numel() or bool((origins == OWN).all()):
             continue
         given, how = _way(source, origins)
@@ -180,13 +180,13 @@ def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay
 
 def _way(source: Graph, origins: Tensor) -> tuple[tuple[str, ...], str]:
     """Return the names of the tensors that numbers come from, and how they do."""
-    owner = source.owner_of_all(origins)
-    numbers = source.owners(origins) if owner is None else [owner]
+    numbers = source.entries.owners(origins)
+    in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
     names = tuple(source.seen.names[each][0] for each in numbers)
     if bool((origins == NEUTRAL).all()):
         return names, "a number that changes nothing, as the source has none"
     steps = []
-    if owner is None:
+    if not in_order:
         kinds = {
             COMPUTED: "computed",
             NEUTRAL: "zeros where the source has none",
@@ -199,18 +199,16 @@ def _way(source: Graph, origins: Tensor) -> tuple[tuple[str, ...], str]:
         given = source.values[numbers[0]]
         if given.numel() > origins.numel():
             steps.append("a part of it")
-        elif owner is None and given.numel() == origins.numel():
+        elif not in_order and given.numel() == origins.numel():
             steps.append("in another order")
         elif given.shape != origins.shape:
             steps.append(f"{tuple(given.shape)} as {tuple(origins.shape)}")
     return names, ", ".join(steps) or "unchanged"
 
 
-def names_left(source: Graph, solution: Solution, ways: Sequence[TensorWay]) -> tuple[str, ...]:
+def names_left(source: Graph, solution: Solution) -> tuple[str, ...]:
     """Return the names of the source's tensors that no tensor of the target has numbers of."""
-    used = {name for way in ways for name in way.sources}
-    for entries in solution.merged:
-        used.update(source.seen.names[number][0] for number in source.owners(entries))
+    used = solution.names_used()
     return tuple(names[0] for names in source.seen.names.values() if names[0] not in used)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
+from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channels_of
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -64,11 +65,12 @@ class Tensors:
 class Solution:
     """Numbers for all entries of the target's parameters, and where they come from."""
 
-    def __init__(self, source: Graph, target: Graph, start: Tensor) -> None:
+    def __init__(self, source: Graph, target: Graph, start: Numbers) -> None:
         self.source = source
         self.target = target
-        self.numbers = start.clone()
-        self.origins = torch.full((target.count,), OWN)
+        self.numbers = Numbers(target.entries, start.tensors)
+        own = {number: _own(x.shape) for number, x in start.tensors.items()}
+        self.origins = Numbers(target.entries, own)
         # What the source has and the target has no parameter for.
         self.lost: list[str] = []
         # The source's entries that the target cannot hold.
@@ -78,17 +80,23 @@ class Solution:
         # Further terms of shifts of the target, by step.
         self.added: dict[int, list[Tensors]] = {}
 
-    @property
-    def has_free_numbers(self) -> bool:
-        """True if some of the target's numbers are not the source's."""
-        return bool((self.origins <= NEUTRAL).any())
+    def is_free(self, number: int) -> bool:
+        """True if none of the numbers of a parameter of the target is the source's."""
+        return bool((self.origins.tensors[number] <= NEUTRAL).all())
+
+    def names_used(self) -> set[str]:
+        """Return the names of the source's tensors whose numbers the target has."""
+        used: set[int] = set()
+        for entries in (*self.origins.tensors.values(), *self.merged):
+            used.update(self.source.entries.owners(entries))
+        return {self.source.seen.names[number][0] for number in used}
 
     def of(self, operand: Operand) -> Tensors:
         """Return the numbers of an operand of the source."""
         value = operand.value.detach().double()
         if operand.entries is None:
             return Tensors(value, torch.full(value.shape, COMPUTED))
-        if self.source.is_view(operand.entries):
+        if self.source.entries.owner(operand.entries) is not None:
             return Tensors(value, operand.entries)
         return Tensors(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
 
@@ -101,7 +109,11 @@ class Solution:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
         if entries is None:
             return
-        if self._put_whole(entries, given):
+        where = self.target.entries
+        is_new = self.origins.written.isdisjoint(where.owners(entries))
+        if is_new and where.is_whole(entries):
+            self.numbers.put(entries, given.value)
+            self.origins.put(entries, given.entries)
             return
         entries = entries.reshape(-1)
         value = given.value.reshape(-1)
@@ -114,30 +126,23 @@ class Solution:
             entries = entries[inside]
             value = value[inside]
             origins = origins[inside]
-        known = self.origins[entries] != OWN
-        if bool(known.any()) and bool((known & (self.numbers[entries] != value)).any()):
+        known = self.origins.pick(entries) != OWN
+        if bool(known.any()) and bool((known & (self.numbers.pick(entries) != value)).any()):
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.numbers[entries] = value
-        self.origins[entries] = origins
+        self.numbers.put(entries, value)
+        self.origins.put(entries, origins)
 
-    def _put_whole(self, entries: Tensor, given: Tensors) -> bool:
-        """Write numbers into entries that lie side by side and have none of the source's yet."""
-        is_dense = entries.is_contiguous() or entries.mT.is_contiguous()
-        if not is_dense or not self.target.is_view(entries):
-            return False
-        origins = self.target.pick(entries, self.origins)
-        if not bool((origins == OWN).all()):
-            return False
-        self.target.pick(entries, self.numbers).copy_(given.value.reshape(entries.shape))
-        origins.copy_(given.entries.reshape(entries.shape))
-        return True
+
+def _own(shape: torch.Size) -> Tensor:
+    """Return OWN for all entries of a parameter, as one number that is expanded."""
+    return torch.tensor(OWN, dtype=torch.int32).expand(shape)
 
 
 def solve(
     source: Graph,
     target: Graph,
     pairing: Pairing,
-    start: Tensor,
+    start: Numbers,
     orders: Mapping[int, int] = MappingProxyType({}),
     neutral: bool = True,
 ) -> Solution:
@@ -369,11 +374,9 @@ def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int)
     Where one model has k for each of the other's, every k-th is taken, from `which` on. Whether that is right only a
     comparison of outputs shows.
     """
-    used = set(source.owners(solution.origins))
-    given = _by_size(source, [number for number in source.first if number not in used])
-    wanted = _by_size(
-        target, [number for number in target.first if _is_free(target, number, solution)]
-    )
+    used = solution.names_used()
+    given = _by_size(source, [x for x, names in source.seen.names.items() if names[0] not in used])
+    wanted = _by_size(target, [number for number in target.seen.names if solution.is_free(number)])
     for size, numbers in wanted.items():
         others = given.get(size, [])
         if not others:
@@ -387,17 +390,10 @@ def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int)
         if len(others) != len(numbers):
             continue
         for number, other in zip(numbers, others, strict=True):
-            entries = target.entries_of(number)
-            theirs = source.entries_of(other).view(entries.shape)
-            target.pick(entries, solution.origins).fill_(OWN)
-            carried = Tensors(source.pick(theirs), theirs)
-            solution.put(entries, carried, target.seen.names[number][0])
-
-
-def _is_free(target: Graph, number: int, solution: Solution) -> bool:
-    """True if none of a parameter's numbers is the source's."""
-    origins = target.pick(target.entries_of(number), solution.origins)
-    return bool((origins <= NEUTRAL).all())
+            entries = target.entries.of(number)
+            theirs = source.entries.of(other)
+            solution.numbers.put(entries, source.numbers.pick(theirs))
+            solution.origins.put(entries, theirs)
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
@@ -409,13 +405,13 @@ def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
 
 
 @torch.no_grad()
-def draw(graph: Graph, seed: int = 0) -> Tensor:
+def draw(graph: Graph, seed: int = 0) -> Numbers:
     """Return random numbers for all entries of a model's parameters, under which its outputs neither grow nor vanish.
 
     Fresh weights hide faults: a LayerScale of 0, a bias of 0, statistics of 0 and 1.
     """
     generator = torch.Generator().manual_seed(seed)
-    numbers = graph.numbers.clone()
+    numbers = Numbers(graph.entries, graph.numbers.tensors)
     for step, role, operand in _operands(graph):
         entries = operand.entries
         if entries is None:
@@ -433,11 +429,7 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
             drawn = 1 + 0.5 * drawn
         else:
             drawn = operand.value + 0.2 * drawn
-        if entries.is_contiguous() and graph.is_view(entries):
-            graph.pick(entries, numbers).copy_(drawn)
-            continue
-        inside = entries >= 0
-        numbers[entries[inside]] = drawn[inside].double()
+        numbers.put(entries, drawn.double())
     return numbers
 
 
@@ -450,13 +442,11 @@ def _operands(graph: Graph) -> Iterator[tuple[Step, str, Operand]]:
 
 
 @torch.no_grad()
-def write(graph: Graph, model: torch.nn.Module, numbers: Tensor) -> None:
+def write(graph: Graph, model: torch.nn.Module, numbers: Numbers) -> None:
     """Write numbers of all entries into a model's parameters and buffers."""
     state = model.state_dict(keep_vars=True)
-    for number, first in graph.first.items():
-        tensor = state[graph.seen.names[number][0]]
-        own = numbers[first : first + tensor.numel()]
-        tensor.copy_(own.reshape(tensor.shape).to(tensor))
+    for number, names in graph.seen.names.items():
+        state[names[0]].copy_(numbers.tensors[number])
     clear_caches(model)
 
 
