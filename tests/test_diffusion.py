@@ -14,7 +14,7 @@ from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
-from isomorph.lab.recipes.diffusion import PYRAMIDS
+from isomorph.lab.recipes import RECIPES
 from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
 from isomorph.lab.tasks.diffusion.image_distance import (
     Extractor,
@@ -56,9 +56,10 @@ class PixelNoise(nn.Module):
 
 
 def wide_recipe(folder):
+    pyramids = RECIPES["ddpm_cifar10_tdrl"]["model"]["recast"]
     recast = [
         "model.recast.rule=LinearToPyramid",
-        f"model.recast.where={json.dumps(PYRAMIDS['where'])}",
+        f"model.recast.where={json.dumps(pyramids['where'])}",
         "ema=0.5",
     ]
     return iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"])

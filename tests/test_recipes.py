@@ -14,13 +14,16 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.analysis.cost import count_parameters
-from isomorph.lab.recipes import RECIPES, convit, refiner
+from isomorph.lab.recipes import RECIPES
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.recipe.fields import OptimPart, magnitudes
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.state import Run
 from refusals import refused
+
+CONVITS = [name for name in RECIPES if name.startswith(("convit_", "vit_"))]
+REFINERS = [name for name in RECIPES if name.startswith(("refiner_", "refined_"))]
 
 
 def field(recipe, name):
@@ -125,15 +128,12 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
 
 def test_figure_8_of_convit_is_a_grid():
     """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
-    points = [
-        fields["model"]["kwargs"]
-        for fields in convit.RECIPES.values()
-        if "Fig. 8" in fields["source"]
-    ]
-    cells = [
-        (point.get("local_up_to_layer", 10), point.get("locality_strength", 1.0))
-        for point in points
-    ]
+    cells = []
+    for name in CONVITS:
+        if "Fig. 8" in RECIPES[name]["source"]:
+            kwargs = RECIPES[name]["model"]["kwargs"]
+            layers = kwargs.get("local_up_to_layer", 10)
+            cells.append((layers, kwargs.get("locality_strength", 1.0)))
     assert sorted(cells) == [
         (0, 1.0),
         *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0)),
@@ -142,11 +142,7 @@ def test_figure_8_of_convit_is_a_grid():
 
 # networks
 
-BUILT = [
-    name
-    for name in RECIPES
-    if "resnet" in name or name in convit.RECIPES or name in refiner.RECIPES
-]
+BUILT = [name for name in RECIPES if "resnet" in name or name in (*CONVITS, *REFINERS)]
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -165,7 +161,7 @@ def test_every_network_is_built(name):
             else 3
         )
         assert count[iso.layers.GPSA2d] == layers
-    elif name in convit.RECIPES:
+    elif name in CONVITS:
         layers = 0 if name.startswith("vit") else recipe.model.kwargs.get("local_up_to_layer", 10)
         assert count[iso.layers.PSA if "psa" in name else iso.layers.GPSA] == layers
         row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
