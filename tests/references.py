@@ -51,12 +51,14 @@ def psa(layer, x, grid_size):
     hd = x.shape[-1] // layer.num_heads
     heads = []
     for h in range(layer.num_heads):
-        part, v_pos = slice(h * hd, (h + 1) * hd), layer.position[h]
+        part = slice(h * hd, (h + 1) * hd)
+        v_pos = layer.position[h]
         rows = []
         for i, (qy, qx) in enumerate(cells):
             scores = []
             for j, (ky, kx) in enumerate(cells):
-                dy, dx = ky - qy, kx - qx
+                dy = ky - qy
+                dx = kx - qx
                 r = torch.tensor([dx, dy, dx**2 + dy**2], dtype=x.dtype)
                 scores.append((q[:, i, part] * k[:, j, part]).sum(-1) / hd**0.5 + v_pos @ r)
             rows.append(torch.softmax(torch.stack(scores, dim=-1), dim=-1))
@@ -92,7 +94,8 @@ def gpsa2d_attention(layer, x):
     maps = []
     for h in range(nh):
         rows = slice(h, None, nh)
-        q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
+        q = standing @ layer.query.weight[rows].T
+        key = tokens @ layer.key.weight[rows].T
         content = content_of(layer, q / width**0.5, key, queries, keys)
         s = torch.sigmoid(layer.gate[h])
         maps.append((1 - s) * content + s * position[h])
@@ -115,10 +118,12 @@ def content_of(layer, q, key, queries, keys):
 
 def taps_of(layer):
     """The filters of all heads, with zeros between groups of channels. -> (C_out, C, nh)"""
-    taps, groups = layer.weight.flatten(2), layer.groups
+    taps = layer.weight.flatten(2)
+    groups = layer.groups
     whole = torch.zeros(layer.out_channels, layer.in_channels, taps.shape[2], dtype=taps.dtype)
     for g in range(groups):
-        out, within = layer.out_channels // groups, layer.in_channels // groups
+        out = layer.out_channels // groups
+        within = layer.in_channels // groups
         whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[
             g * out : (g + 1) * out
         ]
@@ -183,12 +188,14 @@ def refined_maps(layer, x, real=None):
 
 def convolve_maps(maps, taps):
     """Refiner section 3.3 entry by entry: A*_ij = sum_ab w_ab A_(i - k/2 + a)(j - k/2 + b). taps (M, k, k)"""
-    N, k = maps.shape[-1], taps.shape[-1]
+    N = maps.shape[-1]
+    k = taps.shape[-1]
     rows = []
     for i, j in product(range(N), range(N)):
         total = torch.zeros_like(maps[:, :, 0, 0])
         for a, b in product(range(k), range(k)):
-            r, c = i - k // 2 + a, j - k // 2 + b
+            r = i - k // 2 + a
+            c = j - k // 2 + b
             if 0 <= r < N and 0 <= c < N:
                 total = total + taps[:, a, b] * maps[:, :, r, c]
         rows.append(total)
@@ -198,7 +205,8 @@ def convolve_maps(maps, taps):
 def convolve_pictures(maps, taps, grid_size, prefix):
     """Refiner Table 4 "Spatial": each row of the map is a picture of the keys, and that is convolved."""
     H, W = grid_size
-    k, out = taps.shape[-1], []
+    k = taps.shape[-1]
+    out = []
     for j in range(maps.shape[-1]):
         if j < prefix:
             out.append(taps[:, k // 2, k // 2, None] * maps[..., j])
@@ -206,7 +214,8 @@ def convolve_pictures(maps, taps, grid_size, prefix):
         y, x = divmod(j - prefix, W)
         total = torch.zeros_like(maps[..., 0])
         for a, b in product(range(k), range(k)):
-            r, c = y - k // 2 + a, x - k // 2 + b
+            r = y - k // 2 + a
+            c = x - k // 2 + b
             if 0 <= r < H and 0 <= c < W:
                 total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
         out.append(total)
@@ -250,7 +259,8 @@ def bilinear(table, height, width):
 def relative_attention(layer, x, post=False):
     """CoAtNet eq. 3, head by head: w added before the softmax, or after it. x (B, H, W, C)"""
     H, W = x.shape[1:3]
-    w, hd = relative_scores(layer, H, W), layer.head_dim
+    w = relative_scores(layer, H, W)
+    hd = layer.head_dim
     q, k, v = (t.split(hd, dim=-1) for t in layer.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
     heads = []
     for h in range(layer.num_heads):
@@ -309,7 +319,8 @@ def positional_conv(layer, x):
         return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
 
     maps = position_softmax(queries, keys, score)
-    taps, tokens = taps_of(layer), padded.flatten(2).transpose(1, 2)
+    taps = taps_of(layer)
+    tokens = padded.flatten(2).transpose(1, 2)
     out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
 

@@ -57,7 +57,8 @@ class TestPublishedSizes:
             "TransformerBlock"
         ] * 42
         assert stage[8].norm1.normalized_shape == (1024,)
-        assert (stage[8].attn.proj.out_features, stage[8].attn.head_dim) == (2048, 128)
+        assert stage[8].attn.proj.out_features == 2048
+        assert stage[8].attn.head_dim == 128
 
     def test_the_printed_counts_ask_for_a_hidden_layer_in_the_head(self):
         """Tables 4 and 5: six of eight round to print with it, one without it (docs/decisions/019)."""
@@ -131,13 +132,17 @@ def test_pruned():
     model = tiny()
     assert model.prune_intermediate_layers([0, 2]) == [0, 2]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
-    assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
+    assert model.num_classes == 0
+    assert model.num_features == 16
+    assert model.head_hidden_size == 16
     model.set_input_size(96)
 
 
 def test_tables_follow_the_size_of_the_image():
     """Read at every call, resized in place, or from a checkpoint of another size: the same."""
-    model, other, x = settled(tiny()), tiny(seed=1, img_size=(96, 128)), torch.randn(2, 3, 96, 128)
+    model = settled(tiny())
+    other = tiny(seed=1, img_size=(96, 128))
+    x = torch.randn(2, 3, 96, 128)
     given = {
         "state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     }
@@ -197,10 +202,8 @@ def from_timm(state):
             name = f"stages.{int(stage) + 1}.{rest}"
         if "relative_position_bias_table" in name:
             side = int(len(tensor) ** 0.5)
-            name, tensor = (
-                name.replace("rel_pos.relative_position_bias_table", "relative_bias"),
-                tensor.T,
-            )
+            name = name.replace("rel_pos.relative_position_bias_table", "relative_bias")
+            tensor = tensor.T
             tensor = tensor.unflatten(1, (side, side))
         if ".attn." in name or ".mlp." in name:
             tensor = tensor.flatten(1) if tensor.ndim == 4 else tensor
@@ -263,7 +266,8 @@ def test_the_head_is_recorded_and_comes_back(hidden, how, tmp_path):
 
 def test_records_from_before_the_hidden_layer_open(tmp_path):
     """A record that leaves the argument out was written when there was no hidden layer."""
-    old, x = tmp_path / "old.safetensors", torch.randn(2, 3, 64, 64)
+    old = tmp_path / "old.safetensors"
+    x = torch.randn(2, 3, 64, 64)
     model = settled(timm.create_model("coatnet_0", num_classes=4, head_hidden=False, **HEADS))
     header = describe_model(model)
     base = json.loads(header["base"])

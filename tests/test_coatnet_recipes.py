@@ -63,7 +63,8 @@ TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
 @pytest.mark.parametrize("name", TABLE_10)
 def test_table_10(name):
     recipe, (column, drop_path, magnitude, top1) = iso.load_recipe(name), TABLE_10[name]
-    optim, augment = recipe.optim, recipe.augment
+    optim = recipe.optim
+    augment = recipe.augment
     found = (
         optim.lr,
         optim.min_lr,
@@ -120,12 +121,14 @@ def test_layouts_are_matched():
 
 
 def test_sigmoids_sum_over_classes():
-    logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, 3])
+    logits = torch.randn(4, 7)
+    labels = torch.tensor([1, 0, 6, 3])
     loss = build_criterion(AugmentPart(), "sigmoid")
     for given, hot in ((labels, F.one_hot(labels, 7).float()), (soft := torch.rand(4, 7), soft)):
         wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
         torch.testing.assert_close(loss(logits, given), wanted)
-    smooth, few = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid"), logits.bfloat16()
+    smooth = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid")
+    few = logits.bfloat16()
     torch.testing.assert_close(smooth(few, labels), smooth(few.float(), labels), rtol=1e-7, atol=0)
 
 

@@ -113,7 +113,8 @@ def test_a_corruption_is_a_function_of_picture_and_seed(name):
     assert np.array_equal(np.random.get_state()[1], state)  # others' draws are not touched
     assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=5))
     assert np.array_equal(original, copy)
-    assert (first.shape, first.dtype) == (original.shape, np.uint8)
+    assert first.shape == original.shape
+    assert first.dtype == np.uint8
     assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=6)) == (
         name in DETERMINISTIC
     )
@@ -140,7 +141,8 @@ CONFIG = dict(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_workers_and_subsets_change_nothing(workers):
-    source, frame = source_of(), corrupt.image_transform(CONFIG)
+    source = source_of()
+    frame = corrupt.image_transform(CONFIG)
     whole = corrupt.CorruptedImages(source, frame, "impulse_noise", (2, 5))
     (images, labels), *rest = ordered_loader(whole, batch_ranges(len(whole), 6), workers)
     assert not rest

@@ -62,7 +62,8 @@ class Resample(nn.Module):
 
     def __init__(self, width, up):
         super().__init__()
-        self.up, self.main = up, nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
+        self.up = up
+        self.main = nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
 
     def forward(self, x, time):
         return self.main(F.interpolate(x, scale_factor=2, mode="nearest") if self.up else x)
@@ -73,14 +74,19 @@ class ReleasedUNet(nn.Module):
 
     def __init__(self, channels, blocks, attention, groups, time_steps):
         super().__init__()
-        base, time, last = channels[0], 4 * channels[0], len(channels) - 1
+        base = channels[0]
+        time = 4 * channels[0]
+        last = len(channels) - 1
         table = nn.Embedding.from_pretrained(sinusoids(time_steps, base).float())
         self.time_embedding = nn.Module()
         self.time_embedding.timembedding = nn.Sequential(
             table, nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time)
         )
         self.head = nn.Conv2d(3, base, 3, padding=1)
-        self.downblocks, self.upblocks, widths, now = nn.ModuleList(), nn.ModuleList(), [base], base
+        self.downblocks = nn.ModuleList()
+        self.upblocks = nn.ModuleList()
+        widths = [base]
+        now = base
         for level, width in enumerate(channels):
             for _ in range(blocks):
                 self.downblocks.append(Residual(now, width, time, groups, level in attention))
@@ -147,7 +153,8 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
     )
     model = timm.create_model("ddpm_unet", **SMALL).double().eval()
     assert iso.load_weights(model, tmp_path / "released.pt") == []
-    x, t = torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 7, 19])
+    x = torch.randn(3, 3, 8, 12, dtype=torch.float64)
+    t = torch.tensor([0, 7, 19])
     torch.testing.assert_close(model(x, t), released(x, t), atol=1e-12, rtol=1e-12)
     for m in (model, released):
         m(x, t).square().sum().backward()
@@ -158,7 +165,8 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
 
 def test_the_initialisation_is_that_of_the_released_code():
     model = timm.create_model("ddpm_unet", **SMALL)
-    conv, middle = model.unet.down_blocks[1].resnets[1].conv1.weight, model.unet.mid_block
+    conv = model.unet.down_blocks[1].resnets[1].conv1.weight
+    middle = model.unet.mid_block
     bound = (6 / (9 * (conv.shape[0] + conv.shape[1]))) ** 0.5
     assert 0.98 * bound < conv.abs().max() <= bound
     for last in (model.unet.conv_out, middle.attentions[0].to_out[0], middle.resnets[0].conv2):

@@ -32,7 +32,8 @@ def check(model, x, shape):
     "name", [name for name in MODELS if not name.startswith("vit") and name != "tdrl_vit"]
 )
 def test_every_family(name):
-    model, size = build(name), 16 if "cifar" in name else 32
+    model = build(name)
+    size = 16 if "cifar" in name else 32
     x = torch.empty(0, 3, 2 * size, size).double()
     check(model, x, (0, 3))
     if hasattr(model, "forward_intermediates") and "tdrl_vit" not in name:  # its method is timm's
@@ -68,7 +69,8 @@ def test_every_layer(layer, shape, given):
 
 
 def test_statistics_count_an_empty_batch_as_torchs_do():
-    pyramid, norm = PyramidLinear(6, 4), nn.BatchNorm1d(6)
+    pyramid = PyramidLinear(6, 4)
+    norm = nn.BatchNorm1d(6)
     for layer in (pyramid, norm):
         layer(torch.randn(5, 6))
         layer(torch.empty(0, 6))

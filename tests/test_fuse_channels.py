@@ -18,7 +18,9 @@ from law_rows import deviation
 from test_fuse_norms import MAP, Net, conv, norm
 
 THREE = conv(4, 4, 3, padding=1)
-ONE, NORM, NORM1D = conv(4, 6, 1), norm(4), norm(4, kind=nn.BatchNorm1d)
+ONE = conv(4, 6, 1)
+NORM = norm(4)
+NORM1D = norm(4, kind=nn.BatchNorm1d)
 LINEAR = conv(4, 6, kind=nn.Linear)
 TWELVE = conv(4, 12, 1, bias=False)
 

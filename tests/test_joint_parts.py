@@ -108,7 +108,8 @@ def test_recipes_describe_parts():
 
 
 def test_the_command_recasts_parts(tmp_path, capsys):
-    vit, wide = tmp_path / "vit.safetensors", tmp_path / "wide.safetensors"
+    vit = tmp_path / "vit.safetensors"
+    wide = tmp_path / "wide.safetensors"
     iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
 
     def recast(rectify):
@@ -174,12 +175,15 @@ def test_every_pre_training_half_of_the_tables_is_there():
         ("naive", "naive"),
         ("regular", "regular"),
     ):
-        first, second = iso.load_recipe(f"tdrl_{half}_g2sd"), iso.load_recipe(f"tdrl_{tuned}_100ep")
+        first = iso.load_recipe(f"tdrl_{half}_g2sd")
+        second = iso.load_recipe(f"tdrl_{tuned}_100ep")
         pooled = first.model.kwargs | {
             "global_pool": "avg"
         }  # fine-tuning reads the average of the patches
-        assert (first.model.name, pooled) == (second.model.name, second.model.kwargs)
+        assert first.model.name == second.model.name
+        assert pooled == second.model.kwargs
         assert first.mask.teacher_model == "vit_base_patch16_224.mae"
         assert f"tdrl_{tuned}_100ep" in first.expected
     fused = iso.load_recipe("tdrl_fused_g2sd")
-    assert (fused.epochs, fused.model.kwargs["layout"]) == (220, "P-W1S")
+    assert fused.epochs == 220
+    assert fused.model.kwargs["layout"] == "P-W1S"

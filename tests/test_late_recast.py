@@ -155,7 +155,8 @@ def trained(part, classes):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_weights_of_both_forms_are_taken(name, tmp_path):
-    part, x = PARTS[name], torch.randn(2, 3, 32, 32)
+    part = PARTS[name]
+    x = torch.randn(2, 3, 32, 32)
     model = trained(part, 5).eval()
     iso.save(model, tmp_path / "after.safetensors")
     base = {key: value for key, value in part.items() if key in ("name", "kwargs")}

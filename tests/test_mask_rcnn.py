@@ -66,10 +66,8 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
 def test_a_backbone_keeps_one_map_of_each_resolution():
     cnn = detector("cifar_resnet20", masks=False)
     assert cnn.strides == (1, 2, 4, 8)
-    assert (
-        cnn.rpn.head.cls_logits.in_channels,
-        cnn.roi_heads.box_predictor.cls_score.in_features,
-    ) == (8, 16)
+    assert cnn.rpn.head.cls_logits.in_channels == 8
+    assert cnn.roi_heads.box_predictor.cls_score.in_features == 16
     with torch.device("meta"):
         blocks = timm.create_model(
             "mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=3)

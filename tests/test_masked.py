@@ -60,7 +60,9 @@ def slow_loss(model, images, noise):
 
     In eval mode, where BatchNorm needs no batch.
     """
-    vit, errors, hidden_count = model.encoder, [], 0
+    vit = model.encoder
+    errors = []
+    hidden_count = 0
     (ph, pw), (H, W) = vit.patch_embed.patch_size, vit.patch_embed.grid_size
     prefix = vit.num_prefix_tokens
     for image, draw in zip(images, noise, strict=True):
@@ -119,7 +121,8 @@ def test_loss_and_gradients_are_the_papers(kind):
     ).double()
     images = images_for(model).double()
     noise = model.draw_noise(images)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for loss in (model.loss(images, noise), slow_loss(model, images, noise)):
         names, parameters = zip(
             *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
@@ -303,7 +306,8 @@ def test_a_published_checkpoint(tmp_path):
 
 
 def test_an_encoder_alone_is_no_teacher(tmp_path):
-    model, path = autoencoder(), tmp_path / "mae_pretrain_vit_base.pth"
+    model = autoencoder()
+    path = tmp_path / "mae_pretrain_vit_base.pth"
     torch.save({"model": {n: t for n, t in published(model).items() if "decoder" not in n}}, path)
     part = MaskPart(teacher=path, teacher_model=PLAIN)
     with pytest.raises(UserError, match=r"encoder and no decoder.*full pre-training checkpoint"):
@@ -355,7 +359,8 @@ def pair(student="pyramids", block=4, **cfg):
 
 def test_alignment_is_the_papers():
     task = pair(block=2, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).eval()
-    student, teacher = task.trainable_module.student, task.teacher.model
+    student = task.trainable_module.student
+    teacher = task.teacher.model
     student.encoder.pretrained_cfg = {**student.encoder.pretrained_cfg}
     pixels = torch.rand(2, 3, 16, 16)
     seen = {}

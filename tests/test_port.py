@@ -211,7 +211,8 @@ def test_a_scale_that_one_side_has_is_merged_or_one():
 
 
 def test_a_bias_that_the_target_lacks_is_never_lost_silently():
-    source, target = timm_vit(), timm_vit(qkv_bias=False)
+    source = timm_vit()
+    target = timm_vit(qkv_bias=False)
     nn.init.zeros_(source.blocks[0].attn.qkv.bias)
     nn.init.zeros_(source.blocks[1].attn.qkv.bias)
     assert iso.port_weights(source, target, images()).equal

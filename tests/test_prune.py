@@ -39,7 +39,8 @@ def test_a_closed_layer_is_position_alone(case):
     whole = perturbed(make().double())
     whole.set_gating(gate=60.0)
     if isinstance(whole, ViTGPSA):
-        whole.q_norm, whole.k_norm = nn.LayerNorm(6).double(), nn.LayerNorm(6).double()
+        whole.q_norm = nn.LayerNorm(6).double()
+        whole.k_norm = nn.LayerNorm(6).double()
     pruned = Prune("position").build(iso.surgery.Site(whole))
     assert type(pruned) is kind
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -136,7 +137,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     make, expected = MODELS[name]
-    model, images = make(), torch.randn(2, 3, 32, 32)
+    model = make()
+    images = torch.randn(2, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
     pruned = iso.prune(model)
     assert iso.verify(model, pruned, images, atol=0.02).passed
@@ -159,6 +161,7 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     first = out["layers"][0]
-    assert (first["layer"], first["becomes"]) == ("layer3.0.conv1", "position")
+    assert first["layer"] == "layer3.0.conv1"
+    assert first["becomes"] == "position"
     for before, after in (first["parameters"], out["macs"]):
         assert after < before

@@ -46,7 +46,8 @@ def test_what_is_reverted_is_the_cnn_again_and_saved_as_such(tmp_path):
 def test_unstride_keeps_weights_modes_and_shortcuts():
     cnn = timm.create_model("resnet50d").train()
     cnn.layer4[1].bn2.eval().requires_grad_(False)
-    new, x = iso.unstride(cnn, "layer4"), torch.randn(1, 3, 64, 96)
+    new = iso.unstride(cnn, "layer4")
+    x = torch.randn(1, 3, 64, 96)
     norms = new.layer4[1].bn1, new.layer4[1].bn2
     assert [(norm.training, norm.weight.requires_grad) for norm in norms] == [
         (True, True),

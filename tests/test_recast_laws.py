@@ -33,7 +33,8 @@ def calls(name):
 @pytest.mark.parametrize("name", RULES)
 @torch.no_grad()
 def test_equal_at_initialisation_and_exact_in_the_limit(name):
-    row, old = RULES[name], plain(name)
+    row = RULES[name]
+    old = plain(name)
     found = [(recast(name), row.leak)]
     if row.limit:
         found.append((iso.recast(old, row.limit, row.where), EXACT))
@@ -46,8 +47,10 @@ def test_equal_at_initialisation_and_exact_in_the_limit(name):
 @pytest.mark.parametrize("name", [name for name in RULES if name not in NOTHING_NEW])
 def test_called_and_edited_with_and_without_gradients(name):
     """Of those with new parameters: they move the output, in every image, and each has a gradient."""
-    new, x = moved(name), values(RULES[name].call)
-    y, before = new(*x), recast(name)(*x)
+    new = moved(name)
+    x = values(RULES[name].call)
+    y = new(*x)
+    before = recast(name)(*x)
     with torch.no_grad():
         assert deviation(new(*x), y) < EXACT
         for one, other in zip(y, before, strict=True):
@@ -62,7 +65,9 @@ def test_called_and_edited_with_and_without_gradients(name):
 @torch.no_grad()
 def test_every_head_moves_the_output_by_itself(name):
     """Each in its own way; and what two heads of an edit do is the sum of what each does."""
-    row, x, moves = RULES[name], values(RULES[name].call), []
+    row = RULES[name]
+    x = values(RULES[name].call)
+    moves = []
     before = recast(name)(*x)
     for head in range(row.heads):
         new = copy.deepcopy(recast(name))
@@ -79,7 +84,10 @@ def test_every_head_moves_the_output_by_itself(name):
 @torch.no_grad()
 def test_a_mask_is_obeyed(name):
     """Equal under the mask at initialisation; moved, the tokens that it hides change nothing in the others."""
-    row, old, new, x = RULES[name], plain(name), moved(name), values(RULES[name].call)
+    row = RULES[name]
+    old = plain(name)
+    new = moved(name)
+    x = values(RULES[name].call)
     assert deviation(recast(name)(*x, **row.mask), old(*x, **row.mask)) < row.leak
     y = new(*x, **row.mask)
     assert deviation(y, recast(name)(*x, **row.mask)) > 1e-6
@@ -91,12 +99,15 @@ def test_a_mask_is_obeyed(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_input_model_is_untouched_and_its_dtype_device_mode_and_format_are_kept(name):
-    row, old = RULES[name], copy.deepcopy(plain(name))
-    before, shown = copy.deepcopy(old.state_dict()), repr(old)
+    row = RULES[name]
+    old = copy.deepcopy(plain(name))
+    before = copy.deepcopy(old.state_dict())
+    shown = repr(old)
     with torch.no_grad():
         for parameter in iso.recast(old, row.rule, row.where).parameters():
             parameter.zero_()
-    assert (repr(old), iso.edits(old)) == (shown, ())
+    assert repr(old) == shown
+    assert iso.edits(old) == ()
     assert all(torch.equal(tensor, old.state_dict()[key]) for key, tensor in before.items())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in old.modules())
     for dtype in (torch.float16, torch.bfloat16):
@@ -142,7 +153,8 @@ def test_saved_loaded_copied_pickled_and_exported(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if RULES[name].other])
 def test_two_threads_at_two_sizes(name):
-    new, start = moved(name), threading.Barrier(2)
+    new = moved(name)
+    start = threading.Barrier(2)
 
     @torch.no_grad()
     def run(x, expected):
@@ -157,13 +169,15 @@ def test_two_threads_at_two_sizes(name):
 @pytest.mark.parametrize("name", [name for name, row in RULES.items() if row.whole or row.limit])
 def test_the_way_back_after_use(name):
     """The layer was trained on, at two sizes; going back gives the class, the names and the function of before."""
-    row, old = RULES[name], plain(name)
+    row = RULES[name]
+    old = plain(name)
     new = iso.recast(old, row.limit or row.rule, row.where)
     for x in calls(name):
         new.train()
         new(*x).square().sum().backward()
     new.eval()
-    back, x = row.back(new), values(row.call)
+    back = row.back(new)
+    x = values(row.call)
     with torch.no_grad():
         assert deviation(back(*x), new(*x)) < max(row.leak, EXACT)
     if row.back is iso.revert and row.whole:
@@ -194,7 +208,8 @@ INSIDE = {
 def test_called_inside_a_parent_with_a_fast_path(name, tmp_path):
     """That of nn.TransformerEncoderLayer, and of its encoder, which packs what a mask leaves."""
     make, rule, where, way = INSIDE[name]
-    old, x = disturb(make()).requires_grad_(False), torch.randn(2, 16, 16, dtype=torch.float64)
+    old = disturb(make()).requires_grad_(False)
+    x = torch.randn(2, 16, 16, dtype=torch.float64)
     masks = [{}] + [{"src_key_padding_mask": torch.arange(16).expand(2, 16) > 12}] * (
         "encoder" in name
     )

@@ -41,7 +41,8 @@ def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
         assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
 
 
-PEAK, START = {"optim.schedule_from": "peak"}, {"optim.schedule_from": "start"}
+PEAK = {"optim.schedule_from": "peak"}
+START = {"optim.schedule_from": "start"}
 REPEATED = START | {"augment.repeats": 3}
 PUBLISHED = {
     "tdrl_vit_ti_g2sd": PEAK  # G2SD's code
@@ -112,13 +113,14 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
         ("released_image_labels", without, 2),
     ):
         recipe = iso.load_recipe(f"refined_vit_{letter}_{name}")
-        assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (
-            0.8,
-            1.0,
-            1,
-        )
-        assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
-        assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
+        assert recipe.augment.mixup == 0.8
+        assert recipe.augment.cutmix == 1.0
+        assert recipe.augment.repeats == 1
+        assert recipe.optim.lr == 5e-4
+        assert recipe.drop_path == drop_path
+        assert recipe.ema == 0.99996
+        assert recipe.map_similarity.weight == 0.1
+        assert recipe.map_similarity.pairs == pairs
         assert (
             bool(recipe.token_labels)
             == recipe.model.kwargs.get("dense_head", True)
@@ -206,7 +208,8 @@ SHAPES = {
 @pytest.mark.parametrize("schedule", SHAPES)
 def test_rates_follow_the_formula(schedule, begin):
     """MAE's, from the peak: min + (peak - min) (1 + cos(pi (epoch - warm-up) / (epochs - warm-up))) / 2."""
-    low, warmup = 0.0 if schedule == "constant" else 1e-5, 2.5
+    low = 0.0 if schedule == "constant" else 1e-5
+    warmup = 2.5
     optim = OptimPart(
         lr=1e-3,
         min_lr=low,
@@ -318,7 +321,8 @@ def test_files(suffix, text, tmp_path):
     path = tmp_path / f"mine{suffix}"
     path.write_text(text)
     recipe = iso.load_recipe(str(path))
-    assert (recipe.name, recipe.epochs) == ("mine", 3)
+    assert recipe.name == "mine"
+    assert recipe.epochs == 3
     for other, content in (("none", None), ("broken", "]broken["), ("deep", "a = " + "[" * 40_000)):
         path = tmp_path / f"{other}{suffix}"
         if content:

@@ -13,10 +13,14 @@ from attention_layers import LAYERS, C
 from law_rows import VIT
 from refusals import refused
 
-GATED, REFINED, CONV = iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.ConvToGPSA()
+GATED = iso.AttentionToGPSA()
+REFINED = iso.AttentionToRefined()
+CONV = iso.ConvToGPSA()
 PYRAMID = iso.LinearToPyramid()
-SPATIAL, RELATIVE = iso.AttentionToRefined(span="spatial"), iso.AttentionToRelative()
-ALL_MAPS, RECOMPUTED = iso.AttentionToRefined(reduce=False), iso.AttentionToRefined(recompute=True)
+SPATIAL = iso.AttentionToRefined(span="spatial")
+RELATIVE = iso.AttentionToRelative()
+ALL_MAPS = iso.AttentionToRefined(reduce=False)
+RECOMPUTED = iso.AttentionToRefined(recompute=True)
 
 
 class Restandardised(nn.Conv2d):
@@ -31,7 +35,8 @@ class Beit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
+        self.qkv = nn.Linear(4, 12, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(4))
 
 
 class ByHead(nn.Module):
@@ -39,7 +44,8 @@ class ByHead(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.key_dim = nn.Linear(4, 12), 2
+        self.qkv = nn.Linear(4, 12)
+        self.key_dim = 2
 
 
 def cnn():
@@ -78,7 +84,8 @@ def once(rule, model=vit, where="blocks.*.attn"):
 
 
 normed = nn.utils.parametrizations.weight_norm
-NEAR, WEIGHTS = "nearest names: ", "blocks.*.attn.v"
+NEAR = "nearest names: "
+WEIGHTS = "blocks.*.attn.v"
 REJECTED = {
     # the arguments
     "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),

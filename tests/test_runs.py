@@ -128,7 +128,8 @@ class TestDamage:
         resumed = Run(tiny(run))
         assert re.search(expected, resumed.resumed_from.damaged[0][1])
         assert resumed.progress.step == step
-        tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
+        tensors = resumed.tensors()[0]
+        kept = read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()
         assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
         if kind == "a foreign file":
@@ -147,7 +148,8 @@ class TestDamage:
 
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
-        path, found = state_of(run), newest_snapshot(run).values
+        path = state_of(run)
+        found = newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
             path.write_bytes(
@@ -284,7 +286,8 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", ["mae", "g2sd"])
 def test_the_folder_of_a_pre_training_is_its_encoder(name, runs):
     """Table 9 of TDRL fuses after pre-training."""
-    model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
+    model = open_model(str(runs / name))
+    written = iso.load(runs / name / "model.safetensors")
     assert all(
         torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items()
     )

@@ -29,7 +29,8 @@ class Reads(nn.Module):
     def __init__(self, num_classes=1000, tempted=None, pull=5.0):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(num_classes))
-        self.num_classes, self.passes = num_classes, 0
+        self.num_classes = num_classes
+        self.passes = 0
         self.pretrained_cfg = dict(
             input_size=(3, 4, 4),
             mean=(0, 0, 0),

@@ -88,7 +88,8 @@ def test_deit_b_with_pyramids_in_queries_keys_and_values():
         if isinstance(m, iso.layers.PyramidLinear)
     }
     assert kinds == {f"attn.qkv.pyramids.{i}" for i in range(3)}
-    linear, norm = 768**2 + 768, 2 * 768
+    linear = 768**2 + 768
+    norm = 2 * 768
     pyramid = 6 * linear + 3 * norm  # branches of 2 and 3 linear layers, the skip
     assert sum(p.numel() for p in wide.parameters()) == 86_567_656 + 12 * (
         3 * (pyramid - linear) + 2 * norm
@@ -158,7 +159,8 @@ def test_layers_before_a_batchnorm_may_have_their_own_rate():
     model = timm.create_model("tdrl_vit_ti", **SMALL)
     groups = scaled_groups(model, OptimPart(lr=1e-3, branch_lr=1e-4, weight_decay=0.1))
     (branches,) = [g for g in groups if g["name"] == "branches"]
-    assert (branches["lr_scale"], branches["weight_decay"]) == (pytest.approx(0.1), 0.1)
+    assert branches["lr_scale"] == pytest.approx(0.1)
+    assert branches["weight_decay"] == 0.1
     held = {id(p) for p in branches["params"]}
     found = {name for name, p in model.blocks[1].mlp.fc1.named_parameters() if id(p) in held}
     assert found == {"branches.0.0.weight", "branches.1.0.weight", "branches.1.2.weight"}
@@ -201,7 +203,8 @@ def test_the_monitor_watches_every_block(tmp_path):
 
 def test_branch_similarity_is_the_cka_of_the_branches():
     model = timm.create_model("tdrl_vit_ti", **SMALL).eval()
-    x, seen = torch.randn(4, 3, 32, 32), {}
+    x = torch.randn(4, 3, 32, 32)
+    seen = {}
     layers = {
         "blocks.1.mlp.fc1": model.blocks[1].mlp.fc1,
         "blocks.0.attn.qkv": model.blocks[0].attn.qkv,

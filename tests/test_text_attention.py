@@ -101,7 +101,8 @@ def bert():
 
 def test_a_mask_of_two_segments_is_kept_apart(bert):
     model = copy.deepcopy(bert[1]).double()
-    ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7
+    ids = torch.randint(1, 50, (1, 12))
+    segment = torch.arange(12) >= 7
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     together = model(
         ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions

@@ -164,12 +164,11 @@ class TestRun:
         self, tmp_path, monkeypatch
     ):
         """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
-        optim, parts = (
-            dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"),
-            dict(accumulate=2),
-        )
+        optim = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start")
+        parts = dict(accumulate=2)
         run = Run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
-        draws, backward = [], loop._train_part
+        draws = []
+        backward = loop._train_part
 
         def draw(*args):
             draws.append(torch.rand(()).item())
@@ -185,7 +184,8 @@ class TestRun:
             torch.testing.assert_close(run.averaged.conv1.weight, wanted, rtol=0, atol=1e-9)
             run.progress.step += 1
         assert len(set(draws)) == 6
-        run.progress.step, run.progress.closed = 2, 1
+        run.progress.step = 2
+        run.progress.closed = 1
         run.total.zero_()
         assert train_epoch(run) == pytest.approx(run.total[0].item())
 
@@ -194,8 +194,10 @@ class TestRun:
         folder, result = ended
         lines = (folder / "log.jsonl").read_text().splitlines()
         assert all(len(line) < 1000 for line in lines)
-        rows, layer = read_log(folder / "log.jsonl"), "layer3.2.conv2"
-        assert (rows[0]["epoch"], rows[0]["loss"]) == (0, None)
+        rows = read_log(folder / "log.jsonl")
+        layer = "layer3.2.conv2"
+        assert rows[0]["epoch"] == 0
+        assert rows[0]["loss"] is None
         assert rows[0]["gating"][layer]["gates"] == [0.998] * 9  # sigmoid(6)
         assert rows[0]["gating"][layer]["spans"] == [0.2] * 9
         assert all(0 < row["train_top1"] < 100 for row in rows[1:])
@@ -285,7 +287,9 @@ class TestRun:
         iso.train(iso.load_recipe("finetune", given))
         before, after = read_log(tmp_path / "run/log.jsonl")
         said = capsys.readouterr().out
-        assert (before["epoch"], before["loss"], before["gamma"]) == (0, None, {"layer3.2": 0.0})
+        assert before["epoch"] == 0
+        assert before["loss"] is None
+        assert before["gamma"] == {"layer3.2": 0.0}
         assert before["top1"] == pytest.approx(first.metrics["top1"])
         assert before["top1"] > after["top1"]
         assert f"before training  top1 {before['top1']:.2f}" in said
@@ -334,22 +338,22 @@ class TestRun:
         loaded = iso.load(tmp_path / "teacher.safetensors")
         assert not run.loss_module.teacher.model.training
         assert not any(p.requires_grad for p in run.loss_module.teacher.parameters())
-        x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+        x = torch.randn(8, 3, 16, 16)
+        y = torch.randint(10, (8,))
         mean, std = (
             torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None]
             for k in ("mean", "std")
         )
-        t_mean, t_std = (
-            torch.tensor((0.1, 0.2, 0.3))[:, None, None],
-            torch.tensor((0.5, 0.6, 0.7))[:, None, None],
-        )
+        t_mean = torch.tensor((0.1, 0.2, 0.3))[:, None, None]
+        t_std = torch.tensor((0.5, 0.6, 0.7))[:, None, None]
         seen = loaded((x * std + mean - t_mean) / t_std)
         result = run.loss_module(x, y)
         labels = nn.functional.cross_entropy(result["output"], y)
         if kind == "hard":
             second = nn.functional.cross_entropy(result["output"], seen.argmax(1))
         else:
-            p, q = (seen / 2).softmax(1), (result["output"] / 2).log_softmax(1)
+            p = (seen / 2).softmax(1)
+            q = (result["output"] / 2).log_softmax(1)
             second = 4 * (p * (p.log() - q)).sum(1).mean()
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
@@ -381,7 +385,8 @@ class TestRun:
 @pytest.mark.parametrize(("seconds", "asked"), [(0.2, [1, 10]), (4, [*range(1, 12)])])
 def test_processes_agree_on_stopping_within_seconds(seconds, asked, tmp_path, monkeypatch):
     """Every ten steps, and where steps are slow after each: torchrun kills 30 s after SIGTERM."""
-    run, times = Run(tiny(tmp_path, log_every=50, epochs=20)), []
+    run = Run(tiny(tmp_path, log_every=50, epochs=20))
+    times = []
     run.runtime = replace(run.runtime, world=2)
     run.order = SimpleNamespace(steps=50, batch=1)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: seconds * run.progress.step)
@@ -410,7 +415,8 @@ class TestCheckpoint:
             timm.create_model("resnet50d"), tmp_path / "m.safetensors"
         )  # tested on other images than trained on
         config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=True)
-        assert (config["input_size"], config["crop_pct"]) == ((3, 288, 288), 0.95)
+        assert config["input_size"] == (3, 288, 288)
+        assert config["crop_pct"] == 0.95
 
     def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
         pooled = timm.create_model("resnet18", global_pool="max").eval()

@@ -152,7 +152,8 @@ def test_a_signal_may_come_twice():
 @pytest.mark.slow
 def test_killed_at_random_moments(whole, tmp_path):
     """kill -9 of real processes, at any moment: the weights are those of the run that was left alone."""
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
+    kills = 0
     for _ in range(4):
         process = start_training(tmp_path / "run", checkpoint_minutes=0)
         while process.is_alive() and not list(tmp_path.glob("run/*step-*")):
@@ -285,11 +286,9 @@ def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
 def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     iso.train(tiny(tmp_path, epochs=1), show=False)
     path = tmp_path / "model.safetensors"
-    written, changed, weights = (
-        path.read_bytes(),
-        path.stat().st_mtime_ns,
-        iso.load(path).state_dict(),
-    )
+    written = path.read_bytes()
+    changed = path.stat().st_mtime_ns
+    weights = iso.load(path).state_dict()
     assert all(
         torch.equal(tensor, weights[name])
         for name, tensor in open_model(str(tmp_path)).state_dict().items()

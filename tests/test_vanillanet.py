@@ -193,7 +193,8 @@ def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
     first, last = (iso.load(tmp_path / f"{name}.safetensors") for name in ("epoch-1", "model"))
     assert {m.slope.item() for m in first.modules() if isinstance(m, AnnealedReLU)} == {0.5}
     assert isinstance(iso.fuse(last).head, nn.Linear)
-    anneal, model = iso.Anneal(10), small()
+    anneal = iso.Anneal(10)
+    model = small()
     for step, slope in ((0, 0.0), (3, 0.3), (10, 1.0)):
         anneal.apply(model, step)
         assert {

@@ -22,7 +22,8 @@ class TorchCitizens:
         assert (z - expected).abs().max() < 0.04 * expected.abs().max()
 
     def test_every_dropout_acts_in_training_alone(self):
-        layer, still = copy.deepcopy(self.layer), self.layer.eval()(self.x)
+        layer = copy.deepcopy(self.layer)
+        still = self.layer.eval()(self.x)
         for drop in (module for module in layer.modules() if isinstance(module, nn.Dropout)):
             drop.p = 0.5
             torch.testing.assert_close(layer.eval()(self.x), still)
