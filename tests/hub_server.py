@@ -199,7 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if (files := self.hub.files(name, revision)) is None:
             return self.fail(404, "RevisionNotFound", "Invalid rev id")
-        commits = [c for all_ in found["branches"].values() for c in all_ if c["files"] is files]
+        commits = []
+        for all_ in found["branches"].values():
+            for c in all_:
+                if c["files"] is files:
+                    commits.append(c)
         if file not in files:
             missing = [("X-Error-Code", "EntryNotFound"), ("X-Repo-Commit", commits[-1]["oid"])]
             return self.answer(404, {"error": "Entry not found"}, missing)

@@ -18,7 +18,10 @@ def position_softmax(queries, keys, score):
 def gpsa(layer, x, grid_size):
     """ConViT eq. 7 on the dense map, head by head; a prefix token has no place and is no place."""
     H, W = grid_size
-    cells = [(r, c) for r in range(H) for c in range(W)]
+    cells = []
+    for r in range(H):
+        for c in range(W):
+            cells.append((r, c))
     v_pos = layer.position
 
     def score(dy, dx):
@@ -69,10 +72,14 @@ def psa(layer, x, grid_size):
 def tap_positions(layer, H, W):
     """Keys and queries of an H x W map, padding included, and T-CNN eq. 4. -> lists of (row, column), (nh, Nq, Nk)"""
     k, (sh, sw) = layer.kernel_size, layer.stride
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
@@ -233,7 +240,10 @@ def refined_attention(layer, x, real=None):
 def relative_scores(layer, H, W):
     """CoAtNet A.1, entry by entry: of query (i, j) and key (k, m) P[i - k + H - 1, j - m + W - 1]. -> (nh, N, N)"""
     table = bilinear(layer.relative_bias, 2 * H - 1, 2 * W - 1)
-    cells = [(i, j) for i in range(H) for j in range(W)]
+    cells = []
+    for i in range(H):
+        for j in range(W):
+            cells.append((i, j))
     rows = [[table[:, i - k + H - 1, j - m + W - 1] for k, m in cells] for i, j in cells]
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
@@ -309,10 +319,14 @@ def positional_conv(layer, x):
     ph, pw = layer.padding
     padded = F.pad(x, (pw, pw, ph, ph))
     k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):

@@ -24,11 +24,10 @@ def test_maps_are_those_of_the_inputs_the_layers_really_see():
 
 def test_gates_and_spans_are_the_dials():
     model = timm.create_model("t_cifar_resnet20", locality=4.0, gate=0.0)
-    assert all(torch.allclose(gate, torch.full((9,), 0.5)) for gate in iso.gates(model).values())
-    assert all(
-        torch.allclose(span, torch.full((9,), 0.25))
-        for span in iso.analysis.attention_spans(model).values()
-    )
+    for gate in iso.gates(model).values():
+        assert torch.allclose(gate, torch.full((9,), 0.5))
+    for span in iso.analysis.attention_spans(model).values():
+        assert torch.allclose(span, torch.full((9,), 0.25))
     assert iso.analysis.centres(model)["layer3.0.conv1"].tolist() == [
         [y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)
     ]
@@ -59,7 +58,10 @@ def test_looks_are_pictures_on_the_layers_own_map():
 
 
 def grid_distances(H, W):
-    cells = [(r, c) for r in range(H) for c in range(W)]
+    cells = []
+    for r in range(H):
+        for c in range(W):
+            cells.append((r, c))
     return torch.tensor(
         [[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in cells] for a, b in cells]
     )
@@ -139,8 +141,14 @@ class TestNonlocality:
 def by_hand(maps, queries, padding, stride):
     """Mean distance from each query of a padded, strided window to its keys. Shape: maps (B, nh, Nq, Nk) -> (nh,)"""
     keys = round(maps.shape[-1] ** 0.5)
-    q = [(1 + stride * r, 1 + stride * c) for r in range(queries) for c in range(queries)]
-    k = [(r, c) for r in range(keys) for c in range(keys)]
+    q = []
+    for r in range(queries):
+        for c in range(queries):
+            q.append((1 + stride * r, 1 + stride * c))
+    k = []
+    for r in range(keys):
+        for c in range(keys):
+            k.append((r, c))
     distances = torch.tensor([[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in k] for a, b in q])
     return (maps * distances).sum(-1).mean((0, 2))
 

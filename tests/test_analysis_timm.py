@@ -67,15 +67,19 @@ def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(n
     taken = factors(model, x)
     assert maps
     for layer, found in maps.items():
-        same = [
-            a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]
-        ]
+        same = []
+        for a, _ in taken:
+            if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]:
+                same.append(a)
         same += [
             b.mT
             for _, b in taken
             if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]
         ]
-        like = [form for a in same for form in as_laid_out(a, found.shape)]
+        like = []
+        for a in same:
+            for form in as_laid_out(a, found.shape):
+                like.append(form)
         assert any(torch.allclose(a, found, atol=1e-6) for a in like), (
             f"{layer} {tuple(found.shape)}"
         )

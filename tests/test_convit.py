@@ -140,7 +140,9 @@ def test_set_input_size_changes_the_patch_too():
     assert model.patch_embed.grid_size == (4, 4)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
     assert {info["reduction"] for info in model.feature_info} == {8}
-    assert all(m.grid_size == (4, 4) for m in model.modules() if isinstance(m, GPSA))
+    for m in model.modules():
+        if isinstance(m, GPSA):
+            assert m.grid_size == (4, 4)
 
 
 def test_any_rectangle_without_positions():
@@ -180,7 +182,8 @@ def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
     model = small(local_attention="psa", locality_strength=3.0)
     x = torch.randn(2, 3, 48, 32)
     layers = [block.attn for block in model.blocks[:3]]
-    assert all(type(layer) is PSA for layer in layers)
+    for layer in layers:
+        assert type(layer) is PSA
     gated = small(locality_strength=3.0, gate=50.0)
     missing, unexpected = gated.load_state_dict(model.state_dict(), strict=False)
     assert unexpected == []

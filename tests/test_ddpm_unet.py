@@ -128,7 +128,8 @@ def test_its_inputs_are_drawn_on_the_cpu_whatever_the_default_device_is():
     model = timm.create_model("ddpm_unet", **SMALL)
     with torch.device("meta"):
         found = random_inputs(2, model)
-    assert all(torch.equal(found[name], x) for name, x in random_inputs(2, model).items())
+    for name, x in random_inputs(2, model).items():
+        assert torch.equal(found[name], x)
 
 
 def test_it_has_the_published_size_with_and_without_pyramids():
@@ -171,11 +172,9 @@ def test_the_initialisation_is_that_of_the_released_code():
     assert 0.98 * bound < conv.abs().max() <= bound
     for last in (model.unet.conv_out, middle.attentions[0].to_out[0], middle.resnets[0].conv2):
         assert 0 < last.weight.abs().max() < 1e-5
-    assert all(
-        not layer.bias.any()
-        for layer in model.modules()
-        if isinstance(layer, nn.Conv2d | nn.Linear)
-    )
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            assert not layer.bias.any()
     assert not model.unet.time_proj.weight.requires_grad
     angle = 3 * 10_000 ** (-2 / 6)  # the second of three frequencies
     torch.testing.assert_close(sinusoids(5, 6)[3, 2:4].tolist(), [math.sin(angle), math.cos(angle)])

@@ -363,9 +363,12 @@ def test_export_leaves_the_model_alone():
     model = Net(iso.layers.GPSA(8, num_heads=4)).train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepared, _ = prepare(model, plan_shapes(model, "batch"))
-    assert not any(module.training for module in prepared.modules())
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    for module in prepared.modules():
+        assert not module.training
+    for module in model.modules():
+        assert module.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor)
 
 
 def test_the_command_line_exports_and_evaluates(tmp_path):

@@ -148,18 +148,16 @@ def test_all_that_is_one_layer_is_merged(name):
     assert not report.left
     assert deviation(new(x), model(x)) < 1e-12
     assert report.difference < 1e-12
-    assert not any(
-        isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules()
-    )
-    assert all(
-        getattr(module, "weight", None) is None
-        for module in new.modules()
-        if "Norm" in type(module).__name__
-    )
+    for module in new.modules():
+        assert not isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale)
+    for module in new.modules():
+        if "Norm" in type(module).__name__:
+            assert getattr(module, "weight", None) is None
     assert (
         sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
     )
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
     layers = [module for module in new.modules() if getattr(module, "weight", None) is not None]
     assert len(layers) == 1 + (name == "before two readers")
     again = fuse_with_report(new, x, affine=name in AFFINE, only_forward=only_forward)[1]
@@ -296,7 +294,9 @@ def test_a_list_of_images_and_a_copy_in_another_mode():
     )
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new = iso.fuse(extractor.eval(), images)
-    assert not any(module.training or isinstance(module, _BatchNorm) for module in new.modules())
+    for module in new.modules():
+        assert not (module.training)
+        assert not (isinstance(module, _BatchNorm))
     assert deviation(new(images)[0], extractor(images)[0]) < 1e-12
 
 

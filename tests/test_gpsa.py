@@ -136,7 +136,8 @@ class TestTorchCitizens(TorchCitizens):
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(self.x), self.layer(self.x))
         compiled(self.x).sum().backward()
-        assert all(parameter.grad is not None for parameter in self.layer.parameters())
+        for parameter in self.layer.parameters():
+            assert parameter.grad is not None
         batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
         exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch)
         torch.testing.assert_close(exported.module()(self.x[:1]), self.layer(self.x[:1]))

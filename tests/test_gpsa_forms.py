@@ -117,7 +117,8 @@ def test_windows_compile_as_one_graph_and_export_at_any_size(tmp_path):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
     compiled(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters())
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
     net = perturbed(
         nn.Sequential(WindowGPSA2d(3, 2, 1, 1, 0, window=3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     ).eval()

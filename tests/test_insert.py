@@ -101,23 +101,24 @@ def set_gammas(model, value=0.5):
 
 def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
     model, new = inserted
-    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(new), strict=True))
+    for a, b in zip(outputs(model), outputs(new), strict=True):
+        assert torch.equal(a, b)
     assert model.state_dict().keys() <= new.state_dict().keys()
     new.load_state_dict(model.state_dict(), strict=False)
     sum(each.square().sum() for each in outputs(new)).backward()
     gammas = [m.gamma for m in new.modules() if isinstance(m, InsertedBlock)]
     assert gammas
-    assert all(gamma.grad is not None and gamma.grad.any() for gamma in gammas)
+    for gamma in gammas:
+        assert gamma.grad is not None
+        assert gamma.grad.any()
     back = iso.revert(new)
     assert back.state_dict().keys() == model.state_dict().keys()
     assert {type(m) for m in back.modules()} == {type(m) for m in model.modules()}
     assert not iso.edits(back)
     moved = set_gammas(copy.deepcopy(new))
     assert any(not torch.equal(a, b) for a, b in zip(outputs(model), outputs(moved), strict=True))
-    assert all(
-        torch.equal(gamma.abs(), torch.full_like(gamma, 0.5))
-        for gamma in iso.analysis.gammas(moved).values()
-    )
+    for gamma in iso.analysis.gammas(moved).values():
+        assert torch.equal(gamma.abs(), torch.full_like(gamma, 0.5))
     refused("its gamma is up to 0.5; keep it, or remove it with atol 1", lambda: iso.revert(moved))
     assert iso.revert(moved, atol=1.0).state_dict().keys() == model.state_dict().keys()
 
@@ -224,7 +225,8 @@ def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_mode
     assert first.block is not second.block
     assert torch.equal(first.block.weight, second.block.weight)
     assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in first.parameters())
+    for p in first.parameters():
+        assert p.requires_grad
     assert not new.layer3[1].conv1.weight.requires_grad
     groups = {
         group["name"]: group

@@ -177,7 +177,8 @@ class TestTexts:
         def labels(rank):
             runtime = Runtime(torch.device("cpu"), False, rank, 2)
             batches = list(runtime.pad_batches(task.share_loader(examples, 1, 0, runtime)))
-            assert all(batch[0]["input_ids"].shape == (1, 3) for batch in batches)
+            for batch in batches:
+                assert batch[0]["input_ids"].shape == (1, 3)
             return [batch[1].tolist() for batch in batches]
 
         steps = iter([1, 1, 1, 0] * 2)

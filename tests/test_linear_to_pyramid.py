@@ -110,9 +110,9 @@ def test_recalibration_takes_the_statistics_of_the_data():
     batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
     born = copy.deepcopy(wide.state_dict())
     new = iso.recalibrate(wide, [(x, None) for x in batches], keep_function=False)
-    assert all(
-        torch.equal(t, wide.state_dict()[n]) for n, t in born.items()
-    )  # the input is untouched
+    # the input is untouched
+    for n, t in born.items():
+        assert torch.equal(t, wide.state_dict()[n])
     assert not new.training
     linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
     assert norm.momentum == 0.1
@@ -216,7 +216,8 @@ def test_a_layer_of_several_units():
 def test_units_keep_train_mode():
     wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
     thin = iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",)))
-    assert all(module.training for module in thin.modules())
+    for module in thin.modules():
+        assert module.training
 
 
 @torch.no_grad()

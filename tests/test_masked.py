@@ -69,11 +69,10 @@ def slow_loss(model, images, noise):
         visible = sorted(range(H * W), key=lambda i: draw[i].item())[
             : math.floor(H * W * (1 - model.ratio))
         ]
-        patches = [
-            image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw]
-            for r in range(H)
-            for c in range(W)
-        ]
+        patches = []
+        for r in range(H):
+            for c in range(W):
+                patches.append(image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw])
         own = vit.pos_embed[0, -H * W :]
         tokens = [
             vit.patch_embed.proj(patches[i][None]).flatten() + own[i] for i in sorted(visible)
@@ -266,7 +265,8 @@ def test_pre_training_starts_a_fine_tuning_run(tmp_path):
         fresh = timm.create_model(name, **{**sizes, "num_classes": 7}).eval()
         iso.load_weights(fresh, tmp_path / file, fresh_head=True)
         assert torch.equal(fresh.forward_features(images), model.encoder.forward_features(images))
-        assert all(p.requires_grad for p in fresh.parameters())
+        for p in fresh.parameters():
+            assert p.requires_grad
     assert torch.equal(iso.load(path)(images), model.encoder(images))
 
 
@@ -377,8 +377,10 @@ def test_alignment_is_the_papers():
     wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
     torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
     assert found["output"].shape == (2, 16, 32)
-    assert not any(p.requires_grad for p in task.teacher.parameters())
-    assert not any(module.training for module in task.teacher.modules())
+    for p in task.teacher.parameters():
+        assert not p.requires_grad
+    for module in task.teacher.modules():
+        assert not module.training
     assert torch.equal(
         student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask
     )

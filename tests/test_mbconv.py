@@ -63,13 +63,15 @@ def test_fuses_exactly(name):
     x = torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64)
     x = torch.randn(3, 6, 7, 5, dtype=torch.float64) if name == "stem" else x
     torch.testing.assert_close(fused(x), block(x), rtol=0, atol=1e-12)
-    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in fused.modules())
+    for m in fused.modules():
+        assert not isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
     assert not hasattr(fused, "fuse")
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True)
-    )
+    for a, b in zip(before.values(), block.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
     fused(x).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in fused.parameters())
+    for p in fused.parameters():
+        assert p.grad is not None
+        assert p.grad.abs().sum() > 0
     single = perturbed(BLOCKS[name](), torch.float32).eval()
     torch.testing.assert_close(single.fuse()(x.float()), single(x.float()), rtol=1e-4, atol=1e-4)
 

@@ -375,7 +375,8 @@ def test_modules_that_timm_cannot_build(tmp_path):
     again = iso.load(path, base=fresh)
     assert same(again, new)
     assert iso.edits(again) == iso.edits(new)
-    assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(before[name], tensor)
     assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
     refused("which timm cannot build; give --arch package.module:function", iso.load, path)
     opened = open_own(path, arch="resnet18")
@@ -490,9 +491,9 @@ def test_files_that_timm_merged_open_and_get_norms_again(tmp_path, name):
     assert torch.equal(thin(x), merged(x))
     for each in (thin, merged):  # timm leaves the layers that it makes in train mode
         normed = iso.recast(each, iso.ConvToConvNorm())
-        assert not any(
-            module.training for module in normed.modules() if isinstance(module, nn.BatchNorm2d)
-        )
+        for module in normed.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                assert not module.training
         torch.testing.assert_close(normed(x), merged(x), atol=1e-4, rtol=1e-4)
     iso.save(iso.recast(thin, iso.ConvToConvNorm()), tmp_path / "normed.safetensors")
     torch.testing.assert_close(

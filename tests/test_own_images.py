@@ -90,7 +90,8 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
         Image.new("RGB", (8, 8)).save(photos / name / "0000.png")
     after = sides(photos)
     assert len(after) == len(before) + 3
-    assert all(after[name] == side for name, side in before.items())
+    for name, side in before.items():
+        assert after[name] == side
     assert sides(photos.rename(tmp_path / "elsewhere")) == after
     held_out, more = (
         {n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"}
@@ -202,7 +203,9 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     Image.new("RGB", (1, 300)).save(photos / "a" / "thin.jpg")
     source = iso.data.open_source(photos, "test")
     pixels = {source.images[i].stem: np.asarray(source.image(i)) for i in range(len(source))}
-    assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
+    for array in pixels.values():
+        assert array.ndim == 3
+        assert array.shape[2] == 3
     assert np.array_equal(pixels["sixteen"], pixels["L"])
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)[
         "images"

@@ -53,7 +53,8 @@ def test_a_closed_layer_is_position_alone(case):
     )
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     pruned(x).sum().backward()
-    assert all(p.grad is not None for p in pruned.parameters())
+    for p in pruned.parameters():
+        assert p.grad is not None
     if x.ndim == 3:
         assert pruned(x, grid_size=(7, 5)).shape == x.shape
         with pytest.raises(ValueError, match="do not fill the 6 x 6 grid"):
@@ -143,7 +144,8 @@ def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     pruned = iso.prune(model)
     assert iso.verify(model, pruned, images, atol=0.02).passed
     assert {layer: type(pruned.get_submodule(layer)).__name__ for layer in expected} == expected
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+    for key, tensor in before.items():
+        assert torch.equal(tensor, model.state_dict()[key])
     pruned.eval()
     iso.save(pruned, tmp_path / "pruned.safetensors")
     loaded = iso.load(tmp_path / "pruned.safetensors").eval()
@@ -151,7 +153,8 @@ def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     optimizer = torch.optim.SGD(iso.training.parameter_groups(loaded.train(), lr=1e-3))
     loaded(images).square().sum().backward()
     optimizer.step()
-    assert all(p.grad is not None for p in loaded.parameters())
+    for p in loaded.parameters():
+        assert p.grad is not None
     iso.save(loaded, tmp_path / "trained.safetensors")
 
 

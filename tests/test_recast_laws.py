@@ -58,7 +58,8 @@ def test_called_and_edited_with_and_without_gradients(name):
         x[0] = x[0][:1]
         assert deviation(new(*x), y[:1]) < EXACT
     gradients = torch.autograd.grad(y.square().sum(), list(new_parameters(name, new).values()))
-    assert all(gradient.abs().max() > 0 for gradient in gradients)
+    for gradient in gradients:
+        assert gradient.abs().max() > 0
 
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if RULES[name].heads])
@@ -108,32 +109,36 @@ def test_the_input_model_is_untouched_and_its_dtype_device_mode_and_format_are_k
             parameter.zero_()
     assert repr(old) == shown
     assert iso.edits(old) == ()
-    assert all(torch.equal(tensor, old.state_dict()[key]) for key, tensor in before.items())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in old.modules())
+    for key, tensor in before.items():
+        assert torch.equal(tensor, old.state_dict()[key])
+    for module in old.modules():
+        assert not (module._forward_pre_hooks)
+        assert not (module._forward_hooks)
     for dtype in (torch.float16, torch.bfloat16):
         old.to(dtype, memory_format=torch.channels_last).requires_grad_(False).train()
         new = iso.recast(old, row.rule, row.where)
         assert {p.dtype for p in new.parameters()} == {dtype}
-        assert not any(p.requires_grad for p in new.parameters())
-        assert all(module.training for module in new.modules())
-        assert all(
-            p.is_contiguous(memory_format=torch.channels_last)
-            for p in new.parameters()
-            if p.ndim == 4
-        )
+        for p in new.parameters():
+            assert not p.requires_grad
+        for module in new.modules():
+            assert module.training
+        for p in new.parameters():
+            if p.ndim == 4:
+                assert p.is_contiguous(memory_format=torch.channels_last)
     old = copy.deepcopy(plain(name))
     for number, parameter in enumerate(old.parameters()):
         parameter.requires_grad_(number % 2 == 0)
     kept, before = (
         dict(model.named_parameters()) for model in (iso.recast(old, row.rule, row.where), old)
     )
-    assert all(
-        kept[key].requires_grad == before[key].requires_grad for key in kept.keys() & before.keys()
-    )
+    for key in kept.keys() & before.keys():
+        assert kept[key].requires_grad == before[key].requires_grad
     new = iso.recast(copy.deepcopy(plain(name)).to("meta"), row.rule, row.where)
     assert {p.device.type for p in new.parameters()} == {"meta"}
-    assert not any(module.training for module in new.modules())
-    assert all(p.requires_grad for p in new_parameters(name, recast(name)).values())
+    for module in new.modules():
+        assert not module.training
+    for p in new_parameters(name, recast(name)).values():
+        assert p.requires_grad
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -145,7 +150,8 @@ def test_saved_loaded_copied_pickled_and_exported(name, tmp_path):
     assert iso.edits(loaded) == iso.edits(new)
     twins = [loaded.eval(), copy.deepcopy(new), pickle.loads(pickle.dumps(new))]
     for x in calls(name):
-        assert all(torch.equal(twin(*x), new(*x)) for twin in twins)
+        for twin in twins:
+            assert torch.equal(twin(*x), new(*x))
     x = values(RULES[name].call)
     program = torch.export.export(twins[1].requires_grad_(False), tuple(x)).module()
     assert deviation(program(*x), new(*x)) < RESIZED
@@ -183,9 +189,9 @@ def test_the_way_back_after_use(name):
     if row.back is iso.revert and row.whole:
         assert iso.edits(back) == ()
         assert repr(back) == repr(old)
-        assert not any(
-            module._forward_pre_hooks or module._forward_hooks for module in back.modules()
-        )
+        for module in back.modules():
+            assert not (module._forward_pre_hooks)
+            assert not (module._forward_hooks)
 
 
 ENCODER = functools.partial(nn.TransformerEncoderLayer, 16, 4, 16, batch_first=True)

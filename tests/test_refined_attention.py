@@ -92,7 +92,8 @@ def test_born_with_the_same_function_and_free_to_leave(name):
         layer.to_attention(1e-6)  # E is orthogonal to float32's rounding
     assert references.refined_maps(layer, x).min() > -1e-6
     grads = outcome(layer, layer, x)[2:]
-    assert all(g.abs().max() > 0 for g in grads)
+    for g in grads:
+        assert g.abs().max() > 0
     if hasattr(layer.refine, "reduce"):  # no two maps learn alike
         taps = next(layer.refine.local.parameters()).grad.flatten(1)
         assert torch.cdist(taps, taps).add(torch.eye(len(taps))).min() > 1e-9
@@ -151,7 +152,8 @@ def test_shared_maps():
     torch.testing.assert_close(reuse(z, maps), expected, rtol=0, atol=1e-12)
     assert reuse.attention(z, maps) is maps
     reuse(z, maps).sum().backward()
-    assert all(p.grad.abs().max() > 0 for p in [layer.qkv.weight, *layer.refine.parameters()])
+    for p in [layer.qkv.weight, *layer.refine.parameters()]:
+        assert p.grad.abs().max() > 0
 
 
 def test_memory_of_base_width_at_224():

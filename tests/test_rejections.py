@@ -203,11 +203,9 @@ def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, r
     new = iso.recast(net, rule)
     names = iso.edits(new)[0].names
     assert set(names) <= set(found.accepted)
-    assert all(
-        any(f"{name}.".startswith(f"{taken}.") for taken in names)
-        for name in found.accepted
-        if name
-    )
+    for name in found.accepted:
+        if name:
+            assert any(f"{name}.".startswith(f"{taken}.") for taken in names)
     noted = [note for note in iso.surgery.notes(new) if note.startswith("not recast, as ")]
     assert len(noted) == bool(found.rejected)
     assert not found.rejected or next(iter(found.rejected)) in noted[0]

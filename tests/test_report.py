@@ -158,16 +158,18 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
     wide = iso.recast(small_vit(), iso.LinearToPyramid(layout, init="paper"), where).eval()
     images = [report.PageImage("x", torch.rand(3, 32, 48))]
     sections = report.analyze_sections([report.PageModel("wide", wide, SMALL)], images)
-    charts = {
-        chart.title: chart.series["wide"]
-        for section in sections
-        for chart in section.charts
-        if chart.title
-    }
+    charts = {}
+    for section in sections:
+        for chart in section.charts:
+            if chart.title:
+                charts[chart.title] = chart.series["wide"]
     batch = normalise_images(images, SMALL)
     for name, matrix in iso.analysis.branch_similarity(wide, batch).items():
         matrices = matrix if matrix.ndim == 3 else matrix[None]
-        pairs = [each[i, j].item() for each in matrices for i, j in ((0, 1), (0, 2), (1, 2))]
+        pairs = []
+        for each in matrices:
+            for i, j in ((0, 1), (0, 2), (1, 2)):
+                pairs.append(each[i, j].item())
         assert charts["Similarity of pyramid branches"][name] == pytest.approx(pairs)
     for name, stats in iso.analysis.logit_stats(wide, batch).items():
         assert charts["Largest attention"][name] == pytest.approx(stats.max_attention.tolist())
@@ -498,7 +500,8 @@ class TestCommands:
         source = open_source("digits", "test")
         model = iso.load("vit.safetensors")
         draws = random_draw_indices(len(source))
-        assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
+        for draw in draws.view(10, 32).tolist():
+            assert len(set(draw)) == 32
         loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
         assert first["blocks.1"] == pytest.approx(
             iso.analysis.feature_evolution(model, loader)["blocks.1"]

@@ -348,7 +348,8 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     assert not opened.loss_module.train().teacher.training
     teacher = opened.loss_module.teacher.model
     seen = []
-    assert all(p.grad is None for p in teacher.parameters())
+    for p in teacher.parameters():
+        assert p.grad is None
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.loss_module.trainable_module
     for net, spread in (

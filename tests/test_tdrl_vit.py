@@ -164,7 +164,8 @@ def test_layers_before_a_batchnorm_may_have_their_own_rate():
     held = {id(p) for p in branches["params"]}
     found = {name for name, p in model.blocks[1].mlp.fc1.named_parameters() if id(p) in held}
     assert found == {"branches.0.0.weight", "branches.1.0.weight", "branches.1.2.weight"}
-    assert all(g["name"] != "branches" for g in scaled_groups(model, OptimPart(lr=1e-3)))
+    for g in scaled_groups(model, OptimPart(lr=1e-3)):
+        assert g["name"] != "branches"
 
 
 def test_the_monitor_watches_every_block(tmp_path):
@@ -176,23 +177,24 @@ def test_the_monitor_watches_every_block(tmp_path):
     iso.train(validate(recipe), show=False)
     rows = read_log(tmp_path / "monitor.jsonl")
     assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1, 3))
-    assert all(
-        set(row["max_logit"]) == set(row["entropy"]) == {"blocks.0.attn", "blocks.1.attn"}
-        for row in rows
-    )
-    assert all(0 < value < 17**0.5 * 10 for row in rows for value in row["entropy"].values())
+    for row in rows:
+        assert set(row["max_logit"]) == set(row["entropy"]) == {"blocks.0.attn", "blocks.1.attn"}
+    for row in rows:
+        for value in row["entropy"].values():
+            assert 0 < value < 17**0.5 * 10
     for row in rows:  # TDRL Fig. 3 (c): the maximum before and after the softmax
         assert set(row["max_attention"]) == set(row["max_logit"])
-        assert all(1 / 17 < value <= 1 for value in row["max_attention"].values())
+        for value in row["max_attention"].values():
+            assert 1 / 17 < value <= 1
         assert set(row["branch_similarity"]) == {
             f"blocks.{i}.{part}" for i in (0, 1) for part in PYRAMIDS
         }
-        assert all(0 <= value <= 1 for value in row["branch_similarity"].values())
-    panels = {
-        chart.title: chart
-        for part in compare_sections(read_run_logs([tmp_path]))
-        for chart in part.charts
-    }
+        for value in row["branch_similarity"].values():
+            assert 0 <= value <= 1
+    panels = {}
+    for part in compare_sections(read_run_logs([tmp_path])):
+        for chart in part.charts:
+            panels[chart.title] = chart
     (panel,) = (
         panel
         for name, panel in panels.items()

@@ -95,7 +95,10 @@ def slow_cut(label_map, box, flipped, grid_size, num_classes):
     for row, column, c in np.ndindex(rows, columns, num_classes):
         down = [top + (row + (i + 0.5) / points[0]) * cell[0] - 0.5 for i in range(points[0])]
         across = [left + (column + (j + 0.5) / points[1]) * cell[1] - 0.5 for j in range(points[1])]
-        values = [bilinear(dense[c], y, x) for y in down for x in across]
+        values = []
+        for y in down:
+            for x in across:
+                values.append(bilinear(dense[c], y, x))
         found[row, columns - 1 - column if flipped else column, c] = sum(values) / len(values)
     return found.softmax(-1)
 

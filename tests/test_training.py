@@ -48,13 +48,17 @@ class TestOptim:
 
     def test_every_trained_parameter_is_in_one_group_and_weights_decay(self):
         model, groups, names = self.groups()
-        listed = [id(p) for group in groups.values() for p in group["params"]]
+        listed = []
+        for group in groups.values():
+            for p in group["params"]:
+                listed.append(id(p))
         assert len(listed) == len(set(listed))
         assert set.union(*names.values()) == {
             n for n, p in model.named_parameters() if p.requires_grad
         }
         assert {n.rpartition(".")[2] for n in names["decayed"]} == {"weight"}
-        assert not any("bn" in n for n in names["decayed"])
+        for n in names["decayed"]:
+            assert "bn" not in n
         assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
         assert {n.rpartition(".")[2] for n in names["positions"]} == {"centre", "raw_locality"}
         assert {n: group["weight_decay"] for n, group in groups.items()} == dict.fromkeys(
@@ -66,7 +70,8 @@ class TestOptim:
         assert {id(vit.pos_embed), id(vit.cls_token), id(vit.blocks[0].attn.relative_bias)} <= set(
             map(id, exempt)
         )
-        assert all(parameter.ndim > 1 for parameter in decayed)
+        for parameter in decayed:
+            assert parameter.ndim > 1
 
     def test_no_scheduler_and_no_optimiser_loses_a_group(self):
         """Every group keeps its share of the rate through the whole schedule, whatever moves the weights."""
@@ -193,14 +198,16 @@ class TestRun:
         """Gates, spans and centres of every head before training and after each epoch, in few bytes."""
         folder, result = ended
         lines = (folder / "log.jsonl").read_text().splitlines()
-        assert all(len(line) < 1000 for line in lines)
+        for line in lines:
+            assert len(line) < 1000
         rows = read_log(folder / "log.jsonl")
         layer = "layer3.2.conv2"
         assert rows[0]["epoch"] == 0
         assert rows[0]["loss"] is None
         assert rows[0]["gating"][layer]["gates"] == [0.998] * 9  # sigmoid(6)
         assert rows[0]["gating"][layer]["spans"] == [0.2] * 9
-        assert all(0 < row["train_top1"] < 100 for row in rows[1:])
+        for row in rows[1:]:
+            assert 0 < row["train_top1"] < 100
         measured = iso.gates(result.model), iso.analysis.attention_spans(result.model)
         for found, values in zip(
             (rows[-1]["gating"][layer][key] for key in ("gates", "spans")), measured, strict=True
@@ -312,7 +319,8 @@ class TestRun:
             for name, p in run.eval_model.named_parameters()
             if not torch.equal(p, before[name])
         }
-        assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
+        for name in moved:
+            assert not name.startswith(("blocks.0.attn.", "patch_embed."))
         frozen = [p.numel() for p in run.trained.parameters() if not p.requires_grad]
         said = f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"
         assert describe_groups(run.trained, run.optimizer, run.recipe.optim)[-1] == said
@@ -358,9 +366,8 @@ class TestRun:
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
         iso.train(recipe, show=False)
-        assert not any(
-            "teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path)
-        )
+        for name in read_layout(newest_snapshot(tmp_path / "run").path):
+            assert "teacher" not in name
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             Run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 

@@ -63,10 +63,12 @@ def train(values, largest_file):
 def same_run(a, b):
     """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
     ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
     ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
     for name, keys in (
         ("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")),
         ("steps.jsonl", ("step", "lr", "loss")),
@@ -264,11 +266,9 @@ class TestDivergence:
                 show=False,
             )
         for path in list_snapshots(tmp_path):
-            assert all(
-                tensor.isfinite().all()
-                for tensor in read_snapshot(path).values()
-                if tensor.is_floating_point()
-            )
+            for tensor in read_snapshot(path).values():
+                if tensor.is_floating_point():
+                    assert tensor.isfinite().all()
         assert not (tmp_path / "best.safetensors").exists()
 
 
@@ -289,22 +289,19 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     written = path.read_bytes()
     changed = path.stat().st_mtime_ns
     weights = iso.load(path).state_dict()
-    assert all(
-        torch.equal(tensor, weights[name])
-        for name, tensor in open_model(str(tmp_path)).state_dict().items()
-    )
+    for name, tensor in open_model(str(tmp_path)).state_dict().items():
+        assert torch.equal(tensor, weights[name])
     iso.train(tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
     path.write_bytes(written[:-10])
     iso.train(tiny(tmp_path, epochs=1), show=False)
     again = iso.load(path).state_dict()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    for name in weights:
+        assert torch.equal(again[name], weights[name])
     changed = path.stat().st_mtime_ns
     for snapshot in tmp_path.glob("step-*"):
         shutil.rmtree(snapshot)
     refused("has a run without a snapshot", iso.train, tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
-    assert all(
-        torch.equal(tensor, weights[name])
-        for name, tensor in open_model(str(tmp_path)).state_dict().items()
-    )
+    for name, tensor in open_model(str(tmp_path)).state_dict().items():
+        assert torch.equal(tensor, weights[name])

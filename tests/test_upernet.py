@@ -75,7 +75,9 @@ def test_any_backbone_and_any_size(name):
     assert model.eval()(x[:1]).shape == (1, 5, 41, 70)
     coarse = model.train()(x, coarse=True)
     (coarse.logits.mean() + coarse.auxiliary.mean()).backward()
-    assert all(p.grad is not None for p in model.backbone.parameters() if p.requires_grad)
+    for p in model.backbone.parameters():
+        if p.requires_grad:
+            assert p.grad is not None
     assert coarse.logits.shape[-1] >= 2 * coarse.auxiliary.shape[-1] - 1
 
 
@@ -153,10 +155,13 @@ def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     model = build()
     new = iso.load_weights(model, tmp_path / "classifier.safetensors", fresh_head=True)
     assert {"head.classifier.weight", "backbone.blocks.0.attn.relative_bias"} <= set(new)
-    assert not any("qkv" in name or "pos_embed" in name for name in new)
+    for name in new:
+        assert "qkv" not in name
+        assert "pos_embed" not in name
     own = model.backbone.blocks[1].mlp.fc1.state_dict()
     given = classifier.blocks[1].mlp.fc1.state_dict()
-    assert all(torch.equal(own[name], given[name]) for name in own)
+    for name in own:
+        assert torch.equal(own[name], given[name])
     assert model.backbone.pos_embed.shape == (1, 17, 24)
     assert "backbone.blocks.0.attn.prefix_bias" in model.no_weight_decay()
     model.reset_classifier(9)
