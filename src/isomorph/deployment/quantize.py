@@ -311,7 +311,7 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
     batches: list[Tensor] = []
     for images in batches_of(loader, of_loader=True):
         _check_images(images, shapes)
-        if len(images):
+        if isinstance(images, Tensor) and len(images):
             batches.append(images.detach().cpu().float())
     if not batches:
         raise UserError("the calibration batches are empty; give at least one image")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from isomorph.operations import Flow, Value
+from isomorph.operations import Flow, TensorVersion
 from isomorph.surgery.affine import Affine, Summand, carrier_of
 from isomorph.surgery.affine_values import AffineValues
 from isomorph.surgery.layer_calls import ARITHMETIC
@@ -69,7 +69,9 @@ class Whole(NamedTuple):
     """Names of all modules that are merged or stay."""
 
 
-def find_whole(model: nn.Module, values: AffineValues, value: Value, found: Affine) -> Whole | None:
+def find_whole(
+    model: nn.Module, values: AffineValues, value: TensorVersion, found: Affine
+) -> Whole | None:
     """Return the outermost module with arithmetic of its own that computes a value of one layer, then its children."""
     carrier = carrier_of(found.summands)
     if carrier is None or carrier.layer is None or found.steps:
@@ -97,7 +99,9 @@ def _whole(name: str, carrier: Summand, found: Affine, children: list[str]) -> W
     return Whole(name, carrier, skips, tuple(parts), frozenset(modules))
 
 
-def _children_after(model: nn.Module, flow: Flow, name: str, value: Value) -> list[str] | None:
+def _children_after(
+    model: nn.Module, flow: Flow, name: str, value: TensorVersion
+) -> list[str] | None:
     """Return the children of a module that lead in turn from a value to its output, or None."""
     end = flow.outputs[name]
     children: list[str] = []

@@ -18,7 +18,6 @@ from isomorph.surgery.calls import (
     check_not_empty,
     describe_shape,
     run_model,
-    tensors_at,
     to_model,
 )
 from isomorph.surgery.modules import list_names
@@ -328,7 +327,7 @@ class _Port:
         self, which: str, model: nn.Module, graph: Graph, numbers: Numbers, outputs: list[Tensor]
     ) -> None:
         write(graph, model, numbers)
-        found = list(tensors_at(run_model(model, self.image)).values())
+        found = list(tensors_by_path(run_model(model, self.image)).values())
         if len(found) == len(outputs) and all(map(_is_same, found, outputs)):
             return
         raise UserError(
