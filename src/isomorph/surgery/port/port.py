@@ -20,6 +20,7 @@ from isomorph.surgery.calls import (
     run_model,
     to_model,
 )
+from isomorph.surgery.comparison import tensors_by_path
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
     TOLERANCE,
