@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from isomorph.operations import FusedCall, tensors_in
+from isomorph.operations import FusedCall, leaves, tensors_in
 from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
 from isomorph.operations.observe import Running, observing
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.comparison import tensors_by_path
 
 # Operations whose outputs have none of the numbers of their input.
 _FRESH = SHAPES_ALONE | {"new_tensor"}
@@ -237,8 +236,9 @@ class Watch(TorchFunctionMode):
         exact = torch.autocast("cpu", enabled=False)
         with observing(self.model) as self.running, torch.no_grad(), exact, self:
             result = run_model(self.model, inputs)
-        for path, x in tensors_by_path(result).items():
-            self.outputs[path.lstrip(".")] = self.number_of(x)
+        for path, x in leaves(result):
+            if isinstance(x, Tensor):
+                self.outputs[path.lstrip(".")] = self.number_of(x)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
