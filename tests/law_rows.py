@@ -82,14 +82,18 @@ def disturb(model: nn.Module, spread: float = 0.3) -> nn.Module:
     return model
 
 
-TOKENS, MAP, OTHER_MAP = ((2, 7, 12),), ((2, 6, 7, 5),), ((1, 6, 4, 9),)
+TOKENS = ((2, 7, 12),)
+MAP = ((2, 6, 7, 5),)
+OTHER_MAP = ((1, 6, 4, 9),)
 GRID = dict(grid_size=(2, 3), prefix_tokens=1)
 VIT = dict(
     img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=4, num_classes=3, global_pool="avg"
 )
 VIT["dynamic_img_size"] = True
-IMAGES, OTHER_IMAGES = ((2, 3, 32, 32),), ((1, 3, 16, 40),)
-SHUT, OPEN = dict(locality=80.0, gate=60.0), dict(gate=-60.0)
+IMAGES = ((2, 3, 32, 32),)
+OTHER_IMAGES = ((1, 3, 16, 40),)
+SHUT = dict(locality=80.0, gate=60.0)
+OPEN = dict(gate=-60.0)
 """Gating in the limits of a convolution and of attention by content, in which nothing is left out."""
 
 
@@ -227,7 +231,8 @@ def of_layer(name: str, rule: str) -> Row:
         mask=layer.mask,
         whole=layer.whole,
     )
-    call, make = (layer.shape, *layer.more), alone(layer.make)
+    call = (layer.shape, *layer.more)
+    make = alone(layer.make)
     if rule == "gated":
         return gated(make, call, 0, **row)
     return refined(make, call, 0, ratio=1, **row)

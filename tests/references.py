@@ -18,7 +18,10 @@ def position_softmax(queries, keys, score):
 def gpsa(layer, x, grid_size):
     """ConViT eq. 7 on the dense map, head by head; a prefix token has no place and is no place."""
     H, W = grid_size
-    cells = [(r, c) for r in range(H) for c in range(W)]
+    cells = []
+    for r in range(H):
+        for c in range(W):
+            cells.append((r, c))
     v_pos = layer.position
 
     def score(dy, dx):
@@ -51,12 +54,14 @@ def psa(layer, x, grid_size):
     hd = x.shape[-1] // layer.num_heads
     heads = []
     for h in range(layer.num_heads):
-        part, v_pos = slice(h * hd, (h + 1) * hd), layer.position[h]
+        part = slice(h * hd, (h + 1) * hd)
+        v_pos = layer.position[h]
         rows = []
         for i, (qy, qx) in enumerate(cells):
             scores = []
             for j, (ky, kx) in enumerate(cells):
-                dy, dx = ky - qy, kx - qx
+                dy = ky - qy
+                dx = kx - qx
                 r = torch.tensor([dx, dy, dx**2 + dy**2], dtype=x.dtype)
                 scores.append((q[:, i, part] * k[:, j, part]).sum(-1) / hd**0.5 + v_pos @ r)
             rows.append(torch.softmax(torch.stack(scores, dim=-1), dim=-1))
@@ -67,10 +72,14 @@ def psa(layer, x, grid_size):
 def tap_positions(layer, H, W):
     """Keys and queries of an H x W map, padding included, and T-CNN eq. 4. -> lists of (row, column), (nh, Nq, Nk)"""
     k, (sh, sw) = layer.kernel_size, layer.stride
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
@@ -92,7 +101,8 @@ def gpsa2d_attention(layer, x):
     maps = []
     for h in range(nh):
         rows = slice(h, None, nh)
-        q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
+        q = standing @ layer.query.weight[rows].T
+        key = tokens @ layer.key.weight[rows].T
         content = content_of(layer, q / width**0.5, key, queries, keys)
         s = torch.sigmoid(layer.gate[h])
         maps.append((1 - s) * content + s * position[h])
@@ -115,10 +125,12 @@ def content_of(layer, q, key, queries, keys):
 
 def taps_of(layer):
     """The filters of all heads, with zeros between groups of channels. -> (C_out, C, nh)"""
-    taps, groups = layer.weight.flatten(2), layer.groups
+    taps = layer.weight.flatten(2)
+    groups = layer.groups
     whole = torch.zeros(layer.out_channels, layer.in_channels, taps.shape[2], dtype=taps.dtype)
     for g in range(groups):
-        out, within = layer.out_channels // groups, layer.in_channels // groups
+        out = layer.out_channels // groups
+        within = layer.in_channels // groups
         whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[
             g * out : (g + 1) * out
         ]
@@ -183,12 +195,14 @@ def refined_maps(layer, x, real=None):
 
 def convolve_maps(maps, taps):
     """Refiner section 3.3 entry by entry: A*_ij = sum_ab w_ab A_(i - k/2 + a)(j - k/2 + b). taps (M, k, k)"""
-    N, k = maps.shape[-1], taps.shape[-1]
+    N = maps.shape[-1]
+    k = taps.shape[-1]
     rows = []
     for i, j in product(range(N), range(N)):
         total = torch.zeros_like(maps[:, :, 0, 0])
         for a, b in product(range(k), range(k)):
-            r, c = i - k // 2 + a, j - k // 2 + b
+            r = i - k // 2 + a
+            c = j - k // 2 + b
             if 0 <= r < N and 0 <= c < N:
                 total = total + taps[:, a, b] * maps[:, :, r, c]
         rows.append(total)
@@ -198,7 +212,8 @@ def convolve_maps(maps, taps):
 def convolve_pictures(maps, taps, grid_size, prefix):
     """Refiner Table 4 "Spatial": each row of the map is a picture of the keys, and that is convolved."""
     H, W = grid_size
-    k, out = taps.shape[-1], []
+    k = taps.shape[-1]
+    out = []
     for j in range(maps.shape[-1]):
         if j < prefix:
             out.append(taps[:, k // 2, k // 2, None] * maps[..., j])
@@ -206,7 +221,8 @@ def convolve_pictures(maps, taps, grid_size, prefix):
         y, x = divmod(j - prefix, W)
         total = torch.zeros_like(maps[..., 0])
         for a, b in product(range(k), range(k)):
-            r, c = y - k // 2 + a, x - k // 2 + b
+            r = y - k // 2 + a
+            c = x - k // 2 + b
             if 0 <= r < H and 0 <= c < W:
                 total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
         out.append(total)
@@ -224,7 +240,10 @@ def refined_attention(layer, x, real=None):
 def relative_scores(layer, H, W):
     """CoAtNet A.1, entry by entry: of query (i, j) and key (k, m) P[i - k + H - 1, j - m + W - 1]. -> (nh, N, N)"""
     table = bilinear(layer.relative_bias, 2 * H - 1, 2 * W - 1)
-    cells = [(i, j) for i in range(H) for j in range(W)]
+    cells = []
+    for i in range(H):
+        for j in range(W):
+            cells.append((i, j))
     rows = [[table[:, i - k + H - 1, j - m + W - 1] for k, m in cells] for i, j in cells]
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
@@ -250,7 +269,8 @@ def bilinear(table, height, width):
 def relative_attention(layer, x, post=False):
     """CoAtNet eq. 3, head by head: w added before the softmax, or after it. x (B, H, W, C)"""
     H, W = x.shape[1:3]
-    w, hd = relative_scores(layer, H, W), layer.head_dim
+    w = relative_scores(layer, H, W)
+    hd = layer.head_dim
     q, k, v = (t.split(hd, dim=-1) for t in layer.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
     heads = []
     for h in range(layer.num_heads):
@@ -299,17 +319,22 @@ def positional_conv(layer, x):
     ph, pw = layer.padding
     padded = F.pad(x, (pw, pw, ph, ph))
     k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
         return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
 
     maps = position_softmax(queries, keys, score)
-    taps, tokens = taps_of(layer), padded.flatten(2).transpose(1, 2)
+    taps = taps_of(layer)
+    tokens = padded.flatten(2).transpose(1, 2)
     out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
 

@@ -53,7 +53,8 @@ def test_imagefolder(folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_named(folder, workers):
     """Also one that Pillow refuses in its own way: a text chunk too long for it is a ValueError from deep inside."""
-    path, about = folder / "val/black/1.png", PngInfo()
+    path = folder / "val/black/1.png"
+    about = PngInfo()
     about.add_text("note", "x" * 2_000_000, zip=True)
     Image.new("RGB", (8, 8)).save(path, pnginfo=about)
     for said in (r"cannot read .*1\.png: Decompressed data too large", r"cannot read .*1\.png"):
@@ -138,7 +139,8 @@ def test_an_epoch_sees_every_image_once_and_epochs_and_seeds_differ():
     orders = [
         BatchOrder(48, 16, seed).epoch(epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))
     ]
-    assert all(images.sort().values.tolist() == list(range(48)) for images, _ in orders)
+    for images, _ in orders:
+        assert images.sort().values.tolist() == list(range(48))
     assert len({tuple(images.tolist()) for images, _ in orders}) == 3
     assert len(orders[0][1].unique()) == 48
 
@@ -255,7 +257,9 @@ def test_policies_survive_their_strongest_posterize(policy):
     assert posterizing
     for op in posterizing:
         for level in (0, 5, 10):
-            op.magnitude, op.magnitude_std, op.prob = level, 0, 1.0
+            op.magnitude = level
+            op.magnitude_std = 0
+            op.prob = 1.0
             assert op(source.image(0)).size == (8, 8)
 
 

@@ -72,7 +72,9 @@ def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
 @pytest.mark.parametrize("task", ["segmentation", "detection"])
 def test_other_tasks_equal_those_of_one_process(task, tmp_path):
     """Mean IoU and AP of five images, three for one process and two for the other."""
-    split, images, boxes = tmp_path / "data" / "val", [], []
+    split = tmp_path / "data" / "val"
+    images = []
+    boxes = []
     for number in range(5):
         for kind, size in {"images": (48, 40, 3), "masks": (48, 40)}.items():
             values = torch.randint(
@@ -121,7 +123,8 @@ def test_other_tasks_equal_those_of_one_process(task, tmp_path):
 
 def test_sums_do_not_depend_on_order_or_grouping():
     """In float64 the order of additions shows in the last digits; here it must not."""
-    logits, labels = 3 * torch.randn(2000, 7), torch.randint(7, (2000,))
+    logits = 3 * torch.randn(2000, 7)
+    labels = torch.randint(7, (2000,))
 
     def counted(order, parts):
         shares = []

@@ -25,7 +25,8 @@ def floors(order: str) -> dict[str, int]:
     }
 
 
-FILE_LINES, FUNCTION_LINES = 700, 60
+FILE_LINES = 700
+FUNCTION_LINES = 60
 """Most lines of a file, and of a function without its parameters and docstring."""
 
 

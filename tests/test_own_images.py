@@ -91,7 +91,8 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
         Image.new("RGB", (8, 8)).save(photos / name / "0000.png")
     after = sides(photos)
     assert len(after) == len(before) + 3
-    assert all(after[name] == side for name, side in before.items())
+    for name, side in before.items():
+        assert after[name] == side
     assert sides(photos.rename(tmp_path / "elsewhere")) == after
     held_out, more = (
         {n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"}
@@ -103,10 +104,8 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
 
 def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_path):
     photos = images(tmp_path / "photos")
-    model, before = (
-        network(split=(0.4, 15)),
-        iso.data.open_source(photos, "test", test_fraction=0.4),
-    )
+    model = network(split=(0.4, 15))
+    before = iso.data.open_source(photos, "test", test_fraction=0.4)
     assert len(open_test_images(model, str(photos), None)) == len(before)
     Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
     with pytest.warns(
@@ -156,10 +155,8 @@ class Own(nn.Module):
 
     def __init__(self, form, classes=3):
         super().__init__()
-        self.net, self.form = (
-            nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)),
-            form,
-        )
+        self.net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes))
+        self.form = form
 
     def forward(self, x):
         return self.form(self.net(x))
@@ -184,7 +181,8 @@ def test_classifiers_of_other_libraries(form, tmp_path):
 
 
 def test_the_names_in_a_config_of_transformers_number_the_classes(tmp_path):
-    photos, model = images(tmp_path / "photos", ("crane", "pear")), Own(FORMS["attribute"], 2)
+    photos = images(tmp_path / "photos", ("crane", "pear"))
+    model = Own(FORMS["attribute"], 2)
     model.config = SimpleNamespace(id2label={0: "pear", 1: "crane"}, image_size=32)
     model.net[2].weight.data.zero_()
     model.net[2].bias.data = torch.tensor([1.0, 0.0])
@@ -206,7 +204,9 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     Image.new("RGB", (1, 300)).save(photos / "a" / "thin.jpg")
     source = iso.data.open_source(photos, "test")
     pixels = {source.images[i].stem: np.asarray(source.image(i)) for i in range(len(source))}
-    assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
+    for array in pixels.values():
+        assert array.ndim == 3
+        assert array.shape[2] == 3
     assert np.array_equal(pixels["sixteen"], pixels["L"])
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)[
         "images"
@@ -239,7 +239,8 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
         tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False
     )
     assert np.array_equal(found.image(0), right)
-    model, config = network(), evaluation_config(network())
+    model = network()
+    config = evaluation_config(network())
     right.save(tmp_path / "right.png")
     pages = [iso.report.open_images([each], config)[0] for each in (path, tmp_path / "right.png")]
     assert torch.equal(pages[0].pixels, pages[1].pixels)
@@ -252,7 +253,8 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
 
 
 def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
-    one, other = "Caf\u00e9", "Cafe\u0301"
+    one = "Caf\u00e9"
+    other = "Cafe\u0301"
     assert hash_to_unit(one) == hash_to_unit(other)
     for path in ("images/train", "masks/train"):
         (tmp_path / path).mkdir(parents=True)

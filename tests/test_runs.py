@@ -133,9 +133,11 @@ class TestDamage:
         resumed = Run(tiny(run))
         assert re.search(expected, resumed.resumed_from.damaged[0][1])
         assert resumed.progress.step == step
-        tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
+        tensors = resumed.tensors()[0]
+        kept = read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, kept[name])
         if kind == "a foreign file":
             iso.train(tiny(run))
             said = " ".join(capsys.readouterr().out.split())
@@ -152,7 +154,8 @@ class TestDamage:
 
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
-        path, found = state_of(run), newest_snapshot(run).values
+        path = state_of(run)
+        found = newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
             path.write_bytes(
@@ -202,9 +205,8 @@ class TestFolders:
         tensors = read_snapshot(newest_snapshot(tmp_path / "run").path)
         for ema, prefix in ((True, AVERAGED_PREFIX), (False, MODEL_PREFIX)):
             state = open_model(str(tmp_path / "run"), options=ModelOptions(ema=ema)).state_dict()
-            assert all(
-                torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items()
-            )
+            for name, tensor in state.items():
+                assert torch.equal(tensor, tensors[f"{prefix}{name}"])
 
 
 def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
@@ -289,10 +291,10 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", ["mae", "g2sd"])
 def test_the_folder_of_a_pre_training_is_its_encoder(name, runs):
     """Table 9 of TDRL fuses after pre-training."""
-    model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
-    assert all(
-        torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items()
-    )
+    model = open_model(str(runs / name))
+    written = iso.load(runs / name / "model.safetensors")
+    for n, tensor in model.state_dict().items():
+        assert torch.equal(tensor, written.state_dict()[n])
     assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
 

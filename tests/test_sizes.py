@@ -70,7 +70,8 @@ def test_a_size_of_which_nothing_is_dropped_is_taken(kind):
 def test_another_number_of_channels_is_normalised_by_the_mean(name):
     grey, colour = (timm.create_model(name, in_chans=n) for n in (1, 3))
     for config, test in ((evaluation_config, True), (training_config, False)):
-        found, plain = config(grey), config(colour)
+        found = config(grey)
+        plain = config(colour)
         assert plain == resolve_data_config({}, model=colour, use_test_size=test)
         assert found["input_size"] == (1, *plain["input_size"][1:])
         assert found["mean"] == pytest.approx((sum(plain["mean"]) / 3,))

@@ -33,7 +33,8 @@ def same_snapshots(a, b):
     """Weights, averages and optimisers of two runs are the same, bit for bit."""
     ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
 
 
 def stopped_run(folder, step, values):

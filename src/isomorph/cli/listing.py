@@ -15,7 +15,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.lab.recipes import RECIPES, recipe_values
+from isomorph.lab.recipes import recipe_values
 from isomorph.process import returns_freed_memory
 from isomorph.terminal_tables import print_text_table, say
 
@@ -62,6 +62,8 @@ def list_recipes(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     pattern
         Part of a name, or a glob, for example 'tcnn_*'.
     """
+    from isomorph.lab.recipes import RECIPES
+
     matching = {
         name: recipe
         for name, recipe in RECIPES.items()

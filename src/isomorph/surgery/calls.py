@@ -98,8 +98,53 @@ def check_inputs(inputs: object) -> None:
     if not isinstance(inputs, Tensor | Mapping):
         raise UserError(
             f"give a batch as the model reads it, like a tensor of images (B, C, H, W), not a {type(inputs).__name__}; "
-            "of a loader, give the images of one batch: next(iter(loader))[0]"
+            f"{_OF_A_LOADER}"
         )
+
+
+def batches_of(given: Any, of_loader: bool = False) -> Iterator[Inputs]:
+    """Yield the batches in an argument: the one that it is, or those of a list or another iterable.
+
+    `of_loader`: each may be a pair of a loader, (inputs, labels), of which the inputs are yielded.
+
+    Raises: UserError for anything else, for no batch, and for batches of different kinds, as one pair would be.
+    """
+    if isinstance(given, Tensor | Mapping):
+        yield given
+        return
+    if not isinstance(given, Iterable):
+        check_inputs(given)
+    first: Any = None
+    for batch in given:
+        if of_loader and isinstance(batch, tuple | list) and batch:
+            batch = batch[0]
+        check_inputs(batch)
+        if first is None:
+            first = batch
+        if _kind_of(batch) != _kind_of(first):
+            raise UserError(
+                f"several batches are of one kind, and these are {_describe_kind(first)} and {_describe_kind(batch)}; "
+                f"{_OF_A_LOADER}"
+            )
+        yield batch
+    if first is None:
+        raise UserError(
+            "there is no batch; give at least one, like a tensor of images (B, C, H, W)"
+        )
+
+
+def _kind_of(batch: Inputs) -> tuple[int, bool] | None:
+    return (batch.ndim, batch.is_floating_point()) if isinstance(batch, Tensor) else None
+
+
+def _describe_kind(batch: Inputs) -> str:
+    if isinstance(batch, Tensor):
+        return f"{describe_shape(batch) or 'a number'} in {str(batch.dtype).removeprefix('torch.')}"
+    return f"a {type(batch).__name__}"
+
+
+# What to give where a loader's pair (images, labels) is not taken.
+_OF_A_LOADER = "of a loader, give the images of one batch: next(iter(loader))[0]"
 
 
 def check_not_empty(inputs: Inputs) -> None:

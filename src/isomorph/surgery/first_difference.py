@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.compare import differing, in_layout
@@ -37,7 +36,7 @@ class Operations(NamedTuple):
     def of(cls, model: nn.Module, inputs: Inputs) -> "Operations":
         """Return the operations of a module, in the precision of the inputs."""
         seen = watch(model, inputs)
-        outputs = [seen.number_of(x) for x in tensors_in(seen.result)]
+        outputs = list(seen.outputs.values())
         return cls(seen.calls, seen.values, seen.inputs, outputs, rounding=1e-10)
 
 

@@ -16,6 +16,7 @@ from isomorph.operations import Flow, Operation, TensorVersion, hooks_on, value_
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of
 from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import Step, follow_channels, kind_of_step
+from isomorph.surgery.collapse import Whole, find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
 
 
@@ -51,14 +52,19 @@ class MergePlan:
         self._values = AffineValues(model, flow, self._keeps, affine, avoid)
         self.norms = self._values.norms
         self.left = self._values.left
+        wholes: list[Whole] = []
         for value, found in self._values.of.items():
             if value in self._values.used:
                 continue
             if found.has_layer:
                 self._write_into_layer(found)
+                whole = find_whole(model, self._values, value, found)
+                wholes += [whole] if whole else []
             else:
                 self._write_into_readers(value, found)
         self._add_chains()
+        for whole in wholes:
+            self._add_whole(whole)
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
@@ -354,9 +360,32 @@ class MergePlan:
                 group, self._values_between(before.source, output), frozenset(_parts_of(before))
             )
 
+    # Of a module one layer is left
+
+    def _add_whole(self, whole: Whole) -> None:
+        """Add a module that is to become its layer, unless that is part of a chain or a sum that is not merged."""
+        layer = str(whole.carrier.layer)
+        about = [group for group in self.groups if layer in group.carriers]
+        is_merged = len(whole.modules) > len(whole.parts)
+        kinds = [group.kind for group in about]
+        if "chain" in kinds or ("sum" in kinds) != is_merged:
+            return
+        group = Group(
+            "whole",
+            carriers=(layer,),
+            windows=(whole.carrier.window,),
+            gone=(),
+            summands=whole.skips,
+            needs_sum=is_merged,
+            whole=whole.name,
+            parts=whole.parts,
+        )
+        self._add(group, set())
+
 
 def _names_of(group: Group) -> list[str]:
-    return [*group.carriers, *(name for _, name in group.gone)]
+    names = [*group.carriers, *(name for _, name in group.gone)]
+    return [*names, group.whole] if group.whole else names
 
 
 def _parts_of(found: Affine | Group) -> set[str]:

@@ -5,7 +5,6 @@
 In a glob `*` is any characters, dots too. One may name a part of a joint projection: `attn.v` of `attn.qkv`.
 """
 
-import copy
 import difflib
 import re
 from collections import Counter
@@ -77,29 +76,6 @@ def nearest_names(where: Where, names: Iterable[str]) -> str:
     if near:
         return f"; nearest names: {', '.join(near)}"
     return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
-
-
-@torch.no_grad()
-def acts_alike_in_both_modes(module: nn.Module) -> bool:
-    """Return True for a layer without children, parameters and buffers that gives the same in train and eval mode."""
-    if module._modules or module._parameters or module._buffers:
-        return False
-    outputs: list[Any] = []
-    for mode in (True, False):
-        layer = copy.copy(module)
-        layer.__dict__["training"] = mode
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            try:
-                outputs.append(layer(torch.randn(32, 32, 8, 8)))
-            except Exception:  # of a layer that reads something else than a map
-                return False
-    first, second = outputs
-    return (
-        isinstance(first, torch.Tensor)
-        and isinstance(second, torch.Tensor)
-        and torch.equal(first, second)
-    )
 
 
 def outermost_modules(
