@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,6 +46,7 @@ from isomorph.models.task_networks.backbone import (
     build_backbone,
     create_network,
 )
+from isomorph.operations import observing
 from isomorph.spec import ImageSize
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
@@ -537,15 +537,11 @@ class MaskRCNN(BackboneNetwork):
             sizes = [(x.shape[2], x.shape[3])] * len(x)
         inside = [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
-        with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in (
-                self.rpn.head,
-                self.roi_heads.box_predictor,
-                self.roi_heads.mask_predictor,
-            ):
-                if head is not None:
-                    handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
-                    hooks.callback(handle.remove)
+        heads = ["rpn.head", "roi_heads.box_predictor"]
+        if self.has_masks:
+            heads.append("roi_heads.mask_predictor")
+        # torchvision drops boxes whose scores are not finite
+        with observing(self, after=lambda call: require_finite(call.output), names=heads):
             proposals, _ = self.rpn(ImageList(x, inside), maps)
             detections, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in detections]
