@@ -58,9 +58,9 @@ def _add_tensors(values: Iterable[Any], found: list[Tensor], seen: set[int]) -> 
         kind = type(value)
         if kind in _PLAIN:
             continue
-        if kind is tuple or kind is list:
+        if isinstance(value, tuple | list):  # also what torch.max gives, by index
             _add_tensors(value, found, seen)
-        elif kind is dict:
+        elif isinstance(value, Mapping):
             _add_tensors(value.values(), found, seen)
         elif isinstance(value, Tensor):
             found.append(value)
