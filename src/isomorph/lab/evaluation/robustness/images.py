@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
 from isomorph.lab.data.corruptions.corrupt import (
     CLEAN,
@@ -31,6 +30,7 @@ from isomorph.lab.data.formats.imagefolder import imagefolder
 from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as meta_config
 
-from isomorph.distributed import Runtime, open_runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import Runtime, open_runtime
 from isomorph.lab.training.build import plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run.h100 import FuseAttention, RecordOperations, StepCost

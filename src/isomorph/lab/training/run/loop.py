@@ -21,8 +21,8 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
+from isomorph.lab.distributed import open_runtime, seed_everything, to_device
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe

@@ -16,10 +16,10 @@ from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
-from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
 from isomorph.lab.evaluation.classes import class_count, shorten
 from isomorph.lab.training.build import apply_surgery, plan_batches
 from isomorph.lab.training.classification import recipe_task
