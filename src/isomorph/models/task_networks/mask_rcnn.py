@@ -31,7 +31,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.modes import require_finite
+from isomorph.layers.modes import at_least_float32, require_finite
 from isomorph.models.base import (
     Mixin,
     Variant,
@@ -57,7 +57,7 @@ _RATIOS = (0.5, 1.0, 2.0)
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))
 
 
 class Float32Outputs(Mixin):
@@ -173,7 +173,7 @@ def fixed_boxes(x: Tensor) -> Tensor:
             top = row * height
             left = column * width
             boxes.append((left, top, left + width, top + height))
-    return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return torch.tensor(boxes, dtype=at_least_float32(x), device=x.device)
 
 
 def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
