@@ -155,6 +155,24 @@ def test_what_cannot_be_absorbed_is_said():
     refused("reads 3 channels", iso.absorb, cnn, (0.5,), (0.5,))
 
 
+OWN_NET = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(196, 2))
+"""
+
+
+def test_a_network_of_one_s_own_is_exported_for_raw_images(tmp_path, monkeypatch):
+    (tmp_path / "own_raw_net.py").write_text(OWN_NET)
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "own_raw_net:build", "--raw-images", "--size", "16", "--out", "raw.pt2"]
+    with pytest.raises(SystemExit, match="0"):
+        main(command)
+    assert iso.deployment.open_artefact("raw.pt2").metadata["mean"] == (0.0, 0.0, 0.0)
+
+
 def test_an_exported_file_says_that_it_takes_raw_images(tmp_path):
     model = narrow("cifar_resnet20").eval()
     iso.save(model, tmp_path / "cnn.safetensors")

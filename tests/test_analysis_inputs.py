@@ -76,7 +76,7 @@ def test_images_of_a_batch_by_name():
     assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 12
     refused("the batch has no tensors", images_of, {"flag": True})
     refused(
-        "a batch is a str; give a tensor of images, a dict of inputs",
+        "give a batch as the model reads it, like a tensor .*, not a str",
         iso.nonlocality,
         nn.Identity(),
         ["x"],

@@ -163,7 +163,7 @@ class TestSummaries:
         torch.testing.assert_close(
             iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x)
         )
-        refused("no batch was given", iso.analysis.attention_entropy, model, [])
+        refused("there is no batch", iso.analysis.attention_entropy, model, [])
 
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.attention_logits import summarise_scores

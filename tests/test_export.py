@@ -267,6 +267,32 @@ def test_files_have_one_tolerance(tmp_path):
     assert isomorph("verify", tmp_path / "b.safetensors", tmp_path / "a.pt2").returncode == 2
 
 
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [("--size 48x32", "48x32"), ("--raw-images", "32x32"), ("--size 48 --raw-images", "48x48")],
+)
+def test_verify_takes_size_and_pixels_from_the_file(suffix, options, size, tmp_path):
+    small = dict(img_size=32, patch_size=16, depth=1, embed_dim=12, num_heads=3, num_classes=10)
+    torch.manual_seed(0)
+    iso.save(timm.create_model("vit_tiny_patch16_224", **small), tmp_path / "a.safetensors")
+    file = tmp_path / f"a.{suffix}"
+    made = isomorph("export", tmp_path / "a.safetensors", "--out", file, *options.split())
+    assert made.returncode == 0, made.stderr
+    equal = isomorph("verify", tmp_path / "a.safetensors", file)
+    assert equal.stdout.startswith("equal within 1e-05"), equal.stderr
+    assert f"input 2x3x{size}" in equal.stdout
+
+
+def test_verify_takes_the_size_of_another_program_s_file(tmp_path):
+    net = timm.create_model("cifar_resnet20").eval()
+    iso.save(net, tmp_path / "a.safetensors")
+    path = str(tmp_path / "theirs.onnx")
+    torch.onnx.export(net, (torch.randn(1, 3, 40, 24),), path, verbose=False)
+    equal = isomorph("verify", tmp_path / "a.safetensors", path, "--batch", 1)
+    assert "input 1x3x40x24" in equal.stdout, equal.stderr
+
+
 SWAPPED = {
     "export": (lambda net, x, path: iso.export(path, net), r"in the order export\(model, path\)"),
     "quantize": (

@@ -486,19 +486,6 @@ def test_merged_weights_that_overflow_are_an_error():
     assert caught.value.exit_status == 1
 
 
-def test_train_mode_counts_only_where_it_changes_something():
-    act = nn.SiLU()
-    model = made(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), act))
-    nn.Sequential(nn.Conv2d(4, 6, 3), act).train()  # another network that shares the activation
-    assert act.training
-    assert list(fuse_with_report(model, X)[1].merged) == ["1"]
-    for layer in (nn.Dropout(0.01), nn.BatchNorm2d(6), nn.Sequential(nn.Identity()), nn.RReLU()):
-        other = nn.Sequential(*model[:2], layer).eval()
-        layer.train()
-        with pytest.raises(iso.UserError, match="2 is in train mode"):
-            iso.fuse(other, X)
-
-
 @torch.no_grad()
 def test_a_module_under_two_names_is_not_tied():
     layer = nn.Conv2d(4, 6, 3)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from functools import partial
 
 import pytest
 import timm
@@ -215,6 +217,47 @@ def test_saved_and_rebuilt(block, tmp_path):
         )
     finally:
         register_block(known, name)
+
+
+def local_block():
+    def block(channels):
+        return nn.Conv2d(channels, channels, 1)
+
+    return block
+
+
+WITHOUT_NAME = {
+    "a module": lambda: nn.Conv2d(64, 64, 1),
+    "a lambda": lambda: lambda channels: nn.Conv2d(channels, channels, 1),
+    "a local function": local_block,
+    "a partial function": lambda: partial(nn.Conv2d, 64, kernel_size=1),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_NAME)
+def test_saving_a_block_without_a_name_warns_with_advice_that_works(kind, tmp_path):
+    model = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    new = set_gammas(iso.insert(model, WITHOUT_NAME[kind](), "layer3.2"))
+    with pytest.warns(UserWarning, match="after layer3.2 is a module, lambda or local") as warned:
+        iso.save(new, tmp_path / "new.safetensors")
+    assert warned[0].filename == __file__
+    name = re.search(r'name="(.*)"\)', str(warned[0].message))[1]
+    BLOCKS.pop(name)  # as in another process
+    refused(f'name="{name}"', lambda: iso.load(tmp_path / "new.safetensors"))
+    register_block(WITHOUT_NAME["a lambda"](), name)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
+
+
+def test_lambdas_of_one_file_are_different_blocks(tmp_path):
+    model = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    first = iso.insert(model, lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.ReLU()), "layer3.2")
+    second = iso.insert(model, lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.GELU()), "layer3.2")
+    for new in map(set_gammas, (first, second)):
+        with pytest.warns(UserWarning, match="iso.load cannot find"):
+            iso.save(new, tmp_path / "new.safetensors")
+        x = torch.randn(2, 3, 32, 32)
+        assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
 
 
 def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_model_at_their_own_rate():

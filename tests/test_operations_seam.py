@@ -1,5 +1,6 @@
 """What a model computes is seen, read and changed by operation, whatever its classes; what cannot be is an error."""
 
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention_layers import LAYERS
-from isomorph.operations import EditMaps, FusedCall, ReadMaps, see
+from isomorph.operations import EditMaps, FusedCall, ReadMaps, see, tensors_in
 from isomorph.surgery.attention_layers import attention_facts, heads_of
 from isomorph.surgery.edited_attention import edit_map
 from law_rows import Alone, deviation, disturb, values
@@ -285,3 +286,15 @@ def test_flow_sees_values_readers_and_calls():
     (relu,) = flow.reads[flow.outputs["norm"][0][0]]
     assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
     assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3
+
+
+def test_tensors_are_found_in_the_order_of_their_container():
+    """Results of `torch.max` and outputs of transformers are kinds of tuples and dicts; no tensor comes twice."""
+    x = torch.randn(2, 3)
+    largest = torch.max(x, 1)
+    assert all(map(torch.equal, tensors_in(largest), (largest.values, largest.indices)))
+    output = OrderedDict(first=x, second=(x + 1, x + 2))
+    output.first = x
+    assert [float(tensor[0, 0] - x[0, 0]) for tensor in tensors_in(output)] == pytest.approx(
+        [0, 1, 2]
+    )

@@ -1,6 +1,5 @@
 """Carry the weights of a model to another implementation of the same function, and prove that both are equal."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.operations import copy_module, unwrap
+from isomorph.operations import copy_module, leaves, unwrap
 from isomorph.surgery.absorb import layers_that_read
 from isomorph.surgery.calls import (
     Inputs,
@@ -23,6 +22,7 @@ from isomorph.surgery.calls import (
 )
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import (
+    TOLERANCE,
     OutputRow,
     Place,
     SourceSettings,
@@ -31,6 +31,7 @@ from isomorph.surgery.port.compare import (
     run_with,
 )
 from isomorph.surgery.port.graph import Graph
+from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import (
     NotPorted,
@@ -50,7 +51,7 @@ from isomorph.surgery.port.solve import (
     solve,
     write,
 )
-from isomorph.surgery.port.watch import watch
+from isomorph.surgery.port.watch import entries_of, watch
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.resize import OtherSize
 
@@ -181,46 +182,59 @@ def _exact_copy(model: nn.Module) -> nn.Module:
     return exact
 
 
-@torch.no_grad()
-def _perturb(model: nn.Module) -> None:
-    """Give all numbers of a model other values, so that a value says where it comes from."""
+def _graph_of(model: nn.Module, image: Inputs) -> Graph:
+    """Return the graph of a model, all of whose numbers get other values, so that a value says where it comes from."""
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=generator)
             tensor.add_(noise.to(tensor.dtype), alpha=0.01)
+    clear_caches(model)
+    return Graph(watch(model, image))
+
+
+def _own_numbers(graph: Graph, model: nn.Module) -> Numbers:
+    """Return the numbers of the model of whose copy this is the graph."""
+    tensors = entries_of(unwrap(model))
+    own = {}
+    for number, names in graph.seen.names.items():
+        own[number] = tensors[names[0]].detach().cpu().double()
+    return Numbers(graph.entries, own)
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 @dataclass
 class _Trial:
-    """Numbers for the target, and what a run with them showed."""
+    """Numbers for the target, and what its steps and outputs are with them."""
 
     solution: Solution
     places: list[Place]
     rows: list[OutputRow]
     settings: SourceSettings
+    outputs: list[Tensor]
 
 
 class _Port:
-    """Two models in float64 on one image, their graphs, and which steps belong together."""
+    """Two models in float64 on one image, their graphs, and which steps belong together.
+
+    Both are called once to see what they compute. After that the recorded operations are run on other numbers, and at
+    the end both models again, which must give the same.
+    """
 
     def __init__(self, source: nn.Module, target: nn.Module, images: Inputs) -> None:
+        images = tree_map_only(Tensor, lambda x: x[:1].cpu(), images)
+        self.image = cast_floats(images, torch.float64)
         self.given = source
         self.wanted = target
-        self.images = cast_floats(tree_map_only(Tensor, lambda x: x.cpu(), images), torch.float64)
-        self.image = tree_map_only(Tensor, lambda x: x[:1], self.images)
         self.source = _exact_copy(source)
         self.target = _exact_copy(target)
-        own = copy.deepcopy(self.source.state_dict())
-        for model in (self.source, self.target):  # which may keep what it computes in a first call
-            with torch.no_grad():
-                run_model(model, self.image)
-            clear_caches(model)
-        _perturb(self.source)
-        _perturb(self.target)
-        self.a = Graph(watch(self.source, self.image))
-        self.b = Graph(watch(self.target, self.image))
-        self.own = own
+        self.a = _graph_of(self.source, self.image)
+        self.b = _graph_of(self.target, self.image)
         self.pairing = pair(joints_of(self.a), joints_of(self.b))
         self.orders: dict[int, int] = {}
         self.leftovers: int | None = None
@@ -231,14 +245,15 @@ class _Port:
         self._draw()
         drawn = self._try_all()
         explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
-        self.source.load_state_dict(self.own)
-        clear_caches(self.source)
-        self.a.refresh(watch(self.source, self.image))
-        final = self._trial()
+        self._check_models(drawn)
+        self.a.take(_own_numbers(self.a, self.given))
+        kept = _own_numbers(self.b, self.wanted)
+        final = self._trial(kept)
+        self._check_models(final)
         equal = self._is_equal(drawn) and self._is_equal(final)
         solution = final.solution
         if not equal and self.pairing.only_target:
-            solution = solve(self.a, self.b, self.pairing, self.orders, neutral=False)
+            solution = self._solve(kept, neutral=False)
         model = copy_module(unwrap(self.wanted))
         write(self.b, model, solution.numbers)
         worst = max(drawn, final, key=lambda trial: _largest(trial.rows))
@@ -250,14 +265,15 @@ class _Port:
         if relevant == "source":
             more = [_not_compared(row) for row in worst.rows if row.other == "nothing"]
         explained = explained and not solution.lost and self._is_paired()
+        ways = ways_of(self.a, self.b, solution)
         return PortReport(
             model=model,
             equal=equal,
             difference=_largest(rows),
             outputs=tuple(rows),
-            tensors=ways_of(self.a, self.b, solution),
+            tensors=ways,
             left=names_left(self.a, solution),
-            kept=names_kept(self.b, solution),
+            kept=names_kept(self.b, ways),
             settings=() if equal else settings_in(drawn.places),
             explained=explained,
             places=() if equal else tuple(drawn.places),
@@ -273,56 +289,70 @@ class _Port:
                 yield f"of the {name} alone: {list_names(modules)}"
 
     def _draw(self) -> None:
-        """Give the source random weights; its own stay where the target cannot hold others."""
-        own = self._own_numbers()
+        """Give the source random numbers; its own stay where the target cannot hold others."""
         numbers = draw(self.a)
-        write(self.a, self.source, numbers)
-        self.a.refresh(watch(self.source, self.image))
-        solution = solve(self.a, self.b, self.pairing)
+        self.a.take(numbers)
+        solution = self._solve(self.b.numbers)
         if solution.unplaced:
             entries = torch.cat(solution.unplaced)
-            numbers[entries] = own[entries]
-            write(self.a, self.source, numbers)
-            self.a.refresh(watch(self.source, self.image))
+            numbers.put(entries, _own_numbers(self.a, self.given).pick(entries))
+            self.a.take(numbers)
 
-    def _own_numbers(self) -> Tensor:
-        names = [self.a.seen.names[number][0] for number in self.a.first]
-        flat = [self.own[name].flatten() for name in names]
-        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+    def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
+        return solve(self.a, self.b, self.pairing, start, self.orders, neutral)
 
-    def _trial(self) -> _Trial:
-        """Run the target with the source's numbers and compare."""
-        solution = solve(self.a, self.b, self.pairing, self.orders)
+    def _trial(self, start: Numbers) -> _Trial:
+        """Compare the source with the target that has its numbers, and its own of `start` where that has none."""
+        solution = self._solve(start)
         if self.leftovers is not None:
             fill_leftovers(self.a, self.b, solution, self.leftovers)
-        write(self.b, self.target, solution.numbers)
-        compared = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
-        places, settings, run = compared
-        if places:
-            run = watch(self.target, self.image)
-        rows = compare_outputs(self.a, self.b, run)
-        return _Trial(solution, places, rows, settings)
+        numbers = solution.numbers
+        places, settings, values = compare_steps(self.a, self.b, self.pairing, numbers)
+        if places:  # the values are in part those of the source
+            values = self.b.run(numbers)
+        rows = compare_outputs(self.a, self.b, values)
+        outputs = [values[number] for number in self.b.seen.outputs.values()]
+        return _Trial(solution, places, rows, settings, outputs)
+
+    def _check_models(self, trial: _Trial) -> None:
+        """Raise UserError if a model with these numbers gives something else than its recorded operations."""
+        mine = [self.a.values[number] for number in self.a.seen.outputs.values()]
+        self._check_model("source", self.source, self.a, self.a.numbers, mine)
+        numbers = trial.solution.numbers
+        self._check_model("target", self.target, self.b, numbers, trial.outputs)
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def _check_model(
+        self, which: str, model: nn.Module, graph: Graph, numbers: Numbers, outputs: list[Tensor]
+    ) -> None:
+        write(graph, model, numbers)
+        found = [x for _, x in leaves(run_model(model, self.image)) if isinstance(x, Tensor)]
+        if len(found) == len(outputs) and all(map(_is_same, found, outputs)):
+            return
+        raise UserError(
+            f"the {which} computes something else for other weights; it cannot be followed"
+        )
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
         if not trial.settings.calls and not trial.settings.constants:
             return False
-        write(self.b, self.target, trial.solution.numbers)
-        run = run_with(trial.settings, self.a, self.b, self.target, self.image)
-        if run is None:
+        values = run_with(trial.settings, self.a, self.b, trial.solution.numbers)
+        if values is None:
             return False
-        rows = compare_outputs(self.a, self.b, run)
+        rows = compare_outputs(self.a, self.b, values)
         return is_equal(rows, "target")
 
     def _try_all(self) -> _Trial:
         """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""
-        best = self._trial()
+        best = self._trial(self.b.numbers)
         for choice in self._choices(best.solution) if not self._is_equal(best) else ():
             if self._is_equal(best) or len(self.tried) == _TRIALS:
                 break
             before = dict(self.orders), self.pairing, self.leftovers
             self.tried.append(choice.take(self))
-            trial = self._trial()
+            trial = self._trial(self.b.numbers)
             if len(trial.places) < len(best.places) or self._is_equal(trial):
                 best = trial
             else:
@@ -331,7 +361,8 @@ class _Port:
 
     def _choices(self, solution: Solution) -> "Iterator[_Parts | _Exchange | _Leftovers]":
         """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
-        if names_left(self.a, solution) and solution.has_free_numbers:
+        is_free = any(map(solution.is_free, self.b.seen.names))
+        if is_free and names_left(self.a, solution):
             yield from map(_Leftovers, range(_SHARING))
         labels: dict[tuple[object, ...], list[int]] = {}
         counts: dict[tuple[object, ...], int] = {}
@@ -365,7 +396,7 @@ class _Port:
         """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
         alone = {joint.index for joint in joints}
         for joint in joints:
-            if joint.first.kind == "layer" and graph.seen.values[joint.first.output].ndim != 2:
+            if joint.first.kind == "layer" and graph.values[joint.first.output].ndim != 2:
                 return False
             if joint.readers - alone:
                 return False

@@ -19,7 +19,7 @@ from isomorph.surgery.plain_layers import (
     describe_attachments,
     describe_stand_in,
     layer_mismatch,
-    overridden_methods,
+    override_reason,
 )
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
@@ -33,9 +33,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    methods = " and ".join(overridden_methods(module, Attention))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of timm's Attention"
+    reason = override_reason(module, Attention, "timm's Attention")
+    if reason is not None:
+        return reason
     names = (*module._modules, *module._parameters, *module._buffers)
     extra = [name for name in names if name not in ATTENTION_PARTS]
     if extra:
