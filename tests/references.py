@@ -113,10 +113,12 @@ def content_of(layer, q, key, queries, keys):
     """Softmax over all keys, or over those of a window. -> (B, Nq, Nk)"""
     if hasattr(layer, "window"):
         (wh, ww) = layer.window
-        near = [
-            [abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys]
-            for qr, qc in queries
-        ]
+        near = []
+        for qr, qc in queries:
+            row = []
+            for r, c in keys:
+                row.append(abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2)
+            near.append(row)
         return torch.softmax(
             (q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1
         )
@@ -131,9 +133,9 @@ def taps_of(layer):
     for g in range(groups):
         out = layer.out_channels // groups
         within = layer.in_channels // groups
-        whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[
-            g * out : (g + 1) * out
-        ]
+        rows = slice(g * out, (g + 1) * out)
+        columns = slice(g * within, (g + 1) * within)
+        whole[rows, columns] = taps[rows]
     return whole
 
 
@@ -143,9 +145,9 @@ def gpsa2d(layer, x):
     values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2)
     values = values if layer.value is None else values @ layer.value.weight.T
     taps = taps_of(layer)
-    out = sum(
-        a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1))
-    )
+    out = 0
+    for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1)):
+        out = out + a @ values @ taps[:, :, h].T
     if layer.bias is not None:
         out = out + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
@@ -244,7 +246,12 @@ def relative_scores(layer, H, W):
     for i in range(H):
         for j in range(W):
             cells.append((i, j))
-    rows = [[table[:, i - k + H - 1, j - m + W - 1] for k, m in cells] for i, j in cells]
+    rows = []
+    for i, j in cells:
+        row = []
+        for k, m in cells:
+            row.append(table[:, i - k + H - 1, j - m + W - 1])
+        rows.append(row)
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
@@ -262,7 +269,8 @@ def bilinear(table, height, width):
         for j in range(width):
             c, d, t = neighbours(j, width, table.shape[2])
             top = (1 - t) * table[:, a, c] + t * table[:, a, d]
-            out.append((1 - s) * top + s * ((1 - t) * table[:, b, c] + t * table[:, b, d]))
+            bottom = (1 - t) * table[:, b, c] + t * table[:, b, d]
+            out.append((1 - s) * top + s * bottom)
     return torch.stack(out, dim=-1).unflatten(-1, (height, width))
 
 
@@ -304,10 +312,12 @@ def mbconv(block, x, stride, stride_on):
     y = F.conv2d(y, block.project.weight, block.project.bias)
     if stride == 2:
         H, W = x.shape[-2:]
-        cells = [
-            [x[..., i : i + 2, j : j + 2].amax((2, 3)) for j in range(0, W, 2)]
-            for i in range(0, H, 2)
-        ]
+        cells = []
+        for i in range(0, H, 2):
+            row = []
+            for j in range(0, W, 2):
+                row.append(x[..., i : i + 2, j : j + 2].amax((2, 3)))
+            cells.append(row)
         x = torch.stack([torch.stack(row, dim=-1) for row in cells], dim=-2)
     if x.shape[1] != y.shape[1]:
         x = F.conv2d(x, block.shortcut[1].weight, block.shortcut[1].bias)
@@ -354,12 +364,12 @@ def decomposed_attention(layer, x):
             part = slice(head * hd, (head + 1) * hd)
             for number, (i, j) in enumerate(cells):
                 query = q[:, number, part]
-                scores = [
-                    (query * k[:, other, part]).sum(-1) / hd**0.5
-                    + query @ layer.rel_pos_h[i - a + h - 1]
-                    + query @ layer.rel_pos_w[j - b + w - 1]
-                    for other, (a, b) in enumerate(cells)
-                ]
+                scores = []
+                for other, (a, b) in enumerate(cells):
+                    content = (query * k[:, other, part]).sum(-1) / hd**0.5
+                    down = query @ layer.rel_pos_h[i - a + h - 1]
+                    across = query @ layer.rel_pos_w[j - b + w - 1]
+                    scores.append(content + down + across)
                 weights = torch.stack(scores, -1).softmax(-1)  # (B, N)
                 out[:, top + i, left + j, part] = torch.einsum("bn,bnc->bc", weights, v[..., part])
     return layer.proj(out[:, :H, :W])

@@ -1,5 +1,8 @@
 """Maps, gates and spans by layer name."""
 
+import itertools
+import math
+
 import pytest
 import timm
 import torch
@@ -44,9 +47,8 @@ def test_looks_are_pictures_on_the_layers_own_map():
     assert pictures["layer3.0.conv1"].shape == (1, 9, 20, 12)
     assert pictures["layer3.2.conv2"].shape == (1, 9, 10, 6)
     peaks = pictures["layer3.2.conv2"][0].flatten(1).argmax(-1)
-    assert [(int(p) // 6, int(p) % 6) for p in peaks] == [
-        (r, c) for r in (4, 5, 6) for c in (2, 3, 4)
-    ]
+    places = [divmod(int(peak), 6) for peak in peaks]
+    assert places == list(itertools.product((4, 5, 6), (2, 3, 4)))
     tokens = timm.create_model(
         "deit_tiny_patch16_224", img_size=(64, 96), depth=2
     )  # without the class token
@@ -149,7 +151,10 @@ def by_hand(maps, queries, padding, stride):
     for r in range(keys):
         for c in range(keys):
             k.append((r, c))
-    distances = torch.tensor([[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in k] for a, b in q])
+    rows = []
+    for a, b in q:
+        rows.append([math.hypot(a - c, b - d) for c, d in k])
+    distances = torch.tensor(rows)
     return (maps * distances).sum(-1).mean((0, 2))
 
 
@@ -180,7 +185,8 @@ class TestEvolution:
         """More features than samples, or fewer: the same number."""
         x = torch.randn(5, 9, dtype=torch.float64)
         y = torch.randn(5, 3, dtype=torch.float64)
-        a, b = (t - t.mean(0) for t in (x, y))
+        a = x - x.mean(0)
+        b = y - y.mean(0)
         expected = (b.T @ a).norm() ** 2 / ((a.T @ a).norm() * (b.T @ b).norm())
         torch.testing.assert_close(iso.analysis.linear_cka(x, y), expected)
         torch.testing.assert_close(iso.analysis.linear_cka(y, x), expected)
@@ -195,7 +201,8 @@ class TestEvolution:
         a, b, _ = iso.attention_maps(model, x).values()
 
         def correlation(a, b):
-            a, b = (each - each.mean(-1, keepdim=True) for each in (a, b))
+            a = a - a.mean(-1, keepdim=True)
+            b = b - b.mean(-1, keepdim=True)
             return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean()
 
         torch.testing.assert_close(

@@ -61,23 +61,13 @@ class TestSummaries:
         model = uniform(vit())
         x = torch.randn(3, 3, 32, 32)
         N = 17
-        for found, expected in (
-            (iso.analysis.attention_entropy(model, x), math.log(N)),
-            (
-                {
-                    name: stats.max_logit
-                    for name, stats in iso.analysis.logit_stats(model, x).items()
-                },
-                0.0,
-            ),
-            (
-                {
-                    name: stats.max_attention
-                    for name, stats in iso.analysis.logit_stats(model, x).items()
-                },
-                1 / N,
-            ),
-        ):
+        logits = {}
+        shares = {}
+        for name, stats in iso.analysis.logit_stats(model, x).items():
+            logits[name] = stats.max_logit
+            shares[name] = stats.max_attention
+        entropy = iso.analysis.attention_entropy(model, x)
+        for found, expected in ((entropy, math.log(N)), (logits, 0.0), (shares, 1 / N)):
             assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
             torch.testing.assert_close(
                 found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4
@@ -235,9 +225,9 @@ class TestCKA:
             m = m - torch.diag(m.diag())
             one = torch.ones(n, 1, dtype=k.dtype)
             middle = (one.T @ k @ one) * (one.T @ m @ one) / ((n - 1) * (n - 2))
-            return ((k @ m).trace() + middle - 2 / (n - 2) * (one.T @ k @ m @ one)).item() / (
-                n * (n - 3)
-            )
+            last = 2 / (n - 2) * (one.T @ k @ m @ one)
+            total = (k @ m).trace() + middle - last
+            return total.item() / (n * (n - 3))
 
         k = x @ x.T
         m = y @ y.T
@@ -247,7 +237,8 @@ class TestCKA:
         cross = torch.cat([x, y], 1)
         model = Two(torch.eye(12).double()[:5], torch.eye(12).double()[5:])
         found = iso.cka(model, model, cross, "?").matrix
-        assert found[0, 1].item() == pytest.approx(slow(k, m) / math.sqrt(slow(k, k) * slow(m, m)))
+        lengths = math.sqrt(slow(k, k) * slow(m, m))
+        assert found[0, 1].item() == pytest.approx(slow(k, m) / lengths)
         torch.testing.assert_close(found.diagonal(), torch.ones(2).double())
 
     def test_unrelated_features_are_near_0_where_the_biased_form_is_not(self):
@@ -279,10 +270,10 @@ class TestCKA:
                 tiny,
                 "?",
             )
+        half = Two(rotation(6), torch.zeros(2, 6).double())
+        full = Two(rotation(6), rotation(6))
         with pytest.warns(DataWarning, match=r"CKA of b is unknown \(NaN\): in batches of 8"):
-            found = iso.cka(
-                Two(rotation(6), torch.zeros(2, 6).double()), Two(rotation(6), rotation(6)), x, "?"
-            ).matrix
+            found = iso.cka(half, full, x, "?").matrix
         assert found.isnan().tolist() == [[False, False], [True, True]]
         with pytest.warns(DataWarning, match="the same for all samples"):
             assert iso.analysis.linear_cka(x, torch.ones(8, 2)).isnan()

@@ -71,11 +71,9 @@ def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(n
         for a, _ in taken:
             if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]:
                 same.append(a)
-        same += [
-            b.mT
-            for _, b in taken
-            if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]
-        ]
+        for _, b in taken:
+            if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]:
+                same.append(b.mT)
         like = []
         for a in same:
             for form in as_laid_out(a, found.shape):

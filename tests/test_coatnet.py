@@ -106,9 +106,8 @@ def test_forms_learn(form):
 
 class TestLayout:
     def test_paper_and_written_out(self):
-        paper, written = (
-            parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T")
-        )
+        paper = parse_layout("C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5)
+        written = parse_layout("S-C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5)
         assert paper == written
         resolutions = {"C-C-T-T": 5, "S-C-C-T-T": 5, "SC-C-T-T": 4, "C-C-CT-T": 5, "PT": 1}
         assert {name: len(split_layout(name)) for name in resolutions} == resolutions
@@ -232,7 +231,8 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     ours.load_state_dict(from_timm(theirs.state_dict()))
     x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
     for training in (False, True):
-        theirs, ours = (model.double().train(training) for model in (theirs, ours))
+        theirs = theirs.double().train(training)
+        ours = ours.double().train(training)
         torch.testing.assert_close(
             ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10
         )

@@ -29,7 +29,8 @@ def rectangular_peer(peer, size):
         peer.pos_embed.data, list(grid), [14, 14], num_prefix_tokens=0
     )
     rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
-    dy, dx = (t.flatten()[None, :] - t.flatten()[:, None] for t in (rows, columns))
+    dy = rows.flatten()[None, :] - rows.flatten()[:, None]
+    dx = columns.flatten()[None, :] - columns.flatten()[:, None]
     for block in peer.blocks[:10]:
         block.attn.rel_indices = torch.stack([dx, dy, dx**2 + dy**2], dim=-1)[None].float()
     return peer
@@ -40,9 +41,8 @@ def test_public_checkpoints_give_timms_logits_at_any_size(tmp_path):
     name = "convit_ti"
     peer = noisy(timm.create_model(PEERS[name], num_classes=20), 0.03).eval()
     torch.save({"model": peer.state_dict()}, tmp_path / "public.pth")
-    born, resized = (
-        timm.create_model(name, num_classes=20, img_size=size).eval() for size in ((288, 192), 224)
-    )
+    born = timm.create_model(name, num_classes=20, img_size=(288, 192)).eval()
+    resized = timm.create_model(name, num_classes=20, img_size=224).eval()
     for model in (born, resized):
         load_weights(model, tmp_path / "public.pth")
     x = torch.randn(1, 3, 224, 224)

@@ -79,7 +79,10 @@ def test_a_killed_worker_is_an_error_of_the_next_batch_only():
 
 def test_a_fraction_of_each_class():
     source = open_source("digits", "train")
-    a, b, other, first = (class_fraction(source, 0.1, seed) for seed in (0, 0, 1, None))
+    a = class_fraction(source, 0.1, 0)
+    b = class_fraction(source, 0.1, 0)
+    other = class_fraction(source, 0.1, 1)
+    first = class_fraction(source, 0.1, None)
     assert a.ids.tolist() == b.ids.tolist() != other.ids.tolist()
     assert np.bincount(a.labels).tolist() == [
         int(0.1 * count) for count in np.bincount(source.labels)
@@ -169,9 +172,8 @@ def test_evaluation_follows_the_models_own_config(tmp_path):
     source = open_source("imagefolder", "test", tmp_path)
     images, _ = next(iter(eval_loader(source, config, 2)))
     pixels = torch.from_numpy(np.array(source.image(1))).permute(2, 0, 1) / 255
-    mean, std = (
-        torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    )
+    mean = torch.tensor((0.485, 0.456, 0.406))[:, None, None]
+    std = torch.tensor((0.229, 0.224, 0.225))[:, None, None]
     torch.testing.assert_close(images[1], (pixels - mean) / std)
 
 
@@ -275,13 +277,15 @@ class TestReceptiveFieldCalibration:
         return next(iter(eval_loader(source, self.config, 1, **calibration)))[0][0]
 
     def test_zero_and_black(self):
-        zero, black = (self.batch((40, 40), rfc=1.5, rfc_fill=fill) for fill in ("zero", "black"))
+        zero = self.batch((40, 40), rfc=1.5, rfc_fill="zero")
+        black = self.batch((40, 40), rfc=1.5, rfc_fill="black")
         inner = slice(4, 20)  # 24 / 1.5 = 16 pixels in the middle
         torch.testing.assert_close(zero[:, inner, inner], black[:, inner, inner])
         rim = torch.ones(24, 24, dtype=torch.bool)
         rim[inner, inner] = False
         assert not zero[:, rim].any()
-        mean, std = (torch.tensor(self.config[name]) for name in ("mean", "std"))
+        mean = torch.tensor(self.config["mean"])
+        std = torch.tensor(self.config["std"])
         torch.testing.assert_close(black[:, rim], (-mean / std)[:, None].expand(-1, int(rim.sum())))
 
     def test_one_and_below_is_a_plain_crop(self):

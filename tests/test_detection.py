@@ -242,9 +242,9 @@ def random_results(source, seed=0):
         objects = source.objects(index)
         n = len(objects["labels"])
         boxes = objects["boxes"] + 6 * torch.randn(n, 4, generator=generator)
-        boxes = torch.cat([torch.minimum(boxes[:, :2], boxes[:, 2:] - 1), boxes[:, 2:]], 1).clamp(
-            min=0
-        )
+        ends = boxes[:, 2:]
+        starts = torch.minimum(boxes[:, :2], ends - 1)
+        boxes = torch.cat([starts, ends], 1).clamp(min=0)
         wrong = torch.rand(n, generator=generator) < 0.2
         labels = torch.where(
             wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"]
@@ -264,23 +264,26 @@ def scattered(images=30, seed=0):
     for number in range(6 * images):
         left = rng.integers(0, 250)
         top = rng.integers(0, 180)
-        width, height = (int(rng.integers(4, 4 + room)) for room in (320 - left - 4, 240 - top - 4))
+        width = int(rng.integers(4, 4 + (320 - left - 4)))
+        height = int(rng.integers(4, 4 + (240 - top - 4)))
         left = int(left)
         top = int(top)
         outline = [left, top, left + width, top, left, top + height]
         if number % 2:
             outline += [left + width, top + height]
-        content["annotations"].append(
-            {
-                "id": number + 1,
-                "image_id": int(rng.integers(0, images - 2)),
-                "category_id": (7, 3)[number % 3 > 0],
-                "bbox": [left, top, width, height],
-                "area": width * height / (1 if number % 2 else 2),
-                "segmentation": [outline],
-                "iscrowd": 0,
-            }
-        )
+        area = float(width * height)
+        if number % 2 == 0:
+            area = area / 2
+        annotation = {
+            "id": number + 1,
+            "image_id": int(rng.integers(0, images - 2)),
+            "category_id": 3 if number % 3 else 7,
+            "bbox": [left, top, width, height],
+            "area": area,
+            "segmentation": [outline],
+            "iscrowd": 0,
+        }
+        content["annotations"].append(annotation)
     return content
 
 
@@ -388,9 +391,11 @@ class TestDistillation:
         }
         task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart())
         pixels = torch.rand(2, 3, 64, 64)
-        images, theirs = (
-            normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
-            for net in (student, teacher)
+        images = normalize(
+            pixels, list(student.pretrained_cfg["mean"]), list(student.pretrained_cfg["std"])
+        )
+        theirs = normalize(
+            pixels, list(teacher.pretrained_cfg["mean"]), list(teacher.pretrained_cfg["std"])
         )
         torch.testing.assert_close(task.teacher.images(images), theirs)
 
@@ -402,7 +407,8 @@ class TestDistillation:
         for b, i, j in np.ndindex(2, 4, 5):
             m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
             bottom += m
-            top += m * sum((theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2 for c in range(3))
+            for c in range(3):
+                top += m * (theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2
             for a in range(2):
                 s = scores[b, a, i, j].sigmoid()
                 t = wanted[b, a, i, j].sigmoid()
@@ -448,7 +454,8 @@ def test_anchors_lie_where_the_positions_do():
     maps = list(model.pyramid_maps(x).values())
     boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
     last = boxes[3 * maps[0][0, 0].numel() - 3]  # three anchors a position of the finest map
-    assert ((last[:2] + last[2:]) / 2).tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
+    centre = (last[:2] + last[2:]) / 2
+    assert centre.tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
     padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
     here = model.detect(x)[0]
     there = model.detect(padded, [(200, 168)])[0]

@@ -193,9 +193,9 @@ def write_images(folder, count, seed, size=(8, 8)):
     folder.mkdir()
     for i in range(count):
         blocks = rng.integers(0, 256, (2, 2, 3)).repeat(size[0] // 2, 0).repeat(size[1] // 2, 1)
-        Image.fromarray(
-            np.clip(blocks + rng.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)
-        ).save(folder / f"{i:03d}.png")
+        noisy = blocks + rng.integers(-20, 20, (*size, 3))
+        pixels = np.clip(noisy, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:03d}.png")
     return folder
 
 

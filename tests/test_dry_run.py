@@ -160,7 +160,11 @@ STEPPED = {
     "tdrl_vit_ti_100ep": TDRL,
     "tdrl_vit_ti_100ep_distilled": [*TDRL, *SMALL_TEACHER],
     "tdrl_fig3_none_g2sd": [*TDRL, "mask.teacher_model=vit_tiny_patch16_224"],
-    "tdrl_mobileone_s0": ["data.size=[32,32]", "data.batch_size=4"],
+    "tdrl_mobileone_s0": [
+        "data.size=[32,32]",
+        "data.batch_size=4",
+        "model.recast.where=[stem, stages.0.?]",
+    ],
     "refined_vit_s": REFINED,
     "refined_vit_s_released": [*REFINED, "token_labels.maps=maps"],
     "cifar_annealed": ["data.batch_size=8"],

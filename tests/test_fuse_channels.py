@@ -45,7 +45,9 @@ def attend(weights, heads=2, parts="chunk"):
             q, k, v = qkv.chunk(3, 1)
         else:
             q, k, v = (qkv[:, 4 * i : 4 * i + 4] for i in range(3))
-        q, k, v = (each.reshape(B * heads, 4 // heads, -1) for each in (q, k, v))
+        q = q.reshape(B * heads, 4 // heads, -1)
+        k = k.reshape(B * heads, 4 // heads, -1)
+        v = v.reshape(B * heads, 4 // heads, -1)
         y = weights(q.mT @ k) @ v.mT
         return m.norm(y.mT.reshape(B, 4, H, W))
 

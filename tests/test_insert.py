@@ -264,7 +264,8 @@ def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_mode
     block = nn.Conv2d(256, 256, 1)
     model = timm.create_model("resnet18").bfloat16().requires_grad_(False)
     new = iso.insert(model, block, "layer3.?")
-    first, second = (new.layer3[i].inserted for i in (0, 1))
+    first = new.layer3[0].inserted
+    second = new.layer3[1].inserted
     assert first.block is not second.block
     assert torch.equal(first.block.weight, second.block.weight)
     assert {p.dtype for p in first.parameters()} == {torch.bfloat16}

@@ -30,10 +30,11 @@ def test_a_block_of_pyramids_is_timms_forward_pass(options):
     x = torch.randn(4, 6, 7, 6, dtype=torch.float64, requires_grad=True)
     twin.__class__ = MobileOneBlock
     for _ in range(2):
-        found = [
-            [y := net(x), *torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])]
-            for net in (block, twin)
-        ]
+        found = []
+        for net in (block, twin):
+            y = net(x)
+            gradients = torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])
+            found.append([y, *gradients])
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(dict(block.named_buffers()), dict(twin.named_buffers()))
         block.conv_kxk[1].eval(), twin.conv_kxk[1].eval()
@@ -58,12 +59,11 @@ def test_every_weight_learns(layout, init):
         (layer(torch.randn(50, 6)) * torch.randn(50, 10)).sum().backward()
         optimizer.step()
     silent = {n for n, p in layer.named_parameters() if torch.equal(p, born[n])}
-    before_norm = {  # BatchNorm takes a bias before it out again
-        f"branches.{i}.{j}.bias"
-        for i, branch in enumerate(layer.branches)
-        for j in range(len(branch))
-        if any(isinstance(m, _BatchNorm) for m in branch[j + 1 :])
-    }
+    before_norm = set()  # BatchNorm takes a bias before it out again
+    for i, branch in enumerate(layer.branches):
+        for j in range(len(branch)):
+            if any(isinstance(m, _BatchNorm) for m in branch[j + 1 :]):
+                before_norm.add(f"branches.{i}.{j}.bias")
     assert silent <= before_norm
 
 
@@ -145,10 +145,8 @@ def test_recalibration_can_keep_the_function(depth):
 
 
 def test_recalibration_keeps_convolutions_and_plain_norms_too():
-    first, second = (
-        iso.layers.AnnealedPair(nn.Conv2d(i, i, 1), nn.Conv2d(i, o, 1), slope=1.0)
-        for i, o in ((8, 16), (16, 12))
-    )
+    first = iso.layers.AnnealedPair(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 1), slope=1.0)
+    second = iso.layers.AnnealedPair(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 12, 1), slope=1.0)
     layers = [nn.Conv2d(3, 8, 4, 4), nn.ReLU(), first, nn.MaxPool2d(2), nn.ReLU(), second]
     wide = iso.recast(disturb(nn.Sequential(*layers)).float(), iso.LinearToPyramid("P-W2"), "2")
     images = torch.randn(64, 3, 32, 32)

@@ -54,9 +54,7 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     kernel = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
     allowed = regions(2, 6).repeat(2, 1, 1)[:, None]
     slow = torch.zeros_like(maps)
-    for b, i, j in (
-        (b, i, j) for b in range(4) for i in range(6) for j in range(6) if allowed[b, 0, i, j]
-    ):
+    for b, i, j in allowed[:, 0].nonzero().tolist():
         for s, t in ((s, t) for s in (-1, 0, 1) for t in (-1, 0, 1)):
             m = i + s
             n = j + t
@@ -182,9 +180,8 @@ def test_the_places_of_pooled_and_haloed_keys():
     pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
     queries, keys = row_mean_places(pooled, [(4, 6)], 24, 6)
     torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
-    torch.testing.assert_close(
-        keys[1] * 2, torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float().mean(0)
-    )
+    places = torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float()
+    torch.testing.assert_close(keys[1] * 2, places.mean(0))
     torch.testing.assert_close(
         queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
     )
@@ -199,9 +196,9 @@ def test_a_class_token_that_is_the_only_query_is_in_the_middle():
     edit = GatedMap(4).double()
     edit.set_gating(locality=2.0, gate=30.0)
     maps = torch.full((1, 4, 1, 16), 1 / 16, dtype=torch.float64)
-    alone, with_itself = (
-        edit(m, MapCall(shapes=((3, 5),), prefix=1))[0, 0, 0] for m in (maps[..., 1:], maps)
-    )
+    call = MapCall(shapes=((3, 5),), prefix=1)
+    alone = edit(maps[..., 1:], call)[0, 0, 0]
+    with_itself = edit(maps, call)[0, 0, 0]
     torch.testing.assert_close(with_itself, F.pad(alone, (1, 0)))
     centre = edit.centre[0]
     offsets = torch.cartesian_prod(torch.arange(3.0) - 1, torch.arange(5.0) - 2).double()

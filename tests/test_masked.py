@@ -66,9 +66,8 @@ def slow_loss(model, images, noise):
     (ph, pw), (H, W) = vit.patch_embed.patch_size, vit.patch_embed.grid_size
     prefix = vit.num_prefix_tokens
     for image, draw in zip(images, noise, strict=True):
-        visible = sorted(range(H * W), key=lambda i: draw[i].item())[
-            : math.floor(H * W * (1 - model.ratio))
-        ]
+        order = sorted(range(H * W), key=lambda i: draw[i].item())
+        visible = order[: math.floor(H * W * (1 - model.ratio))]
         patches = []
         for r in range(H):
             for c in range(W):
@@ -90,10 +89,10 @@ def slow_loss(model, images, noise):
             x = block(x)
         x = model.decoder_embed(vit.fc_norm(vit.norm(x)))[0]
         understood = dict(zip(sorted(visible), x[prefix:], strict=True))
-        placed = [
-            understood.get(i, model.mask_token[0, 0]) + slow_positions(i // W, i % W, model.width)
-            for i in range(H * W)
-        ]
+        placed = []
+        for i in range(H * W):
+            token = understood.get(i, model.mask_token[0, 0])
+            placed.append(token + slow_positions(i // W, i % W, model.width))
         x = torch.cat([x[:prefix], torch.stack(placed)])[None]
         for block in model.decoder_blocks:
             x = block(x)
@@ -365,7 +364,8 @@ def test_alignment_is_the_papers():
     pixels = torch.rand(2, 3, 16, 16)
     seen = {}
     for who in (student, teacher):
-        mean, std = (torch.tensor(who.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+        mean = torch.tensor(who.pretrained_cfg["mean"]).view(3, 1, 1)
+        std = torch.tensor(who.pretrained_cfg["std"]).view(3, 1, 1)
         seen[who] = (pixels - mean) / std
     noise = student.draw_noise(pixels)
     found = task(seen[student], noise=noise)

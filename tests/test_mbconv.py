@@ -42,7 +42,8 @@ def test_equals_the_paper_with_gradients(shape, stride_on, size):
     assert actual.shape == (2, dim_out, -(-size[0] // stride), -(-size[1] // stride))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     leaves = [x, *block.parameters()]
-    wanted, found = (torch.autograd.grad(y.square().sum(), leaves) for y in (expected, actual))
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    found = torch.autograd.grad(actual.square().sum(), leaves)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
@@ -82,11 +83,9 @@ def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
     torch.testing.assert_close(block(x)[:1], block(x[:1]))
     assert not hasattr(block, "fuse")
     assert not hasattr(LayerNormStem(3, 8), "fuse")
-    y = block.expand(
-        F.layer_norm(x.movedim(1, -1), (6,), block.norm.weight, block.norm.bias, 1e-6).movedim(
-            -1, 1
-        )
-    )
+    norm = block.norm
+    normed = F.layer_norm(x.movedim(1, -1), (6,), norm.weight, norm.bias, 1e-6)
+    y = block.expand(normed.movedim(-1, 1))
     torch.testing.assert_close(block.expand(block.norm(x)), y)
 
 

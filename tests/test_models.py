@@ -67,10 +67,10 @@ PARAMETERS = {
     "tdrl_vit_ti_distilled": 48_859_816 + 2 * 192 + 193_000,  # a token, its position, a second head
 }
 # base + layers * (3 C^2 + 9 heads * (2 centre + locality + gate))
-PARAMETERS |= {
-    f"t_cifar_resnet{n}": base + 3 * 32**2 + 36 + layers * (3 * 64**2 + 36)
-    for n, base, layers in CIFAR
-}
+for _depth, _base, _layers in CIFAR:
+    _first = 3 * 32**2 + 36
+    _others = _layers * (3 * 64**2 + 36)
+    PARAMETERS[f"t_cifar_resnet{_depth}"] = _base + _first + _others
 PARAMETERS |= {
     f"t_resnet{name}": base + layers * (3 * 512**2 + 36)
     for name, (base, layers, _) in T_RESNETS.items()

@@ -75,7 +75,8 @@ def slow(layer, x):
     q, k, v = layer.qkv(x).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
     maps = torch.zeros(B, H, N, N, dtype=x.dtype)
     for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(N)):
-        row = torch.tensor([q[b, h, i] @ k[b, h, j] for j in range(N)]) * W**-0.5
+        scores = [q[b, h, i] @ k[b, h, j] for j in range(N)]
+        row = torch.tensor(scores) * W**-0.5
         maps[b, h, i] = row.exp() / row.exp().sum()
     return (maps * layer.scale + maps.square()) @ v
 
@@ -129,7 +130,9 @@ def test_talking_heads_belong_to_the_map_and_dropout_does_not():
 
     layer = Attend(form)
     q, k, v = layer.qkv(X).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
-    maps = layer.edit(talk((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2), None)
+    attention = (q @ k.mT).softmax(-1)
+    mixed = talk(attention.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    maps = layer.edit(mixed, None)
     torch.manual_seed(0)
     y = layer(X)
     torch.manual_seed(0)

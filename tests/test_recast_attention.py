@@ -51,9 +51,8 @@ def test_class_tokens_have_no_place():
     x = torch.randn(1, 17, 48)
     attention = layer.attention(x)
     assert attention[..., 1:, 0].abs().max() < 1e-12  # no patch looks at the class token
-    q, k, _ = (
-        layer.to_attention(atol=torch.inf).qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
-    )
+    plain = layer.to_attention(atol=torch.inf)
+    q, k, _ = plain.qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
     torch.testing.assert_close(attention[:, :, 0], torch.softmax(q @ k.mT / 4, dim=-1)[:, :, 0])
     torch.testing.assert_close(attention.sum(-1), torch.ones(1, 3, 17))
     middle = 1 + 2 * 4 + 2

@@ -95,7 +95,8 @@ def test_a_mask_is_obeyed(name):
     assert deviation(y, new(*x)) > 1e-6
     other = x[0].clone()
     other[:, -3:] = torch.randn_like(other[:, -3:])
-    assert deviation(new(other, *x[1:], **row.mask)[:, :-3], y[:, :-3]) < EXACT
+    changed = new(other, *x[1:], **row.mask)
+    assert deviation(changed[:, :-3], y[:, :-3]) < EXACT
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -128,9 +129,8 @@ def test_the_input_model_is_untouched_and_its_dtype_device_mode_and_format_are_k
     old = copy.deepcopy(plain(name))
     for number, parameter in enumerate(old.parameters()):
         parameter.requires_grad_(number % 2 == 0)
-    kept, before = (
-        dict(model.named_parameters()) for model in (iso.recast(old, row.rule, row.where), old)
-    )
+    kept = dict(iso.recast(old, row.rule, row.where).named_parameters())
+    before = dict(old.named_parameters())
     for key in kept.keys() & before.keys():
         assert kept[key].requires_grad == before[key].requires_grad
     new = iso.recast(copy.deepcopy(plain(name)).to("meta"), row.rule, row.where)

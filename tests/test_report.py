@@ -348,10 +348,10 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
         name: [torch.cat(part) for part in zip(*loader, strict=True)]
         for name, loader in loaders.items()
     }
-    plain = [
-        seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1)
-        for s in subjects
-    ]
+    plain = []
+    for subject in subjects:
+        mean = torch.tensor(subject.config["mean"]).view(3, 1, 1)
+        plain.append(seen[subject.name][0] * subject.config["std"][0] + mean)
     assert plain[0].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain[1], plain[0], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())

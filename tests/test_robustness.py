@@ -45,16 +45,12 @@ BY_SEVERITY = {
 
 
 def cells_of(errors):
-    return {
-        (name, i + 1): {
-            "corruption": name,
-            "severity": i + 1,
-            "top1": 100 * (1 - error),
-            "images": 7,
-        }
-        for name, row in errors.items()
-        for i, error in enumerate(row)
-    }
+    cells = {}
+    for name, row in errors.items():
+        for severity, error in enumerate(row, 1):
+            cell = {"corruption": name, "severity": severity, "images": 7}
+            cells[name, severity] = cell | {"top1": 100 * (1 - error)}
+    return cells
 
 
 def source_of(number=12, classes=10, side=32):

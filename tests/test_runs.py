@@ -158,9 +158,8 @@ class TestDamage:
         found = newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
-            path.write_bytes(
-                content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
-            )
+            flipped = bytes([content[place] ^ 1 << place % 8])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
             now = newest_snapshot(run)
             assert now.damaged or now.values == found
 

@@ -250,7 +250,8 @@ def test_commands(hub, trained, capsys, tmp_path):
         0,
         f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n",
     ), err
-    card, recipe = (hub.files("me/tiny")[name].decode() for name in ("README.md", "recipe.yaml"))
+    card = hub.files("me/tiny")["README.md"].decode()
+    recipe = hub.files("me/tiny")["recipe.yaml"].decode()
     top1 = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])["top1"]
     assert "epoch: 1\n" in card
     assert str(trained.parent) not in card + recipe

@@ -68,7 +68,8 @@ def test_a_size_of_which_nothing_is_dropped_is_taken(kind):
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "resnet18", "vit_tiny_patch16_224"])
 def test_another_number_of_channels_is_normalised_by_the_mean(name):
-    grey, colour = (timm.create_model(name, in_chans=n) for n in (1, 3))
+    grey = timm.create_model(name, in_chans=1)
+    colour = timm.create_model(name, in_chans=3)
     for config, test in ((evaluation_config, True), (training_config, False)):
         found = config(grey)
         plain = config(colour)

@@ -135,9 +135,8 @@ def test_a_pre_trained_encoder_starts_a_fine_tuning_run(layout, tmp_path):
 @pytest.mark.parametrize("how", ["named", "recast", "conv"])
 def test_a_fused_model_is_saved_as_the_plain_one(how, tmp_path):
     if how == "named":
-        wide, plain = (
-            timm.create_model("tdrl_vit_ti", layout=form, **SMALL) for form in ("P-W2S", "plain")
-        )
+        wide = timm.create_model("tdrl_vit_ti", layout="P-W2S", **SMALL)
+        plain = timm.create_model("tdrl_vit_ti", layout="plain", **SMALL)
     else:
         plain = timm.create_model("vit_tiny_patch16_224", **SMALL)
         wide = iso.recast(
@@ -171,7 +170,7 @@ def test_layers_before_a_batchnorm_may_have_their_own_rate():
 def test_the_monitor_watches_every_block(tmp_path):
     recipe = dict(monitor_every=3, epochs=2, out=str(tmp_path)) | dict(
         model=dict(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax", "num_classes": 10}),
-        data=dict(source="digits", fraction=0.15, size=[32, 32], batch_size=32, test_images=60),
+        data=dict(source="digits", fraction=0.1, size=[32, 32], batch_size=32, test_images=20),
         optim=dict(lr=1e-3, warmup_epochs=0),
     )
     iso.train(validate(recipe), show=False)

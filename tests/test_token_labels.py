@@ -186,25 +186,25 @@ def test_the_loss_is_the_formula(kind, monkeypatch):
     patches = [
         slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)
     ]
-    images = [
-        slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0]
-        for b in range(4)
-    ]
+    images = []
+    for b in range(4):
+        cut = slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)
+        images.append(cut[0, 0])
     if kind == "label":
         images = list(torch.eye(5, dtype=torch.float64)[target.label])
     loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
     image = dense = 0
     for b in range(4):
-        image += (
-            ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
-        )
+        outside = (16 - 6) * loss(logits[b], images[b])
+        within = 6 * loss(logits[b], images[3 - b])
+        image += (outside + within) / 16 / 4
         for n in range(16):
             row, column = divmod(n, 4)
             inside = box.top <= row < box.bottom and box.left <= column < box.right
             dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
-    assert found["target"].argmax(1).tolist() == [
-        int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)
-    ]
+    for b in range(4):
+        mixed = 10 * images[b] + 6 * images[3 - b]
+        assert found["target"][b].argmax() == mixed.argmax()
     torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(
         found["task_loss"], image, rtol=1e-6, atol=0
@@ -306,9 +306,8 @@ def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
         assert found == 1
         assert not found.requires_grad
         return
-    ours, theirs = (
-        torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted)
-    )
+    ours = torch.autograd.grad(found, drawn_maps, allow_unused=True)
+    theirs = torch.autograd.grad(wanted, drawn_maps, allow_unused=True)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

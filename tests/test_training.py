@@ -348,10 +348,8 @@ class TestRun:
         assert not any(p.requires_grad for p in run.loss_module.teacher.parameters())
         x = torch.randn(8, 3, 16, 16)
         y = torch.randint(10, (8,))
-        mean, std = (
-            torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None]
-            for k in ("mean", "std")
-        )
+        mean = torch.tensor(run.loss_module.trainable_module.pretrained_cfg["mean"])[:, None, None]
+        std = torch.tensor(run.loss_module.trainable_module.pretrained_cfg["std"])[:, None, None]
         t_mean = torch.tensor((0.1, 0.2, 0.3))[:, None, None]
         t_std = torch.tensor((0.5, 0.6, 0.7))[:, None, None]
         seen = loaded((x * std + mean - t_mean) / t_std)

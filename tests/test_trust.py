@@ -62,10 +62,12 @@ def train(values, largest_file):
 
 def same_run(a, b):
     """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
-    ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
+    ours = iso.load(a / "model.safetensors").state_dict()
+    theirs = iso.load(b / "model.safetensors").state_dict()
     for name in ours:
         assert torch.equal(ours[name], theirs[name])
-    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    ours = read_snapshot(newest_snapshot(a).path)
+    theirs = read_snapshot(newest_snapshot(b).path)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name])
@@ -174,7 +176,8 @@ def test_sigterm_saves_and_says_so(tmp_path):
     """A real process under a scheduler that wants its machine back."""
     recipe = tmp_path / "mine.json.yaml"
     recipe.write_text(json.dumps({**TINY, "epochs": 200, "out": str(tmp_path / "run")}))
-    out, err = (tmp_path / name for name in ("out", "err"))
+    out = tmp_path / "out"
+    err = tmp_path / "err"
     out.touch(), err.touch()
     process = start(["train", str(recipe)], tmp_path, str(out), str(err))
     while process.is_alive() and len(read_log(tmp_path / "run/steps.jsonl")) < 11:

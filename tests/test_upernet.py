@@ -95,10 +95,8 @@ def test_average_cells_is_adaptive_pooling():
 
 def test_the_head_computes_the_papers_formula():
     head = perturb(UPerHead((6, 8, 10), 4, 3)).double().eval()
-    maps = [
-        torch.randn(2, c, *hw, dtype=torch.float64)
-        for c, hw in ((6, (12, 9)), (8, (6, 5)), (10, (3, 3)))
-    ]
+    shapes = ((2, 6, 12, 9), (2, 8, 6, 5), (2, 10, 3, 3))
+    maps = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
     def up(x, like):
         return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)

@@ -193,7 +193,8 @@ def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
     for m in result.model.modules():
         if isinstance(m, AnnealedReLU):
             assert m.is_identity
-    first, last = (iso.load(tmp_path / f"{name}.safetensors") for name in ("epoch-1", "model"))
+    first = iso.load(tmp_path / "epoch-1.safetensors")
+    last = iso.load(tmp_path / "model.safetensors")
     assert {m.slope.item() for m in first.modules() if isinstance(m, AnnealedReLU)} == {0.5}
     assert isinstance(iso.fuse(last).head, nn.Linear)
     anneal = iso.Anneal(10)

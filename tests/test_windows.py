@@ -1,5 +1,6 @@
 """Attention in windows: the mask against a slow formula, the windows against the mask, in float64; what it refuses."""
 
+import itertools
 import math
 
 import pytest
@@ -27,16 +28,13 @@ def slow(q, k, v, bias, windows, share):
     """Attention with m exp(score) for exp(score), pair by pair."""
     (_, W), side, prefix = windows
     out = torch.zeros_like(v)
-    for b, h, i in (
-        (b, h, i) for b in range(q.shape[0]) for h in range(q.shape[1]) for i in range(q.shape[2])
-    ):
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
         weights = []
         for j in range(k.shape[2]):
             places = [((n - prefix) // W // side, (n - prefix) % W // side) for n in (i, j)]
             m = 1.0 if min(i, j) < prefix or places[0] == places[1] else share
-            weights.append(
-                m * math.exp(q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5 + bias[h, i, j])
-            )
+            score = q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5
+            weights.append(m * math.exp(score + bias[h, i, j]))
         out[b, h, i] = torch.tensor(weights, dtype=q.dtype) @ v[b, h] / sum(weights)
     return out
 

@@ -31,7 +31,8 @@ def tiny(out, **changes):
 
 def same_snapshots(a, b):
     """Weights, averages and optimisers of two runs are the same, bit for bit."""
-    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    ours = read_snapshot(newest_snapshot(a).path)
+    theirs = read_snapshot(newest_snapshot(b).path)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name])

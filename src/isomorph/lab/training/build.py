@@ -16,6 +16,7 @@ from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource
 from isomorph.lab.data.loaders import (
+    ImageConfig,
     eval_transform,
     loader_of_share,
     train_loader,
@@ -202,7 +203,7 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
     return model
 
 
-def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+def data_config(recipe: Recipe, model: nn.Module) -> ImageConfig:
     """Return input size, mean, std, interpolation and test crop: the model's, unless the recipe gives others."""
     crop: dict[str, Any] = {}
     if recipe.data.crop_pct:
@@ -264,7 +265,7 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
 
 def build_train_loader(
-    recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler
+    recipe: Recipe, config: ImageConfig, train: Data, sampler: TrainSampler
 ) -> DataLoader[Any]:
     augment = recipe.augment
     data = recipe.data
@@ -278,7 +279,7 @@ def build_train_loader(
 
 
 def build_test_loader(
-    recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime
+    recipe: Recipe, config: ImageConfig, test: Data, runtime: Runtime
 ) -> DataLoader[Any]:
     """Return the loader of this process's test images. Raises: UserError for fewer images than processes."""
     batch = max(1, recipe.data.batch_size // runtime.world)

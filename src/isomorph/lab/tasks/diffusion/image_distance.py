@@ -23,6 +23,7 @@ from isomorph.lab.training.open import open_model
 from isomorph.layers.modes import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config
+from isomorph.spec import ImageSize
 
 INCEPTION = "inception"
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -218,7 +219,7 @@ def _has_splits(data: str) -> bool:
 
 
 def _batches(
-    source: Source, size: tuple[int, int], batch_size: int, progress: Progress, exact: bool = False
+    source: Source, size: ImageSize, batch_size: int, progress: Progress, exact: bool = False
 ) -> Iterator[Tensor]:
     """Yield images at a size, cut out as for training. Shape: -> (B, 3, H, W) uint8
 

@@ -24,7 +24,7 @@ from isomorph.errors import UserError
 from isomorph.lab.data.loaders import batch_ranges
 from isomorph.lab.distributed import derive_seed
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery import fuse, fusible_modules
 
 Sampler = Literal["ancestral", "ddim"]
@@ -101,7 +101,7 @@ def sample(
     *,
     seed: int = 0,
     batch_size: int = 64,
-    size: tuple[int, int] | None = None,
+    size: ImageSize | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """Generate images with a diffusion model, from noise that depends on the seed and the number of the image alone.

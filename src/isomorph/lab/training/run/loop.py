@@ -46,7 +46,7 @@ from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.terminal_tables import chance_difference, count_of
+from isomorph.terminal_tables import Metrics, Row, chance_difference, count_of
 
 # Steps between checks that the loss is finite, since reading it waits for the device.
 CHECK_EVERY = 10
@@ -68,7 +68,7 @@ class Result:
 
     model: nn.Module = field(repr=False)
     """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
-    metrics: dict[str, float]
+    metrics: Metrics
     """Metrics of the last evaluation, e.g. top1 in percent."""
     folder: Path
     """Folder of the run, with its checkpoints and logs."""
@@ -346,7 +346,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
             journal.say(message)
 
 
-def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> dict[str, float]:
+def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> Metrics:
     """Return loss and training accuracy of an epoch, and what an evaluation measures. Raises: Diverged."""
     metrics = {"loss": loss}
     if run.objective.accuracy:
@@ -547,7 +547,7 @@ def gating_row(run: Run) -> dict[str, Any]:
     """
     model = run.eval_model
     gating: dict[str, dict[str, Any]] = {}
-    row: dict[str, Any] = {}
+    row: Row = {}
     with unsharded(model):
         with suppress(UserError):  # no gated layer
             for name, measure, decimals in _GATING_MEASURES:

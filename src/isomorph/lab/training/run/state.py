@@ -42,6 +42,7 @@ from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
 from isomorph.surgery.rule import record
+from isomorph.terminal_tables import Metrics
 
 _TOTALS = "progress.totals"
 
@@ -235,7 +236,7 @@ class Run:
             )
         return next(self.batches)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> Metrics:
         self.share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 
