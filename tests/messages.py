@@ -89,10 +89,10 @@ MESSAGES = {
         "print `[n for n, _ in model.named_modules()]`; the message names the nearest",
         lambda *_: iso.targets(cnn(), iso.ConvToGPSA(), "layr3.*"),
     ),
-    "needs eval mode": (
-        "BatchNorm depends on the batch in train mode, so a merged layer could not be equal",
-        "`model.eval()` first",
-        lambda *_: iso.fuse(cnn().train()),
+    "of a loader": (
+        "a pair `(images, labels)`, or a loader, was given for a batch",
+        "the images alone: `images, labels = next(iter(loader))`; `recalibrate`, `quantize` and analysis take loaders",
+        lambda *_: iso.fuse(cnn(), [torch.randn(2, 3, 32, 32), torch.zeros(2).long()]),
     ),
     "NOT equal": (
         "the outputs differ by more than the tolerance, or a module that was recast does",

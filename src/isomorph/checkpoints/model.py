@@ -24,6 +24,7 @@ from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
+from isomorph.surgery.insert import temporary_blocks
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
@@ -172,6 +173,7 @@ def describe_model(
 ) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     made = edits(model)
+    _warn_of_temporary_blocks(made)
     found = None
     if isinstance(base, dict):
         found = {**arguments_to_record(model), **base}, made
@@ -193,6 +195,18 @@ def describe_model(
         header[key] = json.dumps(part)
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
     return header
+
+
+def _warn_of_temporary_blocks(made: tuple[Edit, ...]) -> None:
+    """Warn of an inserted block that `load` cannot rebuild in another process."""
+    for place, name in temporary_blocks(made).items():
+        warnings.warn(
+            f"the block after {place} is a module, lambda or local function, which iso.load cannot find; give "
+            "iso.insert a class or function that can be imported, or before iso.load call "
+            f'iso.surgery.register_block(make, name="{name}") with the function of channels that makes it',
+            stacklevel=4,
+        )
+        return
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:

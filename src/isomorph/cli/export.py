@@ -55,14 +55,16 @@ def export(
     opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
-        from isomorph.models.input_sizes import evaluation_config
+        from isomorph.models.input_sizes import evaluation_config, fit_to_size, random_inputs
         from isomorph.surgery import NotEqual
     with spinner("export") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
         if raw_images:
-            prepared = evaluation_config(net)
-            net = iso.absorb(net, prepared["mean"], prepared["std"])
+            net = fit_to_size(net, size) if size else net
+            prepared = evaluation_config(net, size)
+            example: Any = random_inputs(1, net, size)
+            net = iso.absorb(net, prepared["mean"], prepared["std"], images=example)
         try:
             report = iso.export(
                 net,

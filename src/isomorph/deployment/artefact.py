@@ -18,13 +18,16 @@ from isomorph.deployment.onnx_operations import onnx_operations
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module, short_reason
-from isomorph.models.input_sizes import evaluation_config
+from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size
 from isomorph.spec import spec_of
+from isomorph.surgery import absorb
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.comparison import Fidelity
 from isomorph.surgery.first_difference import Operations
 
 FORMATS = ("onnx", "pt2")
+# The standard deviation of a file that takes pixels from 0 to 255, as `absorb` records it.
+_PIXEL = 1 / 255
 _KEYS = {
     *DATA_KEYS,
     "isomorph_version",
@@ -146,6 +149,15 @@ class Artefact(nn.Module):
         self.eval()
 
     @property
+    def own_size(self) -> ImageSize | None:
+        """Height and width of the images that the file was made for; of texts 1 and their length; None if not known."""
+        known = self.metadata
+        if "length" in known:
+            return 1, known["length"]
+        size = known.get("input_size")
+        return (size[1], size[2]) if size else None
+
+    @property
     def fidelity(self) -> Fidelity | None:
         """How close an int8 file was to its model, on the images that it was calibrated on; None for other files."""
         stored = self.metadata.get("fidelity")
@@ -207,6 +219,25 @@ class Artefact(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()
         return type(self)(self._run, self.metadata, digest, self._watch)
+
+
+def as_exported(model: nn.Module, artefact: Artefact) -> nn.Module:
+    """Return the model that an artefact was made from, before it was traced: of its image size, and for raw pixels.
+
+    Raises: UserError if the model does not take images of this size.
+    """
+    size = artefact.own_size
+    if size is None or hasattr(model, "example_inputs"):
+        return model
+    if size != evaluation_config(model)["input_size"][1:]:
+        model = fit_to_size(model, size)
+    given = evaluation_config(model, size)
+    raw = evaluation_config(artefact)
+    if not any(raw["mean"]) and raw["std"] == (_PIXEL,) * len(raw["std"]) != given["std"]:
+        return absorb(
+            model, given["mean"], given["std"], images=torch.zeros(1, *given["input_size"])
+        )
+    return model
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -280,11 +311,15 @@ def _foreign_metadata(contents: bytes) -> dict[str, Any]:
     inputs = [value for value in graph.input if value.name not in weights]
     batches = [value.type.tensor_type.shape.dim[:1] for value in inputs]
     is_open = all(batch and not batch[0].dim_value for batch in batches)
-    return {
+    metadata: dict[str, Any] = {
         "inputs": [value.name for value in inputs],
         "dynamic": ["batch"] if is_open else [],
         "size_multiple": None,
     }
+    image = tuple(axis.dim_value for axis in inputs[0].type.tensor_type.shape.dim[1:])
+    if len(inputs) == 1 and len(image) == 3 and all(image):
+        metadata["input_size"] = image
+    return metadata
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:

@@ -29,8 +29,8 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
-from isomorph.surgery.calls import relative_difference
-from isomorph.surgery.comparison import class_agreement, signal_to_noise
+from isomorph.surgery.calls import batches_of
+from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -309,13 +309,12 @@ def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iter
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
     batches: list[Tensor] = []
-    for batch in loader:
-        images = batch[0] if isinstance(batch, tuple | list) else batch
+    for images in batches_of(loader, of_loader=True):
         _check_images(images, shapes)
-        if len(images):
+        if isinstance(images, Tensor) and len(images):
             batches.append(images.detach().cpu().float())
     if not batches:
-        raise UserError("there are no calibration images; give a loader with at least one batch")
+        raise UserError("the calibration batches are empty; give at least one image")
     if "batch" in shapes.dynamic:
         return batches
     return list(torch.cat(batches).split(1))

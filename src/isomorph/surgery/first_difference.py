@@ -6,7 +6,7 @@ order of axes. What lies between known values is computed in another way, and do
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,8 +135,8 @@ class _Side:
                 return _Match(candidate, difference, scale)
         return None
 
-    def _before(self, numbers: Iterable[int]) -> set[int]:
-        """Return values, and those that they are computed from."""
+    def _before(self, numbers: Iterable[int], until: Container[int] = ()) -> set[int]:
+        """Return values and those that they are computed from, back to those in `until`."""
         waiting = list(numbers)
         found: set[int] = set()
         while waiting:
@@ -144,7 +144,7 @@ class _Side:
             if number in found or number not in self.live:
                 continue
             found.add(number)
-            if number in self.makers:
+            if number in self.makers and number not in until:
                 waiting += self.makers[number].inputs
         return found
 
@@ -161,19 +161,12 @@ class _Side:
 
     def difference_before(self, call: Call) -> _Match:
         """Return the largest difference of the known values that a call follows from."""
-        waiting = [number for number in call.inputs if number in self.live]
-        visited: set[int] = set()
-        worst = _Match(-1, 0.0, 0.0)
-        while waiting:
-            number = waiting.pop()
-            if number in visited or number not in self.live:
-                continue
-            visited.add(number)
-            if number in self.matches:
-                worst = max(worst, self.matches[number], key=lambda match: match.difference)
-            elif number in self.makers:
-                waiting += self.makers[number].inputs
-        return worst
+        known = [
+            self.matches[number]
+            for number in self._before(call.inputs, until=self.matches)
+            if number in self.matches
+        ]
+        return max(known, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
 
 
 def _marks(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -33,6 +34,9 @@ _BLOCK = ".inserted.block"
 # Blocks by the name under which checkpoints store them.
 BLOCKS: dict[str, MakeBlock] = {}
 
+# Names that are valid in this process alone: of modules, lambdas, partial and local functions.
+_TEMPORARY: set[str] = set()
+
 
 def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
     """Name a block, so that `iso.load` can rebuild networks into which it was inserted; a decorator too.
@@ -52,6 +56,15 @@ def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
 
 def block_name(block: Any) -> str:
     return f"{block.__module__}.{getattr(block, '__qualname__', type(block).__qualname__)}"
+
+
+def temporary_blocks(made: Iterable[Edit]) -> dict[str, str]:
+    """Return the inserted blocks that another process cannot find, by the module after which they are."""
+    found = {}
+    for edit in made:
+        if isinstance(edit.rule, Insert) and edit.rule.block in _TEMPORARY:
+            found.update(dict.fromkeys(edit.names, edit.rule.block))
+    return found
 
 
 class WithBlock(Altered):
@@ -225,23 +238,24 @@ def insert(
 
 def _registered_name(block: MakeBlock | nn.Module) -> str:
     """Return the name of a block, which is registered under it; of a module, the one of a function that copies it."""
-    if isinstance(block, nn.Module):
-        given = block
-        name = f"{block_name(type(block))} {id(block):x}"
-        BLOCKS.setdefault(name, lambda channels: copy.deepcopy(given))
-        return name
     if not callable(block):
         raise UserError(
             f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention"
         )
-    name = block_name(block)
-    if BLOCKS.get(name) is block:
-        return name
     for known, each in BLOCKS.items():
         if each is block:
             return known
-    BLOCKS[name] = block  # the latest definition, as in a notebook
+    name = block_name(block)
+    make: MakeBlock = partial(_copy_block, block) if isinstance(block, nn.Module) else block
+    if "<" in name or not hasattr(block, "__qualname__"):
+        name = f"{name} {id(block):x}"
+        _TEMPORARY.add(name)
+    BLOCKS[name] = make  # the latest definition, as in a notebook
     return name
+
+
+def _copy_block(block: nn.Module, channels: int) -> nn.Module:
+    return copy.deepcopy(block)
 
 
 def _places(model: nn.Module, after: Where) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The calls by which a model in float64 is compared with what surgery made of it, each on a copy of its own."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,16 +24,17 @@ from isomorph.slow_work import SlowWork
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
+    batches_of,
     cast_floats,
+    copy_inputs,
     describe_shape,
-    map_tensors,
     other_inputs,
     own_inputs,
-    relative_difference,
     run_model,
     to_model,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
@@ -81,10 +82,7 @@ class ReferenceCalls:
     def __init__(
         self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False
     ) -> None:
-        given: list[Any] = [example]
-        if not isinstance(example, Tensor | Mapping):
-            given = list(example)
-        first, *others = [cast_floats(x, torch.float64) for x in given]
+        first, *others = [cast_floats(x, torch.float64) for x in batches_of(example)]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
         self.calls: list[Call] = []
@@ -95,9 +93,12 @@ class ReferenceCalls:
         self._unchanged: tuple[nn.Module, list[Any]] | None = None
         self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
-        for inputs in others or _other_sizes(first):
+        for inputs in others:
+            if not self._try(model, FORWARD, inputs):
+                run_model(copy_module(model), inputs)  # says why
+        for inputs in [] if others else _other_sizes(first):
             self._try(model, FORWARD, inputs)
-        if not self.calls and not given[1:]:  # it runs at one size only
+        if not self.calls and not others:  # it runs at one size only
             for what, inputs in other_inputs(first):
                 if what == "another batch size":
                     self._try(model, FORWARD, inputs)
@@ -133,7 +134,7 @@ class ReferenceCalls:
 
     def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
         copied = copy_module(model)
-        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        flow = see(copied, lambda: run_model(copied, copy_inputs(first)))
         watched = []
         for name in flow.branches_on_data:
             watched += [
@@ -187,7 +188,7 @@ class ReferenceCalls:
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, _copy(inputs)))
+            made = run(model, partial(entry, model, copy_inputs(inputs)))
         return _numbers_of(found, made.output), made
 
     def _compare(self, call: Call, model: nn.Module) -> float:
@@ -214,7 +215,7 @@ class ReferenceCalls:
         for call in self.calls:
             called = self._to_call(model)
             self._count_call()
-            yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
+            yield called, see(called, partial(call.entry, called, copy_inputs(call.inputs)))
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -262,11 +263,6 @@ def _numbers_of(*values: Any) -> list[Tensor]:
             dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
             numbers.append(dense.double())
     return numbers
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place, each tensor one of its own."""
-    return map_tensors(inputs, torch.clone)
 
 
 def _numbers_in(inputs: Inputs) -> int:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, run_model, tensors_at
+from isomorph.operations import copy_module, leaves, unwrap
+from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers, noise
@@ -42,11 +42,12 @@ class Side:
         """Return all values, of which the outputs are those of the model itself with other numbers."""
         write(self.graph, self.model, numbers)
         values = list(self.graph.values)
-        found = tensors_at(run_model(self.model, self.image))
+        result = run_model(self.model, self.image)
+        found = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = self.graph.seen.outputs
         if len(found) != len(outputs):
             self._cannot_be_followed()
-        for number, value in zip(outputs.values(), found.values(), strict=True):
+        for number, value in zip(outputs.values(), found, strict=True):
             values[number] = value
         return values
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from isomorph.operations import FusedCall, tensors_in
+from isomorph.operations import FusedCall, leaves, tensors_in
 from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
 from isomorph.operations.observe import Running, observing
-from isomorph.surgery.calls import Inputs, run_model, tensors_at
+from isomorph.surgery.calls import Inputs, run_model
 
 # Operations whose outputs have none of the numbers of their input.
 _FRESH = SHAPES_ALONE | {"new_tensor"}
@@ -178,7 +178,9 @@ class Watch(TorchFunctionMode):
         name = name_of(func)
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
-        kept = swap(Tensor, lambda x: Ref(self.number_of(x)), (tuple(args), given))
+        kept = swap(
+            Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": given}
+        )
         writes = bool(read) and _writes(name, args, given)
         if writes:
             self._keep(read[0])
@@ -191,7 +193,17 @@ class Watch(TorchFunctionMode):
             module = self.running.innermost
             changes = writes and name != "__setitem__"
             index = len(self.calls)
-            self._record(Call(index, name, function, module, *kept, inputs, outputs, changes))
+            call = Call(
+                index,
+                name,
+                function,
+                module,
+                **kept,
+                inputs=inputs,
+                outputs=outputs,
+                writes=changes,
+            )
+            self._record(call)
             if writes and made[0] is read[0]:
                 self._note_write(made[0], outputs[0])
         return out
@@ -224,8 +236,9 @@ class Watch(TorchFunctionMode):
         exact = torch.autocast("cpu", enabled=False)
         with observing(self.model) as self.running, torch.no_grad(), exact, self:
             result = run_model(self.model, inputs)
-        for path, x in tensors_at(result).items():
-            self.outputs[path.lstrip(".")] = self.number_of(x)
+        for path, x in leaves(result):
+            if isinstance(x, Tensor):
+                self.outputs[path.lstrip(".")] = self.number_of(x)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
