@@ -215,7 +215,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"
             advice = (
-                "give a function that runs without arguments, or its arguments as --model-kwargs"
+                "give a function that runs without arguments, or its arguments as `model.kwargs`"
             )
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
@@ -255,13 +255,13 @@ def open_model(
     """
     if is_checkpoint_or_run(name):
         if weights:
-            raise UserError(f"{name} has weights already; --weights applies to timm models by name")
+            raise UserError(f"{name} has weights already; `weights` applies to timm models by name")
         return open_trained(Path(name), options)
     if is_function(name):
         model = build_own(name, options.arguments() | arguments)
         return _open(read_contents(weights, options.ema), base=model) if weights else model
     if options.arch:
-        raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
+        raise UserError(f"`base` is for checkpoints; {name!r} is not a file")
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
@@ -269,7 +269,7 @@ def open_model(
         return _open(read_contents(weights, options.ema)._replace(header={}), named)
     public = _pretrained_cfg(name)
     if pretrained and not (public and public.has_weights):
-        raise UserError(f"{name} has no public weights; give --weights")
+        raise UserError(f"{name} has no public weights; give `weights`")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # random weights are the same at every call
         return create(name, pretrained=pretrained, **arguments).eval()
@@ -285,10 +285,10 @@ def _pretrained_cfg(name: str) -> Any:
 
 
 def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrained: bool) -> None:
-    """Raise UserError if --no-pretrained, which asks for random weights, is given for models that have weights."""
+    """Raise UserError if random weights are asked for for models that have weights."""
     if not pretrained and (weights or all(map(is_checkpoint_or_run, names))):
         raise UserError(
-            "--no-pretrained asks for random weights; give a timm model by name and no --weights"
+            "pretrained=False asks for random weights; give a timm model by name and no `weights`"
         )
 
 
@@ -334,7 +334,7 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
     }
     given = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
-        given.insert(0, f"--arch {options.arch}")
+        given.insert(0, f"base={options.arch}")
     if given:
         raise UserError(
             f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"

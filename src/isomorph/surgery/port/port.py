@@ -149,7 +149,7 @@ def _resized_model(source: nn.Module, target: nn.Module, images: Tensor) -> _Res
         which = "target" if of_target else "source"
         raise UserError(
             f"the {which} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
-            f"images of its own size (--size); {error}"
+            f"images of its own `size`; {error}"
         ) from error
 
 
