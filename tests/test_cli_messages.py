@@ -194,10 +194,8 @@ def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_pa
 
 
 def test_weights_in_the_cache_are_read_without_asking_a_server(monkeypatch, tmp_path):
-    model, folder = (
-        timm.create_model("test_resnet"),
-        tmp_path / "models--timm--test_resnet.r160_in1k",
-    )
+    model = timm.create_model("test_resnet")
+    folder = tmp_path / "models--timm--test_resnet.r160_in1k"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")

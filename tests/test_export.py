@@ -74,10 +74,8 @@ def exported(request, tmp_path_factory):
         "onnx": lambda: iso.layers.GPSA(8, num_heads=4),
         "pt2": lambda: iso.layers.RelativeAttention(8, num_heads=2, grid_size=(8, 8)),
     }
-    path, model = (
-        tmp_path_factory.mktemp("exported") / f"m.{request.param}",
-        perturbed(Net(attention[request.param]())),
-    )
+    path = tmp_path_factory.mktemp("exported") / f"m.{request.param}"
+    model = perturbed(Net(attention[request.param]()))
     return path, iso.export(model, path, dynamic="batch,size"), model
 
 
@@ -98,7 +96,9 @@ def test_a_file_equals_the_model_at_any_size(exported):
     assert report.deviation.passed
     shapes = [row.name.split(",")[0].split()[-1] for row in report.deviation.inputs]
     assert shapes[:3] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
-    assert (report.axes, report.size_multiple, report.fused) == (("batch", "height", "width"), 1, 1)
+    assert report.axes == ("batch", "height", "width")
+    assert report.size_multiple == 1
+    assert report.fused == 1
     images = torch.randn(3, 3, 31, 22)
     with torch.no_grad():
         torch.testing.assert_close(open_artefact(path)(images), model(images), atol=1e-5, rtol=1e-5)
@@ -129,7 +129,8 @@ def test_the_metadata_says_how_to_use_the_file(exported):
 
 
 def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
-    model, images = Scaled(), torch.randn(3, 3, 16, 16)
+    model = Scaled()
+    images = torch.randn(3, 3, 16, 16)
     model.pretrained_cfg = CONFIG
     iso.export(model, tmp_path / "m.onnx", dynamic="none")
     proto = onnx.load(tmp_path / "m.onnx")
@@ -152,7 +153,8 @@ class PadsToCells(nn.Module):
 
     def __init__(self, cell):
         super().__init__()
-        self.cell, self.conv = cell, nn.Conv2d(3, 8, 3, padding=1)
+        self.cell = cell
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.pretrained_cfg = {"input_size": (3, 32, 32)}
 
     def forward(self, x):
@@ -179,7 +181,8 @@ SIZES = {
 def test_the_sizes_that_are_claimed_are_right(tmp_path, case):
     """Also of networks that take another way for other sizes, which a graph cannot."""
     build, ending, multiple = SIZES[case]
-    model, path = build().eval(), tmp_path / f"m.{ending}"
+    model = build().eval()
+    path = tmp_path / f"m.{ending}"
     assert iso.export(model, path, dynamic="batch,size").size_multiple == multiple
     artefact = open_artefact(path)
     _, height, width = artefact.metadata["input_size"]
@@ -222,7 +225,8 @@ class Detects(nn.Module):
 
     def __init__(self, wrong):
         super().__init__()
-        self.conv, self.wrong = nn.Conv2d(3, 6, 4, 4), wrong
+        self.conv = nn.Conv2d(3, 6, 4, 4)
+        self.wrong = wrong
 
     def forward(self, images):
         y = self.conv(images).flatten(2)  # (B, 6, N)
@@ -248,7 +252,8 @@ def test_files_have_one_tolerance(tmp_path):
         vit.head.weight[0] *= 100  # a logit by which those of other classes are small
     iso.save(vit.eval(), tmp_path / "a.safetensors")
     report = iso.export(vit, tmp_path / "a.pt2")
-    artefact, images = open_artefact(tmp_path / "a.pt2"), torch.randn(2, 3, 32, 32)
+    artefact = open_artefact(tmp_path / "a.pt2")
+    images = torch.randn(2, 3, 32, 32)
     assert report.deviation.atol == iso.verify(vit, artefact, images).atol
     equal = json.loads(
         isomorph("verify", tmp_path / "a.safetensors", tmp_path / "a.pt2", "--json").stdout
@@ -384,9 +389,12 @@ def test_export_leaves_the_model_alone():
     model = Net(iso.layers.GPSA(8, num_heads=4)).train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepared, _ = prepare(model, plan_shapes(model, "batch"))
-    assert not any(module.training for module in prepared.modules())
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    for module in prepared.modules():
+        assert not module.training
+    for module in model.modules():
+        assert module.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor)
 
 
 def test_the_command_line_exports_and_evaluates(tmp_path):

@@ -118,7 +118,9 @@ def test_the_first_operation_is_named(case):
     report = compare_outputs(*make(), X)
     first = report.first
     assert not report.passed
-    assert (first.module, first.operation, first.original_module) == (module, operation, original)
+    assert first.module == module
+    assert first.operation == operation
+    assert first.original_module == original
     assert first.before < 1e-6
     assert first.after > 1e-3
     assert reason in "; ".join(first.reasons)
@@ -189,8 +191,10 @@ def test_a_file_of_another_program_is_compared_by_its_modules(noted, tmp_path):
     with torch.no_grad():
         model.net["b"].bias += 1
     first = compare_outputs(model, artefact, x).first
-    assert (first.module, first.operation) == ("net.b", "Gemm")
-    assert (first.original_module, first.original_operation) == ("net.b", "linear")
+    assert first.module == "net.b"
+    assert first.operation == "Gemm"
+    assert first.original_module == "net.b"
+    assert first.original_operation == "linear"
     assert first.before < 1e-6
     assert first.after > 1e-2
 
@@ -203,7 +207,8 @@ def test_an_exported_file_is_compared_by_its_modules(tmp_path):
     with torch.no_grad():
         vit.blocks[1].mlp.fc1.weight[3, 4] += 0.1
     first = compare_outputs(vit, artefact, X).first
-    assert (first.module, first.operation) == ("blocks.1.mlp.fc1", "MatMul")
+    assert first.module == "blocks.1.mlp.fc1"
+    assert first.operation == "MatMul"
 
 
 @pytest.mark.slow

@@ -137,7 +137,8 @@ class TestTexts:
         rows = np.tile(np.array([2, *range(5, 5 + 38), 3], dtype=np.int32), (400, 1))
         texts = PackedTexts(rows, tokenizer, masked=0.15)
         torch.manual_seed(0)
-        shown, kinds = [], {"mask": 0, "kept": 0, "other": 0}
+        shown = []
+        kinds = {"mask": 0, "kept": 0, "other": 0}
         for i in range(len(texts)):
             inputs, targets = texts[i]
             assert len(targets) == 6
@@ -161,7 +162,8 @@ class TestTexts:
         assert batch["input_ids"].shape == (2, 8)
         assert batch["attention_mask"].sum(1).tolist() == [8, 5]
         assert batch["token_type_ids"][0].tolist() == [0] * 6 + [1] * 2
-        assert (labels.tolist(), messages) == ([1, 0], [])
+        assert labels.tolist() == [1, 0]
+        assert messages == []
         assert "attention_mask" not in pad_batch(0, [examples[1]])[0]
 
     def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
@@ -175,7 +177,8 @@ class TestTexts:
         def labels(rank):
             runtime = Runtime(torch.device("cpu"), False, rank, 2)
             batches = list(runtime.pad_batches(task.share_loader(examples, 1, 0, runtime)))
-            assert all(batch[0]["input_ids"].shape == (1, 3) for batch in batches)
+            for batch in batches:
+                assert batch[0]["input_ids"].shape == (1, 3)
             return [batch[1].tolist() for batch in batches]
 
         steps = iter([1, 1, 1, 0] * 2)
@@ -190,7 +193,8 @@ class TestTexts:
         assert sums[2:].tolist() == [2, 1]
 
     def test_metrics(self):
-        predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
+        predicted = np.array([1, 1, 0, 0, 1])
+        labels = np.array([1, 0, 0, 1, 1])
         found = glue.compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
         assert found == pytest.approx(dict(accuracy=60, f1=200 / 3, matthews=100 / 6, examples=5))
         scores = glue.compute_metrics(

@@ -48,7 +48,8 @@ def graphs():
 def quantized(vit, images, graphs, tmp_path_factory):
     """The report of each mode; the graph of the first one serves for both."""
     folder = tmp_path_factory.mktemp("quantized")
-    reports, to_onnx = {}, quantize_module.to_onnx
+    reports = {}
+    to_onnx = quantize_module.to_onnx
 
     def record(*arguments):
         graphs.append(to_onnx(*arguments))

@@ -64,8 +64,10 @@ def write_pair(folder, name, image, mask, split="train"):
 def squares(seed, height=48, width=64):
     """An image with a bright square of class 1 on noise of class 0, and a border without a class."""
     rng = np.random.default_rng(seed)
-    image, mask = rng.integers(0, 80, (height, width, 3)), np.zeros((height, width), int)
-    top, left = rng.integers(4, height // 2), rng.integers(4, width // 2)
+    image = rng.integers(0, 80, (height, width, 3))
+    mask = np.zeros((height, width), int)
+    top = rng.integers(4, height // 2)
+    left = rng.integers(4, width // 2)
     image[top : top + 20, left : left + 24] += 150
     mask[top : top + 20, left : left + 24] = 1
     mask[:2] = IGNORE
@@ -99,7 +101,8 @@ def write_recipe(folder):
 
 def test_real_masks_are_numbered_without_gaps(data_root):
     _, test = open_splits("camvid", data_root, None)
-    assert (len(test), len(test.classes)) == (16, 11)
+    assert len(test) == 16
+    assert len(test.classes) == 11
     raw = np.asarray(Image.open(test.samples[0].mask))
     np.testing.assert_array_equal(test.mask(0), np.where(raw == 11, IGNORE, raw))
 
@@ -223,10 +226,8 @@ def test_what_pads_a_small_image_has_no_class():
     part = SegmentationPart(
         crop=(40, 40), resize=None, ratio=(1.0, 1.0), photometric=False, category_share=1.0
     )
-    image, mask = (
-        torch.full((3, 24, 40), 255, dtype=torch.uint8),
-        torch.ones(24, 40, dtype=torch.int64),
-    )
+    image = torch.full((3, 24, 40), 255, dtype=torch.uint8)
+    mask = torch.ones(24, 40, dtype=torch.int64)
     x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(
         Pair(tv_tensors.Image(image), tv_tensors.Mask(mask))
     )
@@ -272,7 +273,8 @@ def test_metrics_equal_torchmetrics():
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
     torch.manual_seed(0)
-    truth, predicted = torch.randint(0, 5, (3, 20, 30)), torch.randint(0, 5, (3, 20, 30))
+    truth = torch.randint(0, 5, (3, 20, 30))
+    predicted = torch.randint(0, 5, (3, 20, 30))
     predicted[truth == 2] = 2
     truth[:, :3] = IGNORE
     counts = Confusion(6)  # the sixth class does not occur
@@ -291,17 +293,20 @@ def test_metrics_equal_torchmetrics():
 
 
 def test_losses_against_their_formulas():
-    logits, mask = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randint(0, 4, (2, 16, 16))
+    logits = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    mask = torch.randint(0, 4, (2, 16, 16))
     mask[0, :5] = IGNORE
     big = F.interpolate(logits, (16, 16), mode="bilinear", align_corners=False).float()
     torch.testing.assert_close(
         pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE)
     )
     assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
-    student, teacher = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    student = torch.randn(2, 3, 4, 5)
+    teacher = torch.randn(2, 3, 4, 5)
     expected = 0.0
     for b, k in np.ndindex(2, 3):
-        target, own = teacher[b, k].flatten().softmax(0), student[b, k].flatten().log_softmax(0)
+        target = teacher[b, k].flatten().softmax(0)
+        own = student[b, k].flatten().log_softmax(0)
         expected -= (target * own).sum() / (3 * 2)
     torch.testing.assert_close(channel_distillation(student, teacher), expected)
 
@@ -341,8 +346,10 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     parts = losses["task_loss"] + 0.4 * losses["auxiliary_loss"] + 10 * losses["kd_loss"]
     torch.testing.assert_close(losses["loss"], parts)
     assert not opened.loss_module.train().teacher.training
-    teacher, seen = opened.loss_module.teacher.model, []
-    assert all(p.grad is None for p in teacher.parameters())
+    teacher = opened.loss_module.teacher.model
+    seen = []
+    for p in teacher.parameters():
+        assert p.grad is None
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.loss_module.trainable_module
     for net, spread in (
@@ -357,13 +364,15 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
 
 
 def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
-    image, out = folder / "val" / "images" / "4.png", tmp_path / "y.png"
+    image = folder / "val" / "images" / "4.png"
+    out = tmp_path / "y.png"
     done = isomorph("predict", run.folder, "--image", image, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert sum(row["share"] for row in rows) == pytest.approx(100)
     with Image.open(out) as overlay, Image.open(tmp_path / "y-mask.png") as written:
-        picture, mask = np.asarray(overlay.convert("RGB")), np.asarray(written)
+        picture = np.asarray(overlay.convert("RGB"))
+        mask = np.asarray(written)
     assert picture.shape[0] == 48 + 28 * len(
         rows
     )  # below the image a legend, a row for every class

@@ -47,7 +47,8 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     recipe = run_recipe(tmp_path / "run", distill=distill, model=model)
     run = Run(recipe)
     run.loss_module.train()
-    x, soft = torch.randn(8, 3, 16, 16), torch.rand(8, 10).softmax(1)
+    x = torch.randn(8, 3, 16, 16)
+    soft = torch.rand(8, 10).softmax(1)
     first, second = run.trained(x)
     assert net.pretrained_cfg["mean"] == (
         0.485,

@@ -59,7 +59,8 @@ def test_edited_maps_are_captured_on_the_grid_of_the_image():
     assert {name: tuple(found.shape) for name, found in maps.items()} == dict.fromkeys(
         names, (2, 4, 17, 17)
     )
-    assert all(torch.allclose(found.sum(-1), torch.ones(())) for found in maps.values())
+    for found in maps.values():
+        assert torch.allclose(found.sum(-1), torch.ones(()))
     assert list(iso.nonlocality(build(), X)) == list(iso.nonlocality(gated, X)) == names
     assert iso.analysis.attention_from(gated, X)[names[0]].shape == (2, 4, 4, 4)
 

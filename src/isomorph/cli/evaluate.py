@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
 from isomorph.errors import UserError
-from isomorph.terminal_tables import grid_table, metric_table, row_table, say
+from isomorph.terminal_tables import Rows, grid_table, metric_table, row_table, say
 
 
 @opt.group
@@ -141,7 +141,7 @@ def _measure(
     sizes: Sequence[tuple[int, int]],
     runtime: Any,
     exported: bool,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[Rows, Rows]:
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
     from isomorph.lab.evaluation.model_data import (
@@ -182,8 +182,8 @@ def _measure(
 
 def _show_rows(
     head: dict[str, str],
-    rows: list[dict[str, Any]],
-    costs: list[dict[str, Any]],
+    rows: Rows,
+    costs: Rows,
     many: bool,
     json_: bool,
 ) -> None:

@@ -35,7 +35,8 @@ from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.operations import unwrap
 from isomorph.spec import spec_of
-from isomorph.surgery.calls import relative_difference, run_model
+from isomorph.surgery.calls import run_model
+from isomorph.surgery.comparison import relative_difference
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 # Entries of a pretrained_cfg that are about the public weights of the architecture, not about this

@@ -29,8 +29,8 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
-from isomorph.surgery.calls import batches_of, relative_difference
-from isomorph.surgery.comparison import class_agreement, signal_to_noise
+from isomorph.surgery.calls import batches_of
+from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -311,7 +311,7 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
     batches: list[Tensor] = []
     for images in batches_of(loader, of_loader=True):
         _check_images(images, shapes)
-        if len(images):
+        if isinstance(images, Tensor) and len(images):
             batches.append(images.detach().cpu().float())
     if not batches:
         raise UserError("the calibration batches are empty; give at least one image")

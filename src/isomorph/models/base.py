@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
+from isomorph.spec import ImageSize
 
 # Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not
 # know.
@@ -165,7 +166,7 @@ def init_as_mae(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool = False) -> Tensor:
+def require_images(x: Tensor, patch: ImageSize | None = None, padded: bool = False) -> Tensor:
     """Return a batch of images unchanged, after checking it; under `torch.fx.wrap` any size can be traced.
 
     Shape: x (B, in_chans, height, width) -> as x

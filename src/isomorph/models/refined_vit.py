@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
+from isomorph.layers.grid import GridSize
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
@@ -109,7 +110,7 @@ class RefinedBlock(Block):
         self.share = share
 
     def forward(
-        self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
+        self, x: Tensor, maps: Tensor | None = None, grid_size: GridSize | None = None
     ) -> tuple[Tensor, Tensor | None]:
         y = self.norm1(x)
         grid = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
@@ -190,7 +191,7 @@ class RefinedViT(DenseHeadViT):
         i: int,
         x: Tensor,
         maps: Any,
-        grid_size: tuple[int, int],
+        grid_size: GridSize,
     ) -> tuple[Tensor, Any]:
         return self.call_block(i, x, maps, grid_size)
 

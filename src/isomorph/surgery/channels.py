@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from isomorph.operations import Flow, Operation, Value, tensors_in
+from isomorph.operations import Flow, Operation, TensorVersion, tensors_in
 from isomorph.surgery.layer_calls import is_unchanged
 
 # Operations each of whose outputs consists of elements of the input, and of zeros.
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     """An operation on a value, and which of its outputs is followed; `others` read other parts of the value."""
 
     operation: Operation
-    value: Value
+    value: TensorVersion
     kind: Kind
     output: int = 0
     others: tuple[Operation, ...] = ()
@@ -120,7 +120,7 @@ class Channels:
         return channels if bool(same.all()) else None
 
 
-def kind_of_step(flow: Flow, operation: Operation, value: Value) -> Kind | None:
+def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind | None:
     """Return how an operation moves the elements of a value, or None if it does something else."""
     others = {other for other in operation.inputs if other != value}
     if operation.inputs.count(value) != 1:
@@ -147,7 +147,7 @@ def _attention_arguments(operation: Operation) -> dict[str, Any]:
     return dict(zip(names, operation.args, strict=False)) | operation.kwargs
 
 
-def _is_plain_attention(flow: Flow, operation: Operation, value: Value) -> bool:
+def _is_plain_attention(flow: Flow, operation: Operation, value: TensorVersion) -> bool:
     given = _attention_arguments(operation)
     is_value = id(given["value"]) == value[0]
     mask = given.get("attn_mask")
@@ -155,7 +155,7 @@ def _is_plain_attention(flow: Flow, operation: Operation, value: Value) -> bool:
     return is_value and constant_mask and not given.get("dropout_p")
 
 
-def _are_attention_weights(flow: Flow, value: Value) -> bool:
+def _are_attention_weights(flow: Flow, value: TensorVersion) -> bool:
     """True for what a softmax gives, also moved."""
     made = flow.made.get(value)
     if made is None or made.name == "softmax":
@@ -165,7 +165,7 @@ def _are_attention_weights(flow: Flow, value: Value) -> bool:
     return _are_attention_weights(flow, made.inputs[0])
 
 
-def _other_attention_weights(flow: Flow, value: Value) -> Tensor:
+def _other_attention_weights(flow: Flow, value: TensorVersion) -> Tensor:
     """Return attention weights made as a value is, from random scores.
 
     Scores may be equal, as those of a layer at its initialisation: then sums over every axis are 1, which is no law.
@@ -185,7 +185,7 @@ def _random(like: Tensor) -> Tensor:
     )
 
 
-def _run(operation: Operation, given: dict[Value, Tensor]) -> list[Tensor]:
+def _run(operation: Operation, given: dict[TensorVersion, Tensor]) -> list[Tensor]:
     """Return the outputs of an operation for other tensors in the place of its inputs."""
     by_identity = {value[0]: tensor for value, tensor in given.items()}
 
@@ -232,7 +232,9 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     return after
 
 
-def follow_channels(flow: Flow, start: Value, axis: int, steps: Sequence[Step]) -> Channels | None:
+def follow_channels(
+    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[Step]
+) -> Channels | None:
     """Return the channels of a value after steps from a start with channels on an axis; None if they are mixed."""
     tensor = flow.tensors[start]
     count = tensor.shape[axis]

@@ -137,6 +137,8 @@ def fuse(
     A merge across modules also changes what a module in between gives or gets. It is left out where that module is one
     that code calls alone: a child of the model, or an item of an nn.Sequential or nn.ModuleList there.
 
+    A module in which one layer is left, with what follows it, becomes that layer: its code would add the 0 of branches.
+
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
 
@@ -223,6 +225,7 @@ def fuse_with_report(
             across=found.across,
             uncalled=found.uncalled,
             untried=tuple(calls.untried),
+            wholes=found.wholes,
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
@@ -257,15 +260,21 @@ def _check_not_quantised(model: nn.Module) -> None:
 
 
 def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
-    """Apply the edits of a merge: those of one module in their order, others together."""
+    """Apply the edits of a merge: those of one module and of what is inside it in their order, others together."""
     rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
-    turns: Counter[str] = Counter()
+    turns: dict[str, int] = {}
     for rule, name in edits:
+        earlier = [turn for other, turn in turns.items() if _overlap(name, other)]
+        turns[name] = max(earlier, default=-1) + 1
         rounds[turns[name], rule].append(name)
-        turns[name] += 1
     for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
         model = apply_edit(model, Edit(rule, tuple(names)))
     return model
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return True for the names of one module, or of a module and another inside it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:

@@ -67,24 +67,30 @@ _PERMANENT_HINT = (
 )
 
 
-def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
+def override_reason(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
+    """Return by which methods a module computes, saves or loads differently from the class `kind`, or None.
+
+    `name` is the class in messages.
+    """
     find = inspect.getattr_static
-    return [
-        name
-        for name in _CHECKED_ATTRIBUTES
-        if find(type(module), name, None) is not find(kind, name, None)
-    ]
+    methods = []
+    for method in _CHECKED_ATTRIBUTES:
+        if find(type(module), method, None) is not find(kind, method, None):
+            methods.append(method)
+    return (
+        f"{type(module).__name__} overrides {' and '.join(methods)} of {name}" if methods else None
+    )
 
 
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     """Return how a module differs from a plain layer of the class `kind`, or None; `name` is the class in messages."""
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
-    methods = " and ".join(overridden_methods(module, kind))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of {name}"
-    tensors = {name: tensor for name, tensor in _tensors_of(module).items() if tensor is not None}
+    reason = override_reason(module, kind, name)
+    if reason is not None:
+        return reason
+    held = {**module._parameters, **module._buffers}
+    tensors = {part: tensor for part, tensor in held.items() if tensor is not None}
     extra = [part for part in (*tensors, *module._modules) if part not in ("weight", "bias")]
     if extra:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
@@ -93,10 +99,6 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
         if reason is not None:
             return reason
     return None
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {**module._parameters, **module._buffers}
 
 
 def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:

@@ -13,18 +13,16 @@ import torch
 from torch import nn
 
 from isomorph.errors import NotFinite, UserError
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.modules import (
     Ties,
     Where,
+    call_from_parents,
     describe_where,
-    is_excluded,
     list_names,
-    make_parents_call,
     matches_where,
     nearest_names,
-    selectable_modules,
-    why_not_called,
 )
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
@@ -101,21 +99,32 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     for name, module in root.model.named_modules():
         if matches_where(where, name, module):
             sites.append(root.at(name))
-    return _judge(rule, sites)
+    return _judge(rule, sites).names
 
 
-def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
-    accepted: list[str] = []
+class _Judgement(NamedTuple):
+    """The sites that a rule accepts, and the reason for each one of its kind that it rejects, by name."""
+
+    accepted: list[Site]
+    rejected: dict[str, str]
+
+    @property
+    def names(self) -> Acceptance:
+        return Acceptance([site.name for site in self.accepted], self.rejected)
+
+
+def _judge(rule: Rule, sites: Sequence[Site]) -> _Judgement:
+    accepted: list[Site] = []
     rejected: dict[str, str] = {}
     for site in sites:
-        reason = rule.reason(site) or why_not_called(site)
+        reason = rule.reason(site)
         if reason is None:
-            accepted.append(site.name)
+            accepted.append(site)
         elif _is_of_kind(rule, site):
             if hasattr(site.module, "inserted"):
                 reason += "; a block is inserted after it, recast before you insert"
             rejected[site.name] = reason
-    return Acceptance(accepted, rejected)
+    return _Judgement(accepted, rejected)
 
 
 def _is_of_kind(rule: Rule, site: Site) -> bool:
@@ -137,7 +146,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
     >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
     ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
     """
-    return _select(model, rule, where, exclude).accepted
+    return _select(model, rule, where, exclude).names.accepted
 
 
 class _Choice(NamedTuple):
@@ -154,8 +163,11 @@ class _Choice(NamedTuple):
         return [site.name for site in self.sites if site.name and _is_of_kind(self.rule, site)]
 
 
-def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
-    _check_rule(rule)
+def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> _Judgement:
+    """Return the sites that a rule recasts, and the others of its kind. Raises: UserError, as `targets`."""
+    if not isinstance(rule, Rule):
+        like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
+        raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
     sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
     choice = _Choice(rule, where, exclude, sites)
     _check_globs(where, choice)
@@ -171,23 +183,28 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         )
     if where == "*":
         return found._replace(accepted=_outermost(found.accepted))
-    _check_apart(found.accepted)
+    for site in found.accepted:
+        for outer in found.accepted:
+            if _is_inside(site, outer):
+                around = outer.name or "the model itself"
+                raise UserError(
+                    f"target {site.name} is inside target {around}; select only one of them"
+                )
     return found
 
 
-def _check_rule(rule: Any) -> None:
-    if isinstance(rule, Rule):
-        return
-    like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
-    raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
-
-
 def _sites(model: nn.Module, parts: bool) -> list[Site]:
-    """Return the sites of all modules that can be selected, and of the parts of joint projections if they can be."""
-    root = Site(model)
-    names = [name for name, _ in selectable_modules(model)]
+    """Return the sites of all modules by all their names, and of the parts of joint projections if wanted.
+
+    Without those inside a pyramid, which reads the weights of its layers.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    pyramids = [name for name, module in named.items() if isinstance(module, Pyramid)]
+    inside = tuple(f"{name}.".removeprefix(".") for name in pyramids)
+    names = [name for name in named if name in pyramids or not name.startswith(inside)]
     if parts:
         names += part_names(model)
+    root = Site(model)
     return [root.at(name) for name in names]
 
 
@@ -197,12 +214,24 @@ def _selected(choice: _Choice) -> list[Site]:
     for site in choice.sites:
         if not matches_where(choice.where, site.name, site.module):
             continue
-        if is_excluded(choice.exclude, site.name, site.module):
+        if matches_where(choice.exclude, site.name, site.module, inside=True):
             continue
         is_in_whole = site.part and (site.module, "") in selected
         if not is_in_whole:
             selected.setdefault((site.module, site.part), site)
     return list(selected.values())
+
+
+def _is_inside(site: Site, outer: Site) -> bool:
+    if not outer.name:
+        return bool(site.name)
+    return site.name.startswith(f"{outer.name}.")
+
+
+def _outermost(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites that are inside no other; the model itself only if it is alone."""
+    inner = [site for site in sites if site.name] or list(sites)
+    return [site for site in inner if not any(_is_inside(site, outer) for outer in inner)]
 
 
 def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
@@ -227,28 +256,11 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     if choice.exclude != ():
         return "; exclude leaves out the others"
     around = tuple(f"{site.name}." for site in selected)
-    inside = _judge(
-        choice.rule, [site for site in choice.sites if site.name.startswith(around)]
-    ).accepted
-    if inside:
-        return f"; name what is inside: {list_names(inside)}"
+    inside = [site for site in choice.sites if site.name.startswith(around)]
+    accepted = _judge(choice.rule, inside).names.accepted
+    if accepted:
+        return f"; name what is inside: {list_names(accepted)}"
     return nearest_names(choice.where, choice.own)
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names of which no other is the beginning; the model itself, "", only if it is alone."""
-    inner = [name for name in names if name]
-    if not inner:
-        return list(names)
-    return [name for name in inner if not any(name.startswith(f"{outer}.") for outer in inner)]
-
-
-def _check_apart(names: Sequence[str]) -> None:
-    for outer in names:
-        for name in names:
-            if name != outer and (not outer or name.startswith(f"{outer}.")):
-                around = outer or "the model itself"
-                raise UserError(f"target {name} is inside target {around}; select only one of them")
 
 
 def _check_globs(globs: Where, choice: _Choice) -> None:
@@ -318,12 +330,10 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     ('Conv2d', 'GPSA2d')
     """
     found = _select(model, rule, where, exclude)
-    root = Site(check_model(model))
-    for name in found.accepted:
-        site = root.at(name)
+    for site in found.accepted:
         if not site.part:
-            check_finite(site.module, name)
-    new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
+            check_finite(site.module, site.name)
+    new = apply_edit(copy_model(model), Edit(rule, tuple(found.names.accepted)))
     skipped = [f"{name} ({reason})" for name, reason in found.rejected.items()]
     if skipped:
         add_notes(
@@ -344,34 +354,32 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     'GPSA2d'
     """
     ties = Ties(model)
+    root = Site(model)
     with kept_random_state(model):
-        model = _replace_targets(model, edit)
+        for name in edit.names:
+            site = root.find(name)
+            if site is None:
+                rule = type(edit.rule).__name__
+                raise UserError(f"the model has no module {name}, which {rule} should recast")
+            with float32_on(site.module):
+                replacement = _build(edit.rule, site)
+                model = replace_module(model, site.path, site.module, replacement)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
     return model
 
 
-def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
-    rule = edit.rule
-    root = Site(model)
-    for name in edit.names:
-        site = root.find(name)
-        if site is None:
-            raise UserError(
-                f"the model has no module {name}, which {type(rule).__name__} should recast"
-            )
-        original = site.module
-        with float32_on(original):
-            try:
-                replacement = rule.build(site)
-            except UserError as error:
-                raise UserError(f"{name or 'the model'}: {error}") from None
-            replacement = match_original(replacement, original)
-            if site.parent is not None and not site.parent.training:
-                replacement.eval()  # a layer that timm makes while it merges is in train mode
-            model = replace_module(model, site.path, original, replacement)
-    return model
+def _build(rule: Rule, site: Site) -> nn.Module:
+    """Return the replacement of a site, with the modes of what it replaces."""
+    try:
+        replacement = rule.build(site)
+    except UserError as error:
+        raise UserError(f"{site.name or 'the model'}: {error}") from None
+    replacement = match_original(replacement, site.module)
+    if site.parent is not None and not site.parent.training:
+        replacement.eval()  # a layer that timm makes while it merges is in train mode
+    return replacement
 
 
 @contextmanager
@@ -397,7 +405,7 @@ def attach(model: nn.Module) -> None:
             site = root.find(name)
             if site is not None:
                 edit.rule.connect(site)
-    make_parents_call(model, [name for edit in edits(model) for name in edit.names])
+                call_from_parents(site)
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
@@ -441,8 +449,11 @@ def replace_module(
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
-    if any(map(_is_channels_last, original.parameters())):
-        replacement.to(memory_format=torch.channels_last)
+    for parameter in original.parameters():
+        is_last = parameter.is_contiguous(memory_format=torch.channels_last)
+        if is_last and not parameter.is_contiguous():
+            replacement.to(memory_format=torch.channels_last)
+            break
     for hook in original._forward_hooks.values():
         if records_outputs(hook) and hook not in replacement._forward_hooks.values():
             replacement.register_forward_hook(hook)
@@ -463,9 +474,3 @@ def replace_module(
             elif module is not None:
                 waiting.append(module)
     return model
-
-
-def _is_channels_last(parameter: nn.Parameter) -> bool:
-    return not parameter.is_contiguous() and parameter.is_contiguous(
-        memory_format=torch.channels_last
-    )

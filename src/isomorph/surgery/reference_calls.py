@@ -26,15 +26,15 @@ from isomorph.surgery.calls import (
     Inputs,
     batches_of,
     cast_floats,
+    copy_inputs,
     describe_shape,
-    map_tensors,
     other_inputs,
     own_inputs,
-    relative_difference,
     run_model,
     to_model,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
@@ -134,7 +134,7 @@ class ReferenceCalls:
 
     def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
         copied = copy_module(model)
-        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        flow = see(copied, lambda: run_model(copied, copy_inputs(first)))
         watched = []
         for name in flow.branches_on_data:
             watched += [
@@ -188,7 +188,7 @@ class ReferenceCalls:
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, _copy(inputs)))
+            made = run(model, partial(entry, model, copy_inputs(inputs)))
         return _numbers_of(found, made.output), made
 
     def _compare(self, call: Call, model: nn.Module) -> float:
@@ -215,7 +215,7 @@ class ReferenceCalls:
         for call in self.calls:
             called = self._to_call(model)
             self._count_call()
-            yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
+            yield called, see(called, partial(call.entry, called, copy_inputs(call.inputs)))
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -263,11 +263,6 @@ def _numbers_of(*values: Any) -> list[Tensor]:
             dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
             numbers.append(dense.double())
     return numbers
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place, each tensor one of its own."""
-    return map_tensors(inputs, torch.clone)
 
 
 def _numbers_in(inputs: Inputs) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import count_calls
+from isomorph.operations import count_calls, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     batches_of,
@@ -24,7 +24,6 @@ from isomorph.surgery.calls import (
     other_inputs,
     relative,
     run_model,
-    tensors_at,
 )
 from isomorph.surgery.comparison import (
     TensorDifference,
@@ -246,7 +245,7 @@ def _is_small_image(batch: Tensor) -> bool:
 
 def _modes(batch: Inputs) -> list[str]:
     modes = ["float16", "autocast to bfloat16"]
-    if any(x.ndim == 4 for x in tensors_at(batch).values()):
+    if any(x.ndim == 4 for x in tensors_in(batch)):
         modes.append("channels_last")
     return modes
 

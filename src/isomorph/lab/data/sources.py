@@ -15,6 +15,7 @@ from PIL.Image import Transpose
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError, first_line
+from isomorph.spec import ImageSize
 
 ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
 # Largest value of 16-bit pixels below which their white is unknown: photos of 8, 10 or 12 bits are stored in them.
@@ -101,7 +102,7 @@ def upright(image: Image.Image) -> Image.Image:
     return image.transpose(turn)
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
+def upright_size(image: Image.Image) -> ImageSize:
     """Return width and height of an opened image as `upright` returns it, without decoding it."""
     turned = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
     if turned:

@@ -36,18 +36,16 @@ from isomorph.lab.evaluation.accuracy import (
     sum_counts,
 )
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
 from isomorph.models.input_sizes import (
-    check_own_classes,
-    config_labels,
     evaluation_config,
     fit_to_size,
     image_size,
     label_names,
-    recorded_split,
-    shorten,
 )
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
+from isomorph.terminal_tables import Metrics, Row, Rows
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
@@ -124,7 +122,7 @@ def open_split(
         return _open(model, "test", data, root)
     if test_fraction is not None:
         return _open(model, split, data, root, test_fraction % 1 or None)
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
@@ -159,7 +157,7 @@ def _open(
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(
@@ -223,7 +221,7 @@ def evaluation_data(
     model: nn.Module,
     data: str | None = None,
     root: Path | None = None,
-    size: tuple[int, int] | None = None,
+    size: ImageSize | None = None,
     classes: int | None = None,
     test_fraction: float | None = None,
 ) -> tuple[Source, dict[str, Any]]:
@@ -246,10 +244,10 @@ def evaluate_classifier(
     data: Iterable[Any] | Source | str | Path | None,
     *,
     test_fraction: float | None = None,
-    size: int | tuple[int, int] | None = None,
+    size: int | ImageSize | None = None,
     batch_size: int = 100,
     workers: int = 0,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
     if size is not None:
         size = image_size(size)
@@ -348,7 +346,7 @@ def run_sweep(
     workers: int = 0,
     progress: BatchProgress = lambda batches, title, total: batches,
     runtime: Runtime = ALONE,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[Rows, Rows]:
     """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes.
 
     The processes of `runtime` share the batches, and all of them return the same rows.
@@ -364,13 +362,13 @@ def run_sweep(
         )
         jobs.append((size, ratio, test_set, loader))
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}
-    rows: list[dict[str, Any]] = []
-    class_rows: list[dict[str, Any]] = []
+    rows: Rows = []
+    class_rows: Rows = []
     for size, ratio, test_set, loader in jobs:
         title = "evaluating"
         if test_set.title:
             title += f" {test_set.title}"
-        point: dict[str, Any] = {}
+        point: Row = {}
         if size:
             title += " at {} x {}".format(*size)
             point["size"] = list(size)
@@ -388,9 +386,9 @@ def run_sweep(
     return rows, class_rows
 
 
-def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> list[dict[str, Any]]:
+def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Rows:
     """Return a row for each class that has images."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for name, images, right in zip(
         classes, counts.total.tolist(), counts.correct.tolist(), strict=True
     ):
@@ -434,9 +432,7 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(
-    model: nn.Module, sizes: Sequence[Size], images: int, exported: bool
-) -> list[dict[str, Any]]:
+def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> Rows:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
@@ -445,7 +441,7 @@ def measure_costs(
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
         shape = evaluation_config(model, size)["input_size"]
-        row: dict[str, Any] = {}
+        row: Row = {}
         if size:
             row["size"] = list(size)
         if not exported:

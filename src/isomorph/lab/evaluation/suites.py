@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,6 +15,7 @@ from isomorph.lab.data.formats.registry import CLASS_NAME, data_root, detect_for
 from isomorph.lab.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.model_data import Scoring, Sweep, TestSet, check_num_classes, run_sweep
+from isomorph.terminal_tables import Rows
 
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 Location = tuple[Path, str]
@@ -189,7 +189,7 @@ def evaluate_suites(
     sweep: Sweep | None = None,
     batch_size: int = 100,
     workers: int = 0,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Evaluate a model on ImageNet test suites: a row of metrics for every suite and point of the sweep.
 
     `suites`, `root`, `form`, `partial`: as in `open_suites`. The model stays on its device; `workers` processes

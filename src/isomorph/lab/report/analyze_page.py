@@ -31,7 +31,7 @@ from isomorph.lab.report.attention_viewer import (
     build_viewer,
     capture_layer_maps,
 )
-from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, format_number
 from isomorph.lab.report.html import Details, ImageCard, Section
 from isomorph.lab.report.page_images import PageImage, normalise_images
 from isomorph.lab.report.page_models import (
@@ -47,7 +47,7 @@ from isomorph.lab.report.page_models import (
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
-from isomorph.terminal_tables import count_of
+from isomorph.terminal_tables import Table, count_of
 
 # Smaller differences of gates, spans, distances, entropies and logits are not drawn.
 RESOLUTION = 1e-3

@@ -20,6 +20,7 @@ from isomorph.errors import UserError
 from isomorph.lab.report.charts import json_numbers
 from isomorph.lab.report.page_images import PageImage
 from isomorph.operations import AppliedAttention
+from isomorph.spec import ImageSize
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where
 
@@ -48,7 +49,7 @@ class LayerMaps:
     exact: Tensor | None = field(default=None, repr=False)
 
     @property
-    def keys(self) -> tuple[int, int]:
+    def keys(self) -> ImageSize:
         """Rows and columns of the grid of keys, without padding."""
         height, width = self.where.keys
         rows, columns = self.where.padding

@@ -17,14 +17,20 @@ from isomorph.lab.report.charts import (
     Panel,
     Paths,
     Scatter,
-    Table,
     format_number,
     is_number,
 )
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
 from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
-from isomorph.terminal_tables import METRIC_FORMATS, chance_difference, count_of, interval_text
+from isomorph.terminal_tables import (
+    METRIC_FORMATS,
+    Row,
+    Table,
+    chance_difference,
+    count_of,
+    interval_text,
+)
 
 
 class MeasureHistory(NamedTuple):
@@ -127,7 +133,7 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
     return Line([point[0] for point in points], [point[1] for point in points])
 
 
-def _logged_number(row: dict[str, Any], key: str) -> Any:
+def _logged_number(row: Row, key: str) -> Any:
     value = row.get(key)
     if not isinstance(value, Mapping):
         return value

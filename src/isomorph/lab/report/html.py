@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -15,6 +15,7 @@ from markupsafe import Markup
 from isomorph.checkpoints.files import write_atomically
 from isomorph.lab.report.attention_viewer import Viewer
 from isomorph.lab.report.charts import Chart
+from isomorph.terminal_tables import Rows
 
 # The files of the page's script, in the order in which they use each other.
 SCRIPTS = (
@@ -85,8 +86,8 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
     Its Content-Security-Policy lets the browser run only the page's script, known by its hash, and request nothing.
     """
-    charts: list[dict[str, Any]] = []
-    viewers: list[dict[str, Any]] = []
+    charts: Rows = []
+    viewers: Rows = []
     blobs: list[tuple[str, str]] = []
     contents = []
     for section in sections:

@@ -5,7 +5,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 
 # Images with larger sides are embedded as JPEG, others as PNG.
@@ -43,14 +42,14 @@ class PageImage:
         return f"data:image/{form};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:
+def normalise_images(images: Sequence[PageImage], config: ImageConfig) -> Tensor:
     """Return the images as a batch, normalised by the mean and std of the config. Shape: -> (B, C, H, W)"""
     batch = torch.stack([image.pixels for image in images])
     mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
     return (batch - mean) / std
 
 
-def open_images(paths: Sequence[str | Path], config: dict[str, Any]) -> list[PageImage]:
+def open_images(paths: Sequence[str | Path], config: ImageConfig) -> list[PageImage]:
     """Read image files, resized and cropped by a model's data config, as timm's `resolve_data_config` returns it.
 
     >>> from PIL import Image

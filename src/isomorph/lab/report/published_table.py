@@ -6,7 +6,7 @@ from typing import Any
 
 from isomorph.lab.report.charts import Chart, Line, Panel, Scatter, is_number
 from isomorph.lab.report.run_files import RunLog
-from isomorph.terminal_tables import interval_text
+from isomorph.terminal_tables import Row, Table, interval_text
 
 # Titles of the columns of published tables, by their names in recipes/published/*.yaml.
 COLUMNS: dict[str, str] = {
@@ -105,7 +105,7 @@ class RunResult:
     def of(cls, log: RunLog, columns: Sequence[str], differs: str) -> "RunResult":
         """Return the last evaluation of a run, and the sums of its log."""
         seconds = []
-        latest: dict[str, Any] = {}
+        latest: Row = {}
         for row in log.epochs:
             if not row.get("epoch"):  # before training
                 continue
@@ -170,7 +170,7 @@ class TableRow:
         }
 
 
-def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[list[str]]:
+def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> Table:
     """Return the rows as text: the paper's columns, and where there are runs what they measured.
 
     A run that differs from its row has no number under "measured"; its numbers stand next to what differs.

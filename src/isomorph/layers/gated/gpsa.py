@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import require_same
 
 
@@ -56,7 +57,7 @@ class PositionalAttention(TokenHeads):
         k = self.split_heads(self.k(x))
         return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2))
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         p = self.prefix_tokens
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
@@ -68,7 +69,7 @@ class PositionalAttention(TokenHeads):
             attended = torch.cat([prefix.transpose(1, 2), attended], dim=1)
         return self.proj_drop(self.proj(attended.flatten(2)))
 
-    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         position = self.position_map(self.check_grid(x, grid_size), x.dtype)
         position = position.expand(x.shape[0], -1, -1, -1)
@@ -134,7 +135,7 @@ class GPSA(TokenHeads):
         super()._add_content(dim, qkv_bias)
         self.gate = nn.Parameter(torch.empty(self.num_heads))
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
@@ -152,7 +153,7 @@ class GPSA(TokenHeads):
         q, k = self.queries_keys(x)
         return q * q.shape[-1] ** -0.5, k, None
 
-    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.grid import axis_offsets
+from isomorph.layers.grid import GridSize, axis_offsets
 from isomorph.layers.modes import KeepsInEval, constant, is_eager, on_cpu
 
 
@@ -151,7 +151,7 @@ def _by_position(grid: Tensor) -> Tensor:
     return grid.flatten(3).flatten(1, 2)
 
 
-def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def to_head_grid(tokens: Tensor, grid_size: GridSize) -> Tensor:
     """Lay out tokens for products along either axis. Shape: (B, H W, nh, hd) -> (nh, H, W, B, hd)"""
     return tokens.unflatten(1, grid_size).permute(3, 1, 2, 0, 4).contiguous()
 

@@ -19,7 +19,7 @@ from isomorph.models.base import (
     unwrap_state_dict,
 )
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.spec import record_config, spec_of
+from isomorph.spec import ImageSize, record_config, spec_of
 
 
 class FeatureBackbone(NamedTuple):
@@ -49,7 +49,7 @@ class FeatureBackbone(NamedTuple):
 def build_backbone(
     name: str,
     in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None,
+    img_size: int | ImageSize | None = None,
     pretrained: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> FeatureBackbone:
@@ -78,7 +78,7 @@ def build_backbone(
     return FeatureBackbone(model, indices, channels, reductions)
 
 
-def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
+def _default_arguments(name: str, img_size: int | ImageSize | None) -> dict[str, Any]:
     kind = _model_class(name.partition(".")[0])
     arguments: dict[str, Any] = {}
     if not issubclass(kind, BlockwiseViT):

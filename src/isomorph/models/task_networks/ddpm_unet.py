@@ -21,6 +21,7 @@ from isomorph.models.base import (
     register_variants,
     renamed_in_order,
 )
+from isomorph.spec import ImageSize
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -107,7 +108,7 @@ class DDPMUNet(nn.Module):
             )
         return self.unet(x, t, return_dict=False)[0]
 
-    def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def example_inputs(self, batch: int, size: ImageSize | None = None) -> dict[str, Tensor]:
         """Return random images with time steps spread over the diffusion. Shape: -> x (batch, C, H, W), t (batch,)"""
         height, width = size or self.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
         generator = torch.Generator().manual_seed(0)

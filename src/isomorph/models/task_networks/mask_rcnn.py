@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,6 +46,8 @@ from isomorph.models.task_networks.backbone import (
     build_backbone,
     create_network,
 )
+from isomorph.operations import observing
+from isomorph.spec import ImageSize
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
 # (n, H, W).
@@ -204,7 +205,7 @@ class WindowedViT(nn.Module):
     def __init__(
         self,
         vit: VisionTransformer,
-        img_size: tuple[int, int],
+        img_size: ImageSize,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
     ) -> None:
@@ -369,7 +370,7 @@ class MaskRCNN(BackboneNetwork):
         masks: bool = True,
         backbone_kwargs: Mapping[str, Any] | None = None,
         in_chans: int = 3,
-        img_size: int | tuple[int, int] = 1024,
+        img_size: int | ImageSize = 1024,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
         channels: int = 256,
@@ -522,7 +523,7 @@ class MaskRCNN(BackboneNetwork):
         return out
 
     @torch.no_grad()
-    def detect(self, x: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> list[Detections]:
+    def detect(self, x: Tensor, sizes: Sequence[ImageSize] | None = None) -> list[Detections]:
         """Return the detections of every image, best first, in pixels of x; labels count from 0.
 
         `sizes` are height and width of each image inside x, without its padding. Masks are probabilities on a grid of
@@ -536,15 +537,11 @@ class MaskRCNN(BackboneNetwork):
             sizes = [(x.shape[2], x.shape[3])] * len(x)
         inside = [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
-        with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in (
-                self.rpn.head,
-                self.roi_heads.box_predictor,
-                self.roi_heads.mask_predictor,
-            ):
-                if head is not None:
-                    handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
-                    hooks.callback(handle.remove)
+        heads = ["rpn.head", "roi_heads.box_predictor"]
+        if self.has_masks:
+            heads.append("roi_heads.mask_predictor")
+        # torchvision drops boxes whose scores are not finite
+        with observing(self, after=lambda call: require_finite(call.output), names=heads):
             proposals, _ = self.rpn(ImageList(x, inside), maps)
             detections, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in detections]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
 from isomorph.models.base import Variant, build_variant, register_variants
+from isomorph.spec import ImageSize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -136,7 +137,7 @@ class TextTransformer(nn.Module):
         features = self.forward_features(input_ids, attention_mask, token_type_ids)
         return self.forward_head(features, positions)
 
-    def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def example_inputs(self, batch: int, size: ImageSize | None = None) -> dict[str, Tensor]:
         """Return random sequences of unequal lengths up to N, for a size (1, N). Shape: -> ids and mask (batch, N)"""
         N = size[-1] if size else min(64, self.max_length)
         generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
+from isomorph.layers.grid import GridSize
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -19,7 +20,7 @@ from isomorph.surgery.plain_layers import (
     describe_attachments,
     describe_stand_in,
     layer_mismatch,
-    overridden_methods,
+    override_reason,
 )
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
@@ -33,9 +34,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    methods = " and ".join(overridden_methods(module, Attention))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of timm's Attention"
+    reason = override_reason(module, Attention, "timm's Attention")
+    if reason is not None:
+        return reason
     names = (*module._modules, *module._parameters, *module._buffers)
     extra = [name for name in names if name not in ATTENTION_PARTS]
     if extra:
@@ -107,7 +108,7 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
         True
     """
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None

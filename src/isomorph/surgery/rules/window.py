@@ -18,7 +18,7 @@ from isomorph.layers.window import (
     attend_with_share,
     limit_bias,
 )
-from isomorph.operations import FollowMaps, FusedCall, Value, value_of
+from isomorph.operations import FollowMaps, FusedCall, TensorVersion, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -120,7 +120,7 @@ class WindowAttention(AlteredAttention):
     window: int
     share: Tensor
     _is_global: bool
-    _share_seen: Value
+    _share_seen: TensorVersion
     _is_checked: bool
     pruned: bool
     fused_scale: float | None
@@ -221,7 +221,7 @@ class AttentionToWindow(AnyAttentionRule):
     window: int = 8
     """Side of the windows in tokens."""
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None

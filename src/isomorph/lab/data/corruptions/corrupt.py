@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from isomorph.errors import UserError, first_line, install_hint
-from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import Source
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -119,7 +118,7 @@ IMAGENET_C_CROP = dict(
 )  # of ImageNet-C's files
 
 
-def image_transform(config: Mapping[str, Any]) -> ImageTransform:
+def image_transform(config: ImageConfig) -> ImageTransform:
     """Return the part of the test transform that resizes and crops images, without conversion to tensors."""
     steps = eval_transform(config).transforms  # type: ignore[attr-defined]
     return transforms.Compose(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
-from isomorph.lab.data.loaders import batch_ranges, ordered_loader
+from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.lab.evaluation.robustness.images import (
     PUBLISHED_SIZE,
     RobustnessInputs,
@@ -32,7 +33,8 @@ from isomorph.lab.evaluation.robustness.scores import (
     robustness_summary,
 )
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits, fit_to_size
+from isomorph.models.input_sizes import fit_to_size
+from isomorph.terminal_tables import Metrics
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
@@ -119,7 +121,7 @@ def _measure_group(
     images: CorruptedImages,
     inputs: RobustnessInputs,
     report: Callable[[float], None],
-) -> list[dict[str, float]]:
+) -> list[Metrics]:
     options = inputs.options
     together = len(images.severities)
     size = max(1, options.batch_size // together)
@@ -141,7 +143,7 @@ def _measure_group(
 
 @torch.no_grad()
 def _predict(
-    model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any]
+    model: nn.Module, loader: Iterable[Any], config: ImageConfig
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and labels of batches of images, normalised as the data config says.
 

@@ -1,7 +1,7 @@
 """The images of a robustness evaluation: clean ones to corrupt, or ImageNet-C, CIFAR-10-C, CIFAR-100-C as unpacked."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,13 @@ from isomorph.lab.data.corruptions.corrupt import (
 from isomorph.lab.data.formats.imagefolder import imagefolder
 from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
     ImageSize,
     built_size,
-    check_own_classes,
-    class_count,
     evaluation_config,
     image_size,
     input_channels,
@@ -61,7 +61,7 @@ class RobustnessOptions:
     corruptions: Sequence[str] | None = None
     severities: Sequence[int] = SEVERITIES
     extra: bool = False
-    size: int | tuple[int, int] | None = None
+    size: int | ImageSize | None = None
     seed: int = 0
     limit: int | None = None
     partial: bool = False
@@ -201,12 +201,12 @@ class RobustnessInputs:
     model: nn.Module
     source: Source | None
     published: Published | None
-    config: Mapping[str, Any]
+    config: ImageConfig
     num_classes: int
     options: RobustnessOptions
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> ImageSize:
         """Height and width of the images."""
         height, width = self.config["input_size"][-2:]
         return height, width

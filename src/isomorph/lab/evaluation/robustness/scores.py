@@ -12,7 +12,7 @@ from isomorph.lab.data.corruptions.corrupt import (
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
 )
-from isomorph.terminal_tables import interval_text
+from isomorph.terminal_tables import Table, interval_text
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
@@ -150,7 +150,7 @@ def _gain(value: float, baseline: float) -> dict[str, float | None]:
     return {"points": points, "relative": relative}
 
 
-def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
+def severity_table(result: Mapping[str, Any]) -> Table:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}

@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.functional import normalize
 
-from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.imagefolder import find_splits
 from isomorph.lab.data.formats.naming import ImageFiles, is_image_name
 from isomorph.lab.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.lab.data.loaders import batch_ranges, eval_transform
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.training.open import open_model
 from isomorph.layers.modes import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config
+from isomorph.spec import ImageSize
 
 INCEPTION = "inception"
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -218,7 +219,7 @@ def _has_splits(data: str) -> bool:
 
 
 def _batches(
-    source: Source, size: tuple[int, int], batch_size: int, progress: Progress, exact: bool = False
+    source: Source, size: ImageSize, batch_size: int, progress: Progress, exact: bool = False
 ) -> Iterator[Tensor]:
     """Yield images at a size, cut out as for training. Shape: -> (B, 3, H, W) uint8
 

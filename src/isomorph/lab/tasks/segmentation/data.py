@@ -27,6 +27,7 @@ from isomorph.lab.data.sources import (
     upright_size,
 )
 from isomorph.lab.tasks.image_sets import ImageSet
+from isomorph.spec import ImageSize
 
 # Class of the pixels that count neither in the loss nor in the metrics.
 IGNORE = 255
@@ -183,7 +184,7 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
             raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
 
 
-def _size_of(path: Path) -> tuple[int, int]:
+def _size_of(path: Path) -> ImageSize:
     with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
         return upright_size(opened)
 

@@ -30,6 +30,7 @@ from isomorph.lab.training.run.resume import find_snapshot
 from isomorph.lab.training.run.state import Run, check_model_given
 from isomorph.lab.training.task import Objective, Task
 from isomorph.surgery.anneal import annealed_layers
+from isomorph.terminal_tables import Table
 
 META = torch.device("meta")
 # GPUs among which the predicted run divides its batches.
@@ -90,7 +91,7 @@ class DryRun:
         """Hours of training on eight H100, calculated."""
         return self.steps * self.h100.eager / 3600
 
-    def table(self) -> list[list[str]]:
+    def table(self) -> Table:
         """Return the facts as rows of a name and a text."""
         shown = [
             ("source", self.recipe.source or "-"),

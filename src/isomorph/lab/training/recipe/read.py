@@ -10,7 +10,7 @@ import yaml
 
 from isomorph.checkpoints.paths import is_function
 from isomorph.errors import UserError
-from isomorph.lab.training.recipe.fields import DataPart
+from isomorph.lab.training.recipe.fields import DataPart, Fields
 from isomorph.lab.training.recipe.recipe import Recipe, validate
 
 # Fields that become shorter with a run, and the smallest value of those that are whole numbers.
@@ -37,7 +37,7 @@ TEXTS = (
 )
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> Fields:
     """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def _load_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
+def override_recipe(values: Fields, assignments: list[str]) -> Recipe:
     """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
 
     Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
@@ -105,7 +105,7 @@ def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     return recipe
 
 
-def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+def apply_overrides(values: Fields, assignments: list[str]) -> Fields:
     """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
 
     Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
@@ -137,7 +137,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
 
 
 def shorten_schedules(
-    values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs"
+    values: Fields, usual: int, given: Sequence[str], unit: str = "epochs"
 ) -> str:
     """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
 

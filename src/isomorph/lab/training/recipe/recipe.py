@@ -183,7 +183,7 @@ class Recipe(Part):
 
 
 # Fields that may change when a run is resumed.
-CHANGEABLE: dict[str, Any] = {
+CHANGEABLE: fields.Fields = {
     "out": True,
     "device": True,
     "dataset": True,
@@ -203,7 +203,7 @@ def identity_json(recipe: Recipe) -> str:
     return recipe.model_dump_json(exclude=CHANGEABLE)
 
 
-def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def changed_fields(old: fields.Fields, new: fields.Fields, prefix: str = "") -> list[str]:
     """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
@@ -216,12 +216,12 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return changed
 
 
-def validate(values: dict[str, Any]) -> Recipe:
+def validate(values: fields.Fields) -> Recipe:
     """Return a Recipe from plain values. Raises: UserError with all problems in one line."""
     return check_part(Recipe, "the recipe", values)
 
 
-def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
+def check_part(part: type[P], title: str, values: fields.Fields) -> P:
     """Return a group of fields from plain values. Raises: UserError with all problems in one line."""
     try:
         return part.model_validate(values)
@@ -257,7 +257,7 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     return f"{field}: {message} (given {repr(problem['input'])[:80]})"
 
 
-def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
+def _fields_of(groups: list[str], part: type[Part]) -> fields.Fields:
     for group in groups:
         part = part_of(part.model_fields[group].annotation) or Part
     return part.documented_fields()

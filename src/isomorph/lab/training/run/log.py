@@ -21,7 +21,7 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.terminal_tables import count_of, printable
+from isomorph.terminal_tables import Row, Rows, count_of, printable
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 
@@ -84,7 +84,7 @@ class Journal:
             "numpy": np.__version__,
         }
 
-    def write(self, name: str, row: dict[str, Any]) -> None:
+    def write(self, name: str, row: Row) -> None:
         """Append one line of JSON to a log, and draw its numbers. Raises: UserError when it cannot be written."""
         if not self.runtime.is_main:
             return
@@ -132,9 +132,9 @@ class Journal:
             yield lambda: bar.advance(task)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> Rows:
     """Return the rows of a log, without damaged lines: incomplete, not JSON, or with other types."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     if not path.is_file():
         return rows
     for line in path.read_bytes().split(b"\n"):
@@ -163,7 +163,7 @@ def _truncate_log(path: Path, epoch: int, step: int) -> None:
     write_atomically(path, lambda file: file.write_text("".join(lines)))
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     return json.dumps(row, separators=(",", ":")) + "\n"
 
 

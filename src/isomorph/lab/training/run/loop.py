@@ -21,7 +21,6 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
@@ -42,11 +41,12 @@ from isomorph.lab.training.run.guards import (
     stop_requests,
 )
 from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.snapshot import list_snapshots, rename_damaged
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.terminal_tables import chance_difference, count_of
+from isomorph.terminal_tables import Metrics, Row, chance_difference, count_of
 
 # Steps between checks that the loss is finite, since reading it waits for the device.
 CHECK_EVERY = 10
@@ -68,7 +68,7 @@ class Result:
 
     model: nn.Module = field(repr=False)
     """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
-    metrics: dict[str, float]
+    metrics: Metrics
     """Metrics of the last evaluation, e.g. top1 in percent."""
     folder: Path
     """Folder of the run, with its checkpoints and logs."""
@@ -346,7 +346,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
             journal.say(message)
 
 
-def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> dict[str, float]:
+def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> Metrics:
     """Return loss and training accuracy of an epoch, and what an evaluation measures. Raises: Diverged."""
     metrics = {"loss": loss}
     if run.objective.accuracy:
@@ -547,7 +547,7 @@ def gating_row(run: Run) -> dict[str, Any]:
     """
     model = run.eval_model
     gating: dict[str, dict[str, Any]] = {}
-    row: dict[str, Any] = {}
+    row: Row = {}
     with unsharded(model):
         with suppress(UserError):  # no gated layer
             for name, measure, decimals in _GATING_MEASURES:

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
-from isomorph.checkpoints.named_state import (
+from isomorph.checkpoints.open import local_file
+from isomorph.distributed import Runtime, open_runtime, seed_everything
+from isomorph.errors import UserError
+from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.evaluation.classes import class_count, shorten
+from isomorph.lab.training.build import apply_surgery, plan_batches
+from isomorph.lab.training.classification import recipe_task
+from isomorph.lab.training.optim import build_optimizer, build_scheduler
+from isomorph.lab.training.parallel import distribute, prepare_model
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
     MODEL_PREFIX,
@@ -24,24 +35,14 @@ from isomorph.checkpoints.named_state import (
     owner_name,
     split_optimizer,
 )
-from isomorph.checkpoints.open import local_file
-from isomorph.checkpoints.snapshot import RunProgress
-from isomorph.distributed import Runtime, open_runtime, seed_everything
-from isomorph.errors import UserError
-from isomorph.lab.data.sampler import TrainSampler
-from isomorph.lab.data.streams import workers_of_part
-from isomorph.lab.training.build import apply_surgery, plan_batches
-from isomorph.lab.training.classification import recipe_task
-from isomorph.lab.training.optim import build_optimizer, build_scheduler
-from isomorph.lab.training.parallel import distribute, prepare_model
-from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.run.resume import Resume, find_snapshot
+from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Task
-from isomorph.models.input_sizes import class_count, shorten
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
 from isomorph.surgery.rule import record
+from isomorph.terminal_tables import Metrics
 
 _TOTALS = "progress.totals"
 
@@ -235,7 +236,7 @@ class Run:
             )
         return next(self.batches)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> Metrics:
         self.share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 from isomorph.errors import UserError, short_reason
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import METRIC_FORMATS, Row
 
 # About the machine, or the paper's result.
 _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
@@ -29,7 +29,7 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
         ) from None
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
     rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
-    last: dict[str, Any] = {}
+    last: Row = {}
     if rows and (run.is_dir() or run.name == "model.safetensors"):
         last = rows[-1]
     metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
