@@ -14,7 +14,9 @@ from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import warn_of_nan
 from isomorph.checkpoints.open import local_file
 from isomorph.checkpoints.paths import HUB
+from isomorph.cli.messages import name_options
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
+from isomorph.cli.output import COMMAND
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
@@ -151,7 +153,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 def _print_notes(model: nn.Module) -> nn.Module:
     if is_main_process():
         for note in notes(model):
-            say(f"isomorph: {note}", sys.stderr)
+            say(f"isomorph: {name_options(note, COMMAND[0])}", sys.stderr)
     return model
 
 

@@ -216,12 +216,12 @@ class CellFile:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(
-                    f"{path} has cells of {saved.identity['model']} with other weights; use another --out"
+                    f"{path} has cells of {saved.identity['model']} with other weights; use another `out`"
                 )
             differences = _differences(saved.identity, identity)
             if differences:
                 raise UserError(
-                    f"{path} has cells of other images: {differences}; use another --out"
+                    f"{path} has cells of other images: {differences}; use another `out`"
                 )
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
@@ -253,7 +253,7 @@ class SavedResult(NamedTuple):
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
+    """Read a file of results, without an incomplete last line. Raises: UserError for a file that is not one."""
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1

@@ -374,7 +374,9 @@ def _measure(
             seconds = _train_steps(run, steps)
     except torch.OutOfMemoryError:
         whole = f"a step of {part:,} samples does not fit the GPU's memory"
-        raise UserError(f"{whole}; give --scale.accumulate, or activation_checkpointing") from None
+        raise UserError(
+            f"{whole}; give `scale.accumulate`, or `scale.activation_checkpointing`"
+        ) from None
     memory = None
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(runtime.device) / GIB

@@ -77,8 +77,8 @@ class Run:
         )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
-                f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
-                "(--model.start random starts from random weights)"
+                f"{recipe.name} requires trained weights; give model.weights=FILE or model.pretrained=True "
+                "(model.start=random starts from random weights)"
             )
         if self.resumed_from:
             self.progress = RunProgress(**self.resumed_from.values["progress"])
@@ -314,7 +314,7 @@ def check_model_given(recipe: Recipe) -> None:
     """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(
-            f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME"
+            f"{recipe.name} has no model; give model.weights=FILE, or a timm model as model.name=NAME"
         )
 
 
@@ -345,5 +345,5 @@ def _check_classes_of_own(recipe: Recipe, outputs: int | None, classes: list[str
     if outputs != len(classes):
         raise UserError(
             f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
-            " function's own argument for it as --model.kwargs.NAME VALUE"
+            " function's own argument for it as model.kwargs.NAME=VALUE"
         )
