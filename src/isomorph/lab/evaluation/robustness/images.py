@@ -12,6 +12,7 @@ from torch import nn
 
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
     CLEAN,
     CORRUPTION_VERSION,
@@ -212,7 +213,7 @@ class RobustnessInputs:
         height, width = self.config["input_size"][-2:]
         return height, width
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"
