@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from isomorph.errors import UserError, first_line
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
     CLEAN,
     CORRUPTION_VERSION,
@@ -211,7 +212,7 @@ class RobustnessInputs:
         height, width = self.config["input_size"][-2:]
         return height, width
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"

@@ -17,6 +17,7 @@ from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
 from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
@@ -299,7 +300,7 @@ class Run:
         seed_everything("recast", self.recipe.seed)
         return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64)
