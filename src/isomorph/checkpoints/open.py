@@ -206,7 +206,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"
             advice = (
-                "give a function that runs without arguments, or its arguments as --model-kwargs"
+                "give a function that runs without arguments, or its arguments as `model.kwargs`"
             )
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
@@ -229,7 +229,7 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
     }
     given = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
-        given.insert(0, f"--arch {options.arch}")
+        given.insert(0, f"base={options.arch}")
     if given:
         raise UserError(
             f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"

@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import Rows, grid_table, metric_table, row_table, say
 
 
@@ -198,7 +199,7 @@ def _show_rows(
         return
     tables = [grid_table(rows)]
     if many:
-        found: dict[str, Any] = {"rows": rows, "cost": costs}
+        found: JsonObject = {"rows": rows, "cost": costs}
     else:
         found = {"curve": [head | row for row in rows], **cost}
         best = max(range(len(rows)), key=lambda number: rows[number]["top1"])

@@ -131,8 +131,8 @@ def open_split(
                 return part
             if part.classes == tuple(map(composed, label_names(model))):
                 warnings.warn(
-                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
-                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    f"the folder has {now} images, that of training had {images}: those that "
+                    f"test_fraction={fraction:g} gives to {split}ing are used ({len(part)}); test_fraction=1 takes all",
                     DataWarning,
                     stacklevel=2,
                 )
@@ -161,8 +161,8 @@ def _check_unseen(source: Source, model: nn.Module) -> None:
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(
-            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
-            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+            f"the model was trained on a folder of {images} images like this one; give "
+            f"test_fraction={fraction:g} to test on the images left out, or test_fraction=1 for all of them"
         )
 
 

@@ -111,7 +111,7 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     if ignored:
         names = " and ".join(ignored)
         raise UserError(
-            f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE"
+            f"{names} cannot be passed to {part.name}; give its arguments as model.kwargs.NAME=VALUE"
         )
     model = build_own(part.name, part.kwargs)
     if part.weights is None:

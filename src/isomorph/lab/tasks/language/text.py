@@ -235,7 +235,7 @@ class LanguageTask(Task):
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
-            raise UserError("--size is for images; leave it out for this model")
+            raise UserError("`size` is for images; leave it out for this model")
         source = spec_of(model).config.get("source") or self.sources[0]
         folder: Any = options.root
         if options.data in self.sources:

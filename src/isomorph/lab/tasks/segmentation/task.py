@@ -174,7 +174,9 @@ class Segmentation(Task):
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if not isinstance(model, UPerNet):
-            instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
+            instead = (
+                "give model.name=upernet, and the network inside it as model.kwargs.backbone=NAME"
+            )
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         reason = input_size_problem(model, config["input_size"])
         if reason:
@@ -242,7 +244,7 @@ class Segmentation(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
             raise UserError(
-                "--size does not apply to segmentation, which resizes images as in training; leave it out"
+                "`size` does not apply to segmentation, which resizes images as in training; leave it out"
             )
         images = self._test_images(model, options)
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)

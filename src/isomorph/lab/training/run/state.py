@@ -17,6 +17,7 @@ from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
 from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
@@ -77,8 +78,8 @@ class Run:
         )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
-                f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
-                "(--model.start random starts from random weights)"
+                f"{recipe.name} requires trained weights; give model.weights=FILE or model.pretrained=True "
+                "(model.start=random starts from random weights)"
             )
         if self.resumed_from:
             self.progress = RunProgress(**self.resumed_from.values["progress"])
@@ -299,7 +300,7 @@ class Run:
         seed_everything("recast", self.recipe.seed)
         return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64)
@@ -314,7 +315,7 @@ def check_model_given(recipe: Recipe) -> None:
     """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(
-            f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME"
+            f"{recipe.name} has no model; give model.weights=FILE, or a timm model as model.name=NAME"
         )
 
 
@@ -345,5 +346,5 @@ def _check_classes_of_own(recipe: Recipe, outputs: int | None, classes: list[str
     if outputs != len(classes):
         raise UserError(
             f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
-            " function's own argument for it as --model.kwargs.NAME VALUE"
+            " function's own argument for it as model.kwargs.NAME=VALUE"
         )
