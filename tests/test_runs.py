@@ -12,7 +12,7 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.history import saved_models
 from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate

@@ -11,7 +11,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.objectives.distillation import build_distillation
 from isomorph.lab.training.optim import (
     build_optimizer,

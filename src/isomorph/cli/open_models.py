@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from isomorph.cli.messages import name_options
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
 from isomorph.cli.output import COMMAND
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
@@ -82,7 +82,7 @@ def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
     )
 
 
-def find_recipe(path: Path) -> dict[str, Any] | None:
+def find_recipe(path: Path) -> JsonObject | None:
     """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
     if not path.exists():
         return None

@@ -29,6 +29,7 @@ from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.export import check_path
 from isomorph.deployment.model_card import model_card, recipe_text
 from isomorph.errors import DataWarning, UserError
+from isomorph.json_values import JsonObject
 from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
@@ -185,7 +186,7 @@ def save_for_hub(
         if not isinstance(value, Real) or not isfinite(value):
             raise UserError(f"results must be finite numbers by name; {key} is not one")
         numbers[key] = int(value) if isinstance(value, Integral) else float(value)
-    recipe: dict[str, Any] | None = None
+    recipe: JsonObject | None = None
     metrics: dict[str, float] = {}
     if run:
         # the one thing that sharing takes from the lab
@@ -216,11 +217,11 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     """
     path = folder / CONFIG
     header = read_header(folder / WEIGHTS)
-    own: dict[str, Any] = {
+    own: JsonObject = {
         key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header
     }
     shared = {"isomorph": {"format": header["format"], **own}}
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     if "base" in own:
         built_as = own["base"]["name"]
         # arguments that JSON cannot hold
@@ -240,7 +241,7 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     return False
 
 
-def _described_base(model: nn.Module, base: dict[str, Any]) -> Any:
+def _described_base(model: nn.Module, base: JsonObject) -> Any:
     """Return the network that a model was changed from, without weights, described by what the model expects."""
     with torch.device("meta"):
         plain: Any = rebuild(base, ())

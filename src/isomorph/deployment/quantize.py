@@ -27,7 +27,7 @@ from isomorph.deployment.export import (
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
-from isomorph.json_values import json_values
+from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.surgery.calls import batches_of
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
@@ -105,7 +105,7 @@ class QuantizeReport:
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, with None for what is not finite."""
         return json_values(asdict(self))
 
@@ -262,7 +262,7 @@ def _measure(
     after: "ModelProto",
     batches: Sequence[Tensor],
     shapes: ExportShapes,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
     in_float = load_artefact(before.SerializeToString(), "onnx")
     in_int8 = load_artefact(after.SerializeToString(), "onnx")

@@ -11,6 +11,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
+from isomorph.layers.modes import noise
 from isomorph.operations import (
     Flow,
     copy_module,
@@ -51,8 +52,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
-    generator = torch.Generator().manual_seed(0)
-    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+    return to_model(noise(1, *size), model)
 
 
 class Call(NamedTuple):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import DataWarning, UserError
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
@@ -29,6 +28,7 @@ from isomorph.lab.data.sources import (
     spaced_indices,
     with_changes,
 )
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.accuracy import (
     MultiLabelCounts,
     PredictionCounts,

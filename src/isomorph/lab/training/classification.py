@@ -9,12 +9,12 @@ from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.distributed import Runtime
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.label_maps import random_label_maps
 from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
 from isomorph.lab.evaluation.classes import check_image_size, class_count, class_logits, class_namer
 from isomorph.lab.training.build import (

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
 from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
-from isomorph.layers.modes import KeepsInEval, constant, is_eager, is_functorch_tensor
+from isomorph.layers.modes import (
+    KeepsInEval,
+    at_least_float32,
+    constant,
+    is_eager,
+    is_functorch_tensor,
+)
 
 
 def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
@@ -29,7 +35,7 @@ def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
     # sizes that an export leaves open are not known to be equal, and are interpolated
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
-    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    exact = table.to(at_least_float32(table))
     # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
     exact = exact.unsqueeze(0)
     resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.base import (
+    State,
     build_variant,
     own_filter,
     parameters_without_decay,
@@ -193,7 +194,7 @@ def backbone_state(
     backbone = network.backbone
     convert = getattr(backbone, "convert_foreign", None)
     given = convert(state) if convert else own_filter(type(backbone))(state, backbone)
-    own: dict[str, Tensor] = backbone.state_dict()
+    own: State = backbone.state_dict()
     if not own.keys() & given.keys():
         raise UserError(
             f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own",

@@ -111,8 +111,7 @@ class _Port:
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
-        self._draw()
-        drawn = self._try_all()
+        drawn = self._try_all(self._draw())
         explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
         self.source.check(self.a.numbers, self.a.values)
         self.target.check(drawn.solution.numbers, drawn.values)
@@ -160,15 +159,17 @@ class _Port:
             if modules:
                 yield f"of the {name} alone: {list_names(modules)}"
 
-    def _draw(self) -> None:
-        """Give the source random numbers; its own stay where the target cannot hold others."""
+    def _draw(self) -> Solution:
+        """Give the source random numbers, and return the target's; its own stay where the target cannot hold others."""
         numbers = draw(self.a)
         self.a.take(numbers, self.a.run(numbers))
         solution = self._solve(self.b.numbers)
-        if solution.unplaced:
-            entries = torch.cat(solution.unplaced)
-            numbers.put(entries, self.source.own_numbers().pick(entries))
-            self.a.take(numbers, self.a.run(numbers))
+        if not solution.unplaced:
+            return solution
+        entries = torch.cat(solution.unplaced)
+        numbers.put(entries, self.source.own_numbers().pick(entries))
+        self.a.take(numbers, self.a.run(numbers))
+        return self._solve(self.b.numbers)
 
     def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
         """Return the target's numbers for those of the source; those of `start` where that has none."""
@@ -178,9 +179,8 @@ class _Port:
             fill_leftovers(solution, now.leftovers)
         return solution
 
-    def _trial(self) -> _Trial:
+    def _trial(self, solution: Solution) -> _Trial:
         """Compare steps and outputs of the source with those of the target that has its numbers."""
-        solution = self._solve(self.b.numbers)
         numbers = solution.numbers
         pairing = self.assignment.pairing
         places, settings, values = compare_steps(self.a, self.b, pairing, numbers)
@@ -189,16 +189,16 @@ class _Port:
         rows = compare_outputs(self.a, self.b, values)
         return _Trial(solution, values, rows, places, settings)
 
-    def _try_all(self) -> _Trial:
+    def _try_all(self, solution: Solution) -> _Trial:
         """Return the best trial; what structure cannot tell is tried where the first is not equal."""
-        best = self._trial()
+        best = self._trial(solution)
         if self._is_equal(best):
             return best
         for choice in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
             self.tried[choice.describe(before)] = None
             self.assignment = choice.apply(before)
-            trial = self._trial()
+            trial = self._trial(self._solve(self.b.numbers))
             if self._is_equal(trial):
                 return trial
             if len(trial.places) < len(best.places):

@@ -103,4 +103,5 @@ def clear_caches(model: nn.Module) -> None:
     modes = {module: module.training for module in model.modules()}
     model.train()
     for module, mode in modes.items():
-        module.train(mode)
+        if module.training != mode:
+            module.train(mode)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from types import MappingProxyType
 from typing import Any
@@ -253,7 +254,9 @@ def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
     """Return the only reader of a layer of the target, if it adds parameters to all that the layer makes."""
     for _, joint in pairing.pairs:
         step = joint.first
-        if other.readers != {joint.index} or step.kind != "shift" or step.ids is None:
+        if step.kind != "shift" or other.readers != {joint.index} or step.ids is None:
+            continue
+        if len(other.steps) > 1 or step.input != other.first.output:
             continue
         held = torch.zeros(step.ids.shape, dtype=torch.bool)
         for term in step.terms:
@@ -277,7 +280,7 @@ def _solve_layer(
             solution.merged += [given[0].entries, gain.entries]
             given = [given[0].scaled(gain.value[parts[0].rows])]
         for part, rows in zip(other.parts, _in_parts(given, counts), strict=True):
-            _solve_part(rows, part, role, solution, _shift_after(other, pairing))
+            _solve_part(rows, part, role, solution, partial(_shift_after, other, pairing))
     if "input" in one.first.operands and "input" in other.first.operands:
         _put(one.first.operands["input"], other.first.operands["input"], solution, other.module)
 
@@ -302,16 +305,25 @@ def _in_parts(given: list[Tensors], counts: list[int]) -> list[Tensors]:
 
 
 def _solve_part(
-    given: Tensors, part: Part, role: str, solution: Solution, shift: Step | None
+    given: Tensors,
+    part: Part,
+    role: str,
+    solution: Solution,
+    find_shift: Callable[[], Step | None],
 ) -> None:
+    """Write the rows of a part; a bias for which there is no place into what is added after it, or it is lost."""
     place = _rows(part, role, _place)
-    if place is not None and part.step.operands[role].entries is not None:
-        solution.put(place.entries, given, part.step.module)
-    elif place is None and bool(given.value.any()):
-        if shift is not None:
-            _merge_bias(given, part, shift, solution)
-        else:
-            solution.lose(given, f"{part.step.module}: the target has no bias there")
+    if place is not None:
+        if part.step.operands[role].entries is not None:
+            solution.put(place.entries, given, part.step.module)
+        return
+    if not bool(given.value.any()):
+        return
+    shift = find_shift()
+    if shift is None:
+        solution.lose(given, f"{part.step.module}: the target has no bias there")
+    else:
+        _merge_bias(given, part, shift, solution)
 
 
 def _merge_bias(given: Tensors, part: Part, shift: Step, solution: Solution) -> None:
@@ -339,6 +351,7 @@ def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
         for each, entries in zip(given, places, strict=True):
             solution.put(entries, each, other.module)
         return
+    solution.merged += [each.entries for each in given]
     total = torch.zeros(shape, dtype=torch.float64)
     origins = torch.full(shape, NEUTRAL)
     for each in given:

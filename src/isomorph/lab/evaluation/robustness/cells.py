@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
@@ -42,7 +43,7 @@ _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictur
 
 def measure_classifier(
     model: nn.Module, source: Source | None, options: RobustnessOptions
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
     Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
@@ -247,7 +248,7 @@ class CellFile:
 class SavedResult(NamedTuple):
     """The identity of an evaluation, its finished cells with the clean one, and the bytes in complete lines."""
 
-    identity: dict[str, Any]
+    identity: JsonObject
     cells: Cells
     complete: int
 

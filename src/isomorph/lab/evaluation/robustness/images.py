@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
     CLEAN,
     CORRUPTION_VERSION,
@@ -32,6 +32,7 @@ from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
@@ -211,7 +212,7 @@ class RobustnessInputs:
         height, width = self.config["input_size"][-2:]
         return height, width
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"

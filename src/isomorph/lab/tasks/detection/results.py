@@ -15,10 +15,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     FitTransform,
@@ -131,7 +132,7 @@ def as_results(
     return entries
 
 
-def encode_mask(mask: Tensor) -> dict[str, Any]:
+def encode_mask(mask: Tensor) -> JsonObject:
     """Return a mask as COCO's RLE, size and counts. Shape: (H, W) bool"""
     return pycocotools("mask").encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
 
@@ -151,8 +152,8 @@ def metric_rows(source: DetectionSource, results: Results) -> Rows:
     names = {"bbox": "box"}
     if source.masks and all("segmentation" in entry for entry in results.entries):
         names["segm"] = "mask"
-    overall: dict[str, Any] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    overall: JsonObject = {}
+    rows: dict[str, JsonObject] = {}
     for iou_type, name in names.items():
         run = _evaluate(truth, results, iou_type)
         for statistic, share in zip(STATISTICS, run.stats, strict=False):

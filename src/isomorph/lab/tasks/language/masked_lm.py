@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data

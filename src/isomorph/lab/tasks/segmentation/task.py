@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once, read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.lab.tasks.segmentation.data import (

@@ -16,10 +16,11 @@ from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
-from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
 from isomorph.lab.evaluation.classes import class_count, shorten
 from isomorph.lab.training.build import apply_surgery, plan_batches
 from isomorph.lab.training.classification import recipe_task
@@ -299,7 +300,7 @@ class Run:
         seed_everything("recast", self.recipe.seed)
         return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64)
