@@ -228,7 +228,7 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
         kind = parts.module["class"]
         raise UserError(
             f"{contents.path} holds a {kind}, which timm cannot build; give "
-            f"base={kind.rpartition('.')[2]}(), a module like it, or base=NAME of a timm model with the same tensors"
+            f"base={kind.rpartition('.')[2]}() of your code, or base=NAME of a timm model with the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)
