@@ -13,7 +13,8 @@ from attention_layers import NETWORKS
 from command_line import isomorph
 from isomorph.analysis.batches import count_images, images_of, single_images, some_images
 from isomorph.analysis.windows import attention_windows, observed_windows
-from isomorph.models.input_sizes import config_labels, describe_images, evaluation_config
+from isomorph.lab.evaluation.classes import config_labels
+from isomorph.models.input_sizes import describe_images, evaluation_config
 from law_rows import noisy
 from refusals import refused
 

@@ -12,8 +12,8 @@ from torch import nn
 import isomorph as iso
 from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
-from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
 from isomorph.lab.tasks.diffusion.image_distance import (

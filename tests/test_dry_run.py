@@ -12,7 +12,7 @@ import torch
 import isomorph as iso
 from command_line import isomorph
 from isomorph.analysis.cost import count_parameters
-from isomorph.distributed import ALONE
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.recipes.tables import published_rows
 from isomorph.lab.training.build import plan_batches

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_trained
-from isomorph.checkpoints.snapshot import digest_of
 from isomorph.lab.evaluation.model_data import default_data
+from isomorph.lab.training.open import open_trained
+from isomorph.lab.training.run.snapshot import digest_of
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
 

@@ -17,8 +17,8 @@ from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
-from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
+from isomorph.lab.distributed import ALONE, REPEATED, Runtime
 from isomorph.lab.tasks.language import glue
 from isomorph.lab.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.lab.tasks.language.text import LanguageTask, open_tokenizer, pad_batch

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.named_state import split_optimizer
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.loop import recast_when_due, train_epoch
+from isomorph.lab.training.run.named_state import split_optimizer
 from isomorph.lab.training.run.state import Run
 from isomorph.surgery import RULES
 from law_rows import noisy

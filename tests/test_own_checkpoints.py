@@ -19,9 +19,9 @@ import isomorph as iso
 from isomorph.checkpoints.files import strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_model
 from isomorph.lab.data.label_maps import _load_label_map
 from isomorph.lab.tasks.diffusion.image_distance import InceptionFeatures
+from isomorph.lab.training.open import open_model
 from isomorph.models.input_sizes import evaluation_config, random_inputs
 from isomorph.surgery import notes
 from refusals import refused

@@ -8,7 +8,7 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.checkpoints.open import needs_options
+from isomorph.lab.training.open import needs_options
 from test_own_checkpoints import cnn, timm_script
 from test_own_images import images
 
@@ -186,7 +186,7 @@ def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder, mon
     assert [point["name"] for point in found["points"]] == ["own", "plain"]
     _, notes = answer(folder, "evaluate net:build --data photos --no-cost --size 16")
     with monkeypatch.context() as patched:  # what needs --arch is seen without reading the tensors
-        patched.setattr("isomorph.checkpoints.snapshot._checksum", None)
+        patched.setattr("isomorph.lab.training.run.snapshot._checksum", None)
         assert [needs_options(str(folder / f"runs/{name}")) for name in ("own", "plain")] == [
             True,
             True,

@@ -16,12 +16,13 @@ from isomorph.checkpoints.model import record_data
 from isomorph.errors import DataWarning
 from isomorph.lab.data.label_maps import LabelMapSource
 from isomorph.lab.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
+from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.evaluation.model_data import open_test_images
 from isomorph.lab.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.lab.tasks.detection.data import open_annotated as open_boxes
 from isomorph.lab.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
 from isomorph.lab.training.classification import CLASSIFICATION
-from isomorph.models.input_sizes import check_same_classes, evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from refusals import refused
 
 CLASSES = ("apple", "pear", "plum")

@@ -44,8 +44,8 @@ SETTINGS = {
     "MobileNetV3 small, timm and torchvision": "eps",
     "SwiftFormer, timm and transformers": "operation",
 }
-# Pairs of functions that differ, in at least one direction: where a norm stands, padding, a bias that one side has not.
-DIFFERENT = ("PoolFormer", "nanoGPT", "MaxViT")
+# Pairs of functions that differ: where a norm stands, padding.
+DIFFERENT = ("PoolFormer", "MaxViT")
 ROWS = [
     pytest.param(name, way, marks=[pytest.mark.slow] if name.startswith(FULL_WIDTH) else [])
     for name in PAIRS
@@ -196,17 +196,42 @@ def test_settings_that_are_not_weights_are_named_and_tried(case):
     assert (name, value) in [(setting.name, setting.target) for setting in report.settings]
 
 
+class Chain(nn.Module):
+    """Linear layers, of which one may be left out."""
+
+    def __init__(self, leaves_out=False):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6, bias=False)
+        self.c = nn.Linear(6, 4)
+        self.leaves_out = leaves_out
+
+    def forward(self, x):
+        return self.c(self.b(x if self.leaves_out else self.a(x)))
+
+
+def test_a_place_without_operations_before_it_does_not_list_them():
+    torch.manual_seed(0)
+    report = iso.port_weights(Chain(), Chain(True), torch.randn(2, 6), partial=True)
+    assert "the layer reads other values" in [place.what for place in report.places]
+    assert "nothing in the source, nothing in the target" not in str(report)
+
+
 def test_heads_that_one_side_has_are_said():
     source = give_random_weights(timm_vit(num_classes=0))
-    report = iso.port_weights(source, timm_vit(), images())
+    target = timm_vit()
+    report = iso.port_weights(source, target, images())
     assert report.kept == ("head.weight", "head.bias")
+    assert torch.equal(report.model.head.weight, target.head.weight)
     back = iso.port_weights(give_random_weights(timm_vit()), timm_vit(num_classes=0), images())
     assert back.left == ("head.weight", "head.bias")
 
 
 def test_a_scale_that_one_side_has_is_merged_or_one():
     scaled = timm_vit(init_values=0.1)
-    assert iso.port_weights(give_random_weights(scaled), timm_vit(), images()).equal
+    merged = iso.port_weights(give_random_weights(scaled), timm_vit(), images())
+    assert merged.equal
+    assert merged.left == ()
     report = iso.port_weights(give_random_weights(timm_vit()), scaled, images())
     assert bool((report.model.blocks[0].ls1.gamma == 1).all())
 
@@ -219,6 +244,97 @@ def test_a_bias_that_the_target_lacks_is_never_lost_silently():
     assert iso.port_weights(source, target, images()).equal
     with pytest.raises(NotPorted, match=r"blocks\.0\.attn\.qkv: the target has no bias there"):
         iso.port_weights(give_random_weights(source), target, images())
+
+
+def without_patch_bias(**kwargs):
+    vit = timm_vit(**kwargs)
+    vit.patch_embed.proj.bias = None
+    return vit
+
+
+class AddsBefore(nn.Module):
+    """Patches without a bias, an activation, and only then positions."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 8, 8, bias=bias)
+        self.places = nn.Parameter(torch.zeros(16, 8))
+
+    def forward(self, x):
+        return self.patches(x).flatten(2).mT.relu() + self.places
+
+
+def test_a_bias_that_the_target_lacks_goes_into_positions_where_that_is_exact():
+    source = give_random_weights(timm_vit())
+    report = iso.port_weights(source, without_patch_bias(), images())
+    assert report.equal
+    assert report.left == ()
+    expected = source.pos_embed[:, 1:] + source.patch_embed.proj.bias
+    torch.testing.assert_close(report.model.pos_embed[:, 1:], expected)
+    with pytest.raises(NotPorted, match="patches: the target has no bias there"):
+        iso.port_weights(give_random_weights(AddsBefore(True)), AddsBefore(False), images())
+
+
+class Follows(nn.Module):
+    """A model that computes something else where a bias is large, or outside of torch's functions."""
+
+    def __init__(self, by_numpy):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.ones(1))
+        self.by_numpy = by_numpy
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.by_numpy:
+            y = torch.from_numpy(y.detach().numpy() * 2)
+        elif self.layer.bias.sum() > 5:
+            y = y * self.gate
+        return y + 1
+
+
+@pytest.mark.parametrize("by_numpy", [True, False])
+def test_models_that_cannot_be_followed_are_an_error(by_numpy):
+    torch.manual_seed(0)
+    source = Follows(by_numpy)
+    with torch.no_grad():
+        source.layer.bias.fill_(1)
+        source.gate.fill_(3)
+    batch = torch.randn(2, 8)
+    refused("cannot be followed", iso.port_weights, source, Follows(by_numpy), batch)
+
+
+class InPlace(nn.Module):
+    """A model that writes into what it has computed, and into parts of it."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(4, 8)
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.in_place = in_place
+
+    def forward(self, x):
+        y = self.one(x)
+        if not self.in_place:
+            first = (y[:, :4] * 2).relu()
+            y = torch.cat([first, y[:, 4:]], 1)
+            return self.two(y[:, :4]) * y + self.shift
+        first = y[:, :4]
+        first.mul_(2).relu_()
+        z = self.two(first)
+        z *= y
+        z += self.shift
+        return z
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_operations_in_place_are_run_again_as_they_were(in_place):
+    torch.manual_seed(0)
+    source = give_random_weights(InPlace(in_place))
+    batch = torch.randn(2, 8)
+    report = iso.port_weights(source, InPlace(not in_place).eval(), batch)
+    torch.testing.assert_close(report.model(batch), source(batch))
 
 
 SIZES = {  # a source, a target of another size, and the size of the images that one of them takes

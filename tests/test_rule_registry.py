@@ -10,8 +10,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.lab.training.recipe.recipe import document_fields, validate
+from isomorph.lab.training.recipe.rule_options import rule_options
 from isomorph.surgery.rule import RULES
-from isomorph.surgery.rule_options import rule_options
 from refusals import refused
 
 

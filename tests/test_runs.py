@@ -12,14 +12,19 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.history import saved_models
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import lock_folder, stop_requests
 from isomorph.lab.training.run.log import ClosableStream, read_log
+from isomorph.lab.training.run.named_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.lab.training.run.snapshot import (
+    digest_of,
+    list_snapshots,
+    newest_snapshot,
+    read_snapshot,
+)
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from test_own_images import images
@@ -180,7 +185,7 @@ class TestDamage:
 
 class TestFolders:
     def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
-        import isomorph.checkpoints.snapshot as snapshot
+        import isomorph.lab.training.run.snapshot as snapshot
 
         def dropped(path, read=snapshot.read_values):
             if path.name == "step-00000006":

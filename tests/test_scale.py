@@ -14,9 +14,9 @@ from torch import nn
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, isomorph, places
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_snapshot
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(epochs=2, ema=0.9, drop_path=0.1, log_every=1) | dict(

@@ -11,8 +11,8 @@ from torchvision import tv_tensors
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.distributed import ALONE
 from isomorph.errors import DataWarning, NotFinite
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.tasks.segmentation.augment import (
     CappedCrop,
     RatioResize,

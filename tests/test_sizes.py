@@ -7,11 +7,11 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
 from isomorph.cli.options import OpenOptions
 from isomorph.lab.evaluation.model_data import evaluation_data
+from isomorph.lab.training.open import open_model
 from isomorph.models.input_sizes import evaluation_config, fit_to_size, training_config
 from refusals import refused
 

@@ -14,10 +14,10 @@ from torch.utils.data import default_collate
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_folder, as_tar
-from isomorph.distributed import seed_generators
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
 from isomorph.lab.data.loaders import train_transform
+from isomorph.lab.distributed import seed_generators
 from isomorph.lab.training.classification import CLASSIFICATION
 from isomorph.lab.training.objectives.supervised import PenalisedLoss, neighbour_similarity
 from isomorph.lab.training.objectives.token_labels import (

@@ -11,8 +11,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.objectives.distillation import build_distillation
 from isomorph.lab.training.optim import (
     build_optimizer,
@@ -25,6 +24,7 @@ from isomorph.lab.training.recipe.fields import DistillPart, OptimPart
 from isomorph.lab.training.run import loop
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train_epoch, train_step
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_layout
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from small_images import digit_images, write_parquet

@@ -14,20 +14,20 @@ import torch.distributed.checkpoint as dcp
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, start
-from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import (
-    list_snapshots,
-    newest_snapshot,
-    read_snapshot,
-    restore_replaced,
-)
 from isomorph.lab.training import Diverged, Stopped
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run import loop
 from isomorph.lab.training.run.checkpoints import save_snapshot
 from isomorph.lab.training.run.guards import stop_requests
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train_epoch
+from isomorph.lab.training.run.snapshot import (
+    list_snapshots,
+    newest_snapshot,
+    read_snapshot,
+    restore_replaced,
+)
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from tiny_runs import stopped_run

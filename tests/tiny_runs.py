@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.training import Stopped
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.loop import StepMonitor
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_snapshot
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
+from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
@@ -24,7 +25,7 @@ def _mean_of_maps(
         total = torch.zeros(())
         images = 0
         for maps in applied.chunks():
-            maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
+            maps = maps.to(at_least_float32(maps))
             total = total.to(maps.device) + measure(maps).sum(0)
             images += len(maps)
         return total / images

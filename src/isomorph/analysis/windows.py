@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_observed
 from isomorph.analysis.token_grid import TokenGrid
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.grid import GridSize
+from isomorph.layers.modes import eval_mode, noise
 from isomorph.operations import ModuleCall, observing, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
@@ -29,7 +30,7 @@ class WindowMembers(NamedTuple):
     Shape: members (windows, N)
     """
 
-    grid: tuple[int, int]
+    grid: GridSize
     members: Tensor
 
     def on_grid(self, maps: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def _names_around(name: str) -> list[str]:
     return names
 
 
-def _size_of_map(call: ModuleCall) -> tuple[int, int] | None:
+def _size_of_map(call: ModuleCall) -> GridSize | None:
     """Return the size of the map of one image that a module reads, (1, H W, C) next to (H, W), or (1, H, W, C)."""
     x = call.args[0] if call.args else None
     if not isinstance(x, Tensor) or len(x) != 1:
@@ -209,8 +210,7 @@ def _decoded_windows(
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
-    generator = torch.Generator().manual_seed(0)
-    zero, one = torch.randn(2, x.shape[-1], generator=generator).to(x)
+    zero, one = noise(2, x.shape[-1]).to(x)
     positions = torch.arange(count, device=x.device)
 
     def received(ones: Tensor) -> Tensor:

@@ -143,12 +143,10 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     notes: tuple[str, ...] = ()
     if averaged and last and chosen in last:
         notes = (
-            f"{path.name}: last weights ({chosen}); --ema (ema=True) takes the average, {averaged[0]}",
+            f"{path.name}: last weights ({chosen}); ema=True takes the average, {averaged[0]}",
         )
     elif averaged and last:
-        notes = (
-            f"{path.name}: averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {last[0]}",
-        )
+        notes = (f"{path.name}: averaged weights (EMA, {chosen}); ema=False takes {last[0]}",)
     inner = _choose_tensors(path, held[chosen], ema)
     return Contents(path, inner.tensors, {}, settings, notes or inner.notes)
 

@@ -79,10 +79,12 @@ def _explain(
             f"there is no {whose}; give one of its branches, tags or commits after the @"
         )
     if is_connection_error(error):
-        at = f" --revision {revision}" if revision else ""
+        command = f"hf download {repository} --local-dir FOLDER"
+        if revision:
+            command = f"hf download {repository} --revision {revision} --local-dir FOLDER"
         return UserError(
             f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
-            f"`hf download {repository}{at} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
+            f"`{command}`, and give FOLDER/{WEIGHTS} here"
         )
     if isinstance(error, EntryNotFoundError):
         return _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub")

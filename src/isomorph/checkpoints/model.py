@@ -226,9 +226,8 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{contents.path} holds a {kind}, which timm cannot build; give --arch package.module:function, which "
-            f"builds it (in Python iso.load(path, base={kind.rpartition('.')[2]}(...))), or --arch with a timm model "
-            "of the same tensors"
+            f"{contents.path} holds a {kind}, which timm cannot build; give "
+            f"base={kind.rpartition('.')[2]}(), a module like it, or base=NAME of a timm model with the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)

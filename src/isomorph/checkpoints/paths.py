@@ -56,7 +56,9 @@ NEW_PATHS: set[Path] = (
 def require_new(path: Path, overwrite: bool, option: str) -> None:
     """Raise UserError for a path that exists, unless it may be replaced; then and later, until it is written."""
     if not overwrite and os.path.lexists(path):
-        raise UserError(f"{option} {path} exists; give --overwrite to replace it, or another name")
+        raise UserError(
+            f"{option} {path} exists; give overwrite=True to replace it, or another name"
+        )
     (NEW_PATHS.discard if overwrite else NEW_PATHS.add)(path.absolute())
 
 
@@ -80,7 +82,7 @@ def move_into_place(partial: Path, path: Path, new: bool = False) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise UserError(
-            f"{path} exists now: another command wrote it; give --overwrite, or another name"
+            f"{path} exists now: another command wrote it; give overwrite=True, or another name"
         ) from None
 
 

@@ -113,7 +113,7 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         Count the BatchNorms that fuse merges instead, and why not the others; the models are run, which takes longer.
     """
     with opt.loading():
-        from isomorph.surgery.coverage import (
+        from isomorph.lab.evaluation.coverage import (
             cover_models,
             merge_norms,
             summarise_coverage,

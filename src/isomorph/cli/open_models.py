@@ -11,22 +11,24 @@ from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import warn_of_nan
-from isomorph.checkpoints.open import (
-    check_pretrained_option,
-    is_checkpoint_or_run,
-    local_file,
-    needs_options,
-    open_model,
-    open_trained,
-)
+from isomorph.checkpoints.open import local_file
 from isomorph.checkpoints.paths import HUB
+from isomorph.cli.messages import name_options
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
+from isomorph.cli.output import COMMAND
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
 from isomorph.lab.evaluation.model_data import record_root
+from isomorph.lab.training.open import (
+    check_pretrained_option,
+    is_checkpoint_or_run,
+    needs_options,
+    open_model,
+    open_trained,
+)
 from isomorph.lab.training.recipe.read import parse_value
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
@@ -151,7 +153,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 def _print_notes(model: nn.Module) -> nn.Module:
     if is_main_process():
         for note in notes(model):
-            say(f"isomorph: {note}", sys.stderr)
+            say(f"isomorph: {name_options(note, COMMAND[0])}", sys.stderr)
     return model
 
 

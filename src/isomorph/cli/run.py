@@ -73,7 +73,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
     if not issubclass(category, DataWarning):
         _PYTHON_SHOWS(message, category, *place)  # type: ignore[arg-type]
     elif is_main_process():
-        _print_error(str(message))
+        _print_error(name_options(str(message), COMMAND[0]))
 
 
 def _flush() -> None:

@@ -57,9 +57,9 @@ def verify(
     """
     images.check()
     with opt.loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
         from isomorph.deployment.artefact import as_exported, open_artefact
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
@@ -127,8 +127,8 @@ def fuse(
     """
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
     check_pretrained_option([model], opening.weights, opening.pretrained)

@@ -15,8 +15,8 @@ from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe.recipe import document_fields
+from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
-from isomorph.surgery.rule_options import rule_options, rule_texts
 
 
 def library_tables() -> JsonObject:

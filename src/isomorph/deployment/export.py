@@ -178,7 +178,7 @@ def check_output(model: nn.Module, shapes: ExportShapes) -> None:
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
     """Return the model without wrappers. Raises: UserError for a file that exists or cannot be written."""
     if path.is_file() and not overwrite:
-        raise UserError(f"{path} exists; give overwrite to replace it, or another file")
+        raise UserError(f"{path} exists; give overwrite=True to replace it, or another file")
     require_writable(path)
     model = check_model(model)
     if path.suffix == ".onnx":

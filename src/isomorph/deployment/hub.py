@@ -96,7 +96,7 @@ def push(
         with suppress(RepositoryNotFoundError):
             if api.model_info(name).private is False and private:
                 raise UserError(
-                    f"{name} exists and is public; make it private in its settings, or leave out --private",
+                    f"{name} exists and is public; make it private in its settings, or leave out `private`",
                 )
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
@@ -122,8 +122,8 @@ def require_token() -> None:
         raise UserError(f"uploading needs a token of the hub with write access; {LOG_IN}")
     if constants.HF_HUB_OFFLINE or not is_reachable(constants.ENDPOINT):
         raise UserError(
-            f"cannot reach {constants.ENDPOINT}; check the network, or write the files with --out FOLDER "
-            "(iso.save_for_hub) and upload them later with `hf upload OWNER/NAME FOLDER`"
+            f"cannot reach {constants.ENDPOINT}; check the network, or write the files (iso.save_for_hub, or "
+            "isomorph push --out FOLDER) and upload them later with `hf upload OWNER/NAME FOLDER`"
         )
 
 

@@ -13,7 +13,7 @@ import isomorph.models as own_models
 from isomorph.analysis.cost import count_parameters
 from isomorph.checkpoints.model import describe_data, describe_edits
 from isomorph.json_values import JsonObject
-from isomorph.models.input_sizes import evaluation_config, task_record
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import ModelSpec, spec_of
 from isomorph.surgery import edits
 
@@ -92,7 +92,7 @@ def _timm_code(name: str, architecture: str) -> str:
 
 def _classifies(model: nn.Module, recipe: JsonObject | None) -> bool:
     spec = spec_of(model)
-    if not spec.config or task_record(model):
+    if not spec.config or spec_of(model).task:
         return False
     if recipe and recipe.get("mask"):  # masked pre-training does not train the head
         return False

@@ -271,7 +271,7 @@ def _measure(
     rounded = _outputs(in_int8, batches)
     if not rounded.isfinite().all():
         raise UserError(
-            "the quantised model has outputs that are not finite; keep layers in float with float_layers",
+            "the quantised model has outputs that are not finite; keep layers in float with `float_layers`",
         )
     agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
     images = _SPEED_IMAGES if "batch" in shapes.dynamic else 1
@@ -332,7 +332,7 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
             return
     raise UserError(
         f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
-        "; for images of another size, give it as size=(height, width)"
+        "; for images of another size, give it as `size`"
     )
 
 
@@ -353,7 +353,7 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     for glob in float_layers:
         if not any(fnmatchcase(layer, glob) for layer in layers):
             raise UserError(
-                f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}",
+                f"{glob!r} in `float_layers` matches no layer{nearest_names(glob, layers)}",
             )
     kept = {}
     for name, node in nodes.items():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import saves_work
 
 
@@ -36,7 +37,7 @@ class Window(NamedTuple):
         """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
-    def output_size(self, x: Tensor) -> tuple[int, int]:
+    def output_size(self, x: Tensor) -> GridSize:
         """Return the height and width of the map that the convolution gives."""
         H, W = x.shape[-2:]
         return self._positions(0, H), self._positions(1, W)

@@ -166,7 +166,7 @@ class GridRule(Rule):
     layer with weights: an edit of the map then finds the grid from the size of the image at each call.
     """
 
-    grid_size: tuple[int, int] | None
+    grid_size: GridSize | None
     prefix_tokens: int | None
 
     def check_grid_fields(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import first_float
+from isomorph.layers.modes import first_float, noise
 from isomorph.operations import FollowMaps, FusedCall, observing
 from isomorph.operations.observe import Running
 from isomorph.spec import image_size, spec_of
@@ -141,10 +141,9 @@ def _trials(
     if width is None:
         return
     like = first_float(layer)
-    generator = torch.Generator().manual_seed(0)
     for (H, W), prefix in grids:
         for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
-            x = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64).to(like)
+            x = noise(*shape).to(like)
             more = _further_arguments(layer, x, (H, W))
             if more is not None:
                 yield x, more

@@ -191,25 +191,31 @@ def plain_layer(module: Any) -> nn.Module:
         return linear
     if not _has_another_form(module):
         return module
+    weight = module.weight
+    if type(module) is not Conv2dSame:
+        weight = nn.Parameter(_standardised(module))
     padding = module.padding
     if _pads_same(module):
         padding = _equal_sides(module) or (0, 0)
-    conv = nn.Conv2d(
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        padding,
-        module.dilation,
-        module.groups,
-        bias=False,
+    return conv_like(module, weight, module.bias, padding=padding, padding_mode="zeros")
+
+
+def conv_like(
+    conv: Any, weight: nn.Parameter, bias: nn.Parameter | None, **other: Any
+) -> nn.Conv2d:
+    """Return a convolution of torch with these parameters, and the window of another or `other` parts of it."""
+    names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    window = {name: getattr(conv, name) for name in names} | other
+    new = nn.Conv2d(
+        weight.shape[1] * conv.groups,
+        len(weight),
+        bias=bias is not None,
         device="meta",
+        **window,
     )
-    conv.weight = module.weight
-    conv.bias = module.bias
-    if type(module) is not Conv2dSame:
-        conv.weight = nn.Parameter(_standardised(module))
-    return conv.train(module.training)
+    new.weight = weight
+    new.bias = bias
+    return new.train(conv.training)
 
 
 def _standardised(conv: Any) -> Tensor:

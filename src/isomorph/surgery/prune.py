@@ -131,7 +131,10 @@ def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
     if all(layer.pruned for layer in windows):
         return "these layers compute windows alone already"
     share = max(layer.share.item() for layer in windows)
-    how = "iso.Anneal, or anneal.epochs of a recipe, moves it to 0 in fine-tuning; apply it to an average (EMA) too"
+    how = (
+        "iso.Anneal, or anneal.epochs of `isomorph train`, moves it to 0 in fine-tuning; apply it to an average (EMA) "
+        "too"
+    )
     return f"the share of attention outside of the windows is {share:g}; {how}"
 
 

@@ -275,7 +275,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}"
+                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.own or names)}"
             )
 
 

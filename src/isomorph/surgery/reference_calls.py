@@ -11,6 +11,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
+from isomorph.layers.modes import noise
 from isomorph.operations import (
     Flow,
     copy_module,
@@ -26,8 +27,8 @@ from isomorph.surgery.calls import (
     Inputs,
     batches_of,
     cast_floats,
+    copy_inputs,
     describe_shape,
-    map_tensors,
     other_inputs,
     own_inputs,
     run_model,
@@ -51,8 +52,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
-    generator = torch.Generator().manual_seed(0)
-    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+    return to_model(noise(1, *size), model)
 
 
 class Call(NamedTuple):
@@ -134,7 +134,7 @@ class ReferenceCalls:
 
     def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
         copied = copy_module(model)
-        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        flow = see(copied, lambda: run_model(copied, copy_inputs(first)))
         watched = []
         for name in flow.branches_on_data:
             watched += [
@@ -188,7 +188,7 @@ class ReferenceCalls:
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, _copy(inputs)))
+            made = run(model, partial(entry, model, copy_inputs(inputs)))
         return _numbers_of(found, made.output), made
 
     def _compare(self, call: Call, model: nn.Module) -> float:
@@ -215,7 +215,7 @@ class ReferenceCalls:
         for call in self.calls:
             called = self._to_call(model)
             self._count_call()
-            yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
+            yield called, see(called, partial(call.entry, called, copy_inputs(call.inputs)))
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -263,11 +263,6 @@ def _numbers_of(*values: Any) -> list[Tensor]:
             dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
             numbers.append(dense.double())
     return numbers
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place, each tensor one of its own."""
-    return map_tensors(inputs, torch.clone)
 
 
 def _numbers_in(inputs: Inputs) -> int:

@@ -168,7 +168,9 @@ def _compare_int8(
     stored: Any = recast.fidelity
     found = measure_fidelity(pairs, getattr(original, "num_classes", None))
     said = (
-        [] if found.is_like(stored) else ["give images as those that it was calibrated on, or atol"]
+        []
+        if found.is_like(stored)
+        else ["give images as those that it was calibrated on, or `atol`"]
     )
     return VerifyReport(ATOL, tuple(rows), notes=tuple(said), fidelity=found, stored=stored)
 

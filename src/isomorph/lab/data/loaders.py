@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
-from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
 from isomorph.lab.data.label_maps import MapLabels
 from isomorph.lab.data.sampler import SeededIndex, TrainSampler
 from isomorph.lab.data.sources import Examples, Source, with_changes
+from isomorph.lab.distributed import Runtime, seed_generators
 from isomorph.process import SafeChildProcesses, handler_kept
 from isomorph.terminal_tables import count_of
 

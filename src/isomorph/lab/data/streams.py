@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from isomorph.distributed import derive_seed, seed_generators
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.huggingface import (
     DatasetSplit,
@@ -36,6 +35,7 @@ from isomorph.lab.data.sources import (
     explain_decode_errors,
     unreadable_image_error,
 )
+from isomorph.lab.distributed import derive_seed, seed_generators
 
 STREAMS = ("huggingface-stream",)
 _ROWS_PER_READ = 16

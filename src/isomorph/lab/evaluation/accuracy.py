@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits
 from isomorph.terminal_tables import Metrics
 
 _ECE_BINS = 15

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import DataWarning, UserError
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
@@ -29,6 +28,7 @@ from isomorph.lab.data.sources import (
     spaced_indices,
     with_changes,
 )
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.accuracy import (
     MultiLabelCounts,
     PredictionCounts,
@@ -36,15 +36,12 @@ from isomorph.lab.evaluation.accuracy import (
     sum_counts,
 )
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
 from isomorph.models.input_sizes import (
-    check_own_classes,
-    config_labels,
     evaluation_config,
     fit_to_size,
     image_size,
     label_names,
-    recorded_split,
-    shorten,
 )
 from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
@@ -125,7 +122,7 @@ def open_split(
         return _open(model, "test", data, root)
     if test_fraction is not None:
         return _open(model, split, data, root, test_fraction % 1 or None)
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
@@ -134,8 +131,8 @@ def open_split(
                 return part
             if part.classes == tuple(map(composed, label_names(model))):
                 warnings.warn(
-                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
-                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    f"the folder has {now} images, that of training had {images}: those that "
+                    f"test_fraction={fraction:g} gives to {split}ing are used ({len(part)}); test_fraction=1 takes all",
                     DataWarning,
                     stacklevel=2,
                 )
@@ -160,12 +157,12 @@ def _open(
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(
-            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
-            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+            f"the model was trained on a folder of {images} images like this one; give "
+            f"test_fraction={fraction:g} to test on the images left out, or test_fraction=1 for all of them"
         )
 
 

@@ -75,7 +75,8 @@ def _read_file(path: Path) -> list[Evaluation]:
     rows = list(rows_of(result))
     if not rows:
         raise UserError(
-            f"{path} has no result of a test suite; evaluate {result['model']} with --suite"
+            f"{path} has no result of a test suite; write it with isomorph evaluate {result['model']} --suite imagenet "
+            "--json"
         )
     model = result["model"].removesuffix(RANDOM)
     if model != result["model"] or result.get("weights") == "random":

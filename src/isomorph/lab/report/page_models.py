@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, nonlocality
 from isomorph.lab.data.loaders import ImageConfig
+from isomorph.lab.evaluation.classes import class_namer, named_logits
 from isomorph.layers.modes import eval_mode
-from isomorph.models.input_sizes import class_namer, named_logits
 from isomorph.spec import spec_of
 from isomorph.surgery import edits
 from isomorph.surgery.calls import Inputs, run_model

@@ -166,7 +166,8 @@ def _read_point(path: Path) -> AccuracyPoint:
     missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
     if missing:
         raise UserError(
-            f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost"
+            f"{path} has no {' and no '.join(missing)}; write it with isomorph evaluate {result['model']} --json, "
+            "without --no-cost"
         )
     name = short_name(result["model"])
     if result.get("weights") == "random":

@@ -9,13 +9,14 @@ from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.distributed import Runtime
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.label_maps import random_label_maps
 from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
+from isomorph.lab.evaluation.classes import check_image_size, class_count, class_logits, class_namer
 from isomorph.lab.training.build import (
     build_test_loader,
     build_train_loader,
@@ -30,13 +31,7 @@ from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective, Prediction, Task
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import (
-    check_image_size,
-    class_count,
-    class_logits,
-    class_namer,
-    evaluation_config,
-)
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.terminal_tables import Metrics, Rows
 
 TOP_CLASSES = 5

@@ -13,10 +13,10 @@ from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import (
     SyntheticData,
@@ -27,9 +27,9 @@ from isomorph.lab.training.dry_run.synthetic import (
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe, check_part
 from isomorph.lab.training.recipe.tasks import find_task
-from isomorph.models.input_sizes import task_record, training_config
+from isomorph.models.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.spec import ImageSize
+from isomorph.spec import ImageSize, spec_of
 from isomorph.terminal_tables import Metrics, Rows
 
 
@@ -216,7 +216,7 @@ def task_of(model: nn.Module) -> Task | None:
 
 def recorded_task(model: nn.Module) -> Task | None:
     """Return the task that a model was trained for, as its checkpoint recorded it; None if the recipe named none."""
-    recorded = task_record(model)
+    recorded = spec_of(model).task
     if not recorded:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.base import (
+    State,
     build_variant,
     own_filter,
     parameters_without_decay,
     unwrap_state_dict,
 )
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.spec import record_config, spec_of
+from isomorph.spec import ImageSize, record_config, spec_of
 
 
 class FeatureBackbone(NamedTuple):
@@ -49,7 +50,7 @@ class FeatureBackbone(NamedTuple):
 def build_backbone(
     name: str,
     in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None,
+    img_size: int | ImageSize | None = None,
     pretrained: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> FeatureBackbone:
@@ -78,7 +79,7 @@ def build_backbone(
     return FeatureBackbone(model, indices, channels, reductions)
 
 
-def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
+def _default_arguments(name: str, img_size: int | ImageSize | None) -> dict[str, Any]:
     kind = _model_class(name.partition(".")[0])
     arguments: dict[str, Any] = {}
     if not issubclass(kind, BlockwiseViT):
@@ -193,7 +194,7 @@ def backbone_state(
     backbone = network.backbone
     convert = getattr(backbone, "convert_foreign", None)
     given = convert(state) if convert else own_filter(type(backbone))(state, backbone)
-    own: dict[str, Tensor] = backbone.state_dict()
+    own: State = backbone.state_dict()
     if not own.keys() & given.keys():
         raise UserError(
             f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own",

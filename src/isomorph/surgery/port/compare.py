@@ -196,6 +196,7 @@ def compare_steps(
     """
     forced: dict[int, _Step] = {}
     steps: dict[int, tuple[Step, Step]] = {}
+    compared: set[tuple[int | None, int | None]] = set()
     for one, other in pairing.pairs:
         alone = len(one.steps) == len(other.steps) == 1
         a = one.first
@@ -206,8 +207,10 @@ def compare_steps(
         wanted = None
         reordered = a.columns is not None or b.columns is not None
         is_read = b.kind != "shift" and b.input is not None and not reordered
-        if a.input is not None and is_read:
+        if a.input is not None and is_read and (a.input, b.input) not in compared:
             wanted = source.values[a.input]
+        if alone:
+            compared.add((a.output, b.output))
         forced[b.call.index] = _Step(b.input, wanted, output)
         steps[b.call.index] = a, b
     run = _Forced(forced)
@@ -255,8 +258,10 @@ def _compare_inputs(
         _note_constants(source, target, theirs, settings)
     elif len(mine) == len(theirs):
         _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
-    shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
-    what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    what = f"the {other.kind} reads other values"
+    if mine or theirs:
+        shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
+        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, found)
 
 

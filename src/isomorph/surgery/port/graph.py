@@ -29,12 +29,12 @@ NORMS = {"batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm"}
 NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Content:
     """What the entries of a value are: entries of a base, plus entries of parameters.
 
-    `ids`: positions in the base, -1 for none. `terms`: global entries of parameters that are added, -1 for none. All
-    have the shape of the value. A value that no image reaches has no base; one that is computed has itself as base.
+    `ids`: positions in the base, -1 for none. `terms`: entries of parameters that are added, -1 for none. All have the
+    shape of the value. A value that no image reaches has no base; one that is computed has itself as base.
     """
 
     base: int | None = None
@@ -125,7 +125,7 @@ class Graph:
 
     @property
     def values(self) -> list[Tensor]:
-        """All values of the last run, by number."""
+        """All values by number."""
         return self.seen.values
 
     def run(
@@ -134,10 +134,16 @@ class Graph:
         """Return all values for other numbers of the parameters, and for other constants."""
         return replay(self.seen, {**constants, **numbers.tensors}, run)
 
-    def take(self, numbers: Numbers) -> None:
-        """Run with other numbers of the parameters, and keep their values."""
-        self.seen.values = self.run(numbers)
+    @property
+    def reads_computed(self) -> bool:
+        """True if a step reads a tensor that is computed from parameters."""
+        operands = [operand for step in self.steps for operand in step.operands.values()]
+        return any(operand.entries is None for operand in operands)
+
+    def take(self, numbers: Numbers, values: list[Tensor]) -> None:
+        """Take other numbers of the parameters, and the values of a run with them."""
         self.numbers = numbers
+        self.seen.values = values
         for step in self.steps:
             for operand in (*step.operands.values(), *step.terms):
                 if operand.entries is not None:
@@ -147,19 +153,27 @@ class Graph:
                     operand.value = value.mT if operand.turned else value
 
     def content(self, number: int) -> Content:
-        return self.contents.get(number, Content())
+        """Return what a value is; the positions in itself of one that is computed are made when they are asked for."""
+        content = self.contents.get(number, Content())
+        if content.base == number and content.ids is None:
+            value = self.values[number]
+            content.ids = torch.arange(value.numel()).reshape(value.shape)
+        return content
+
+    def terms(self, number: int) -> tuple[Tensor, ...]:
+        """Return the entries of the parameters that are added in a value."""
+        content = self.contents.get(number)
+        return content.terms if content else ()
 
     def _begin(self, number: int, sources: frozenset[int]) -> None:
         """Make a value the base of what follows from it."""
-        value = self.values[number]
-        self.contents[number] = Content(number, torch.arange(value.numel()).reshape(value.shape))
+        self.contents[number] = Content(number)
         self.sources[number] = sources
         self.live.add(number)
 
     def _follow(self, call: Call) -> None:
-        contents = [self.content(number) for number in call.inputs]
         is_live = any(number in self.live for number in call.inputs)
-        reads = any(content.terms for content in contents)
+        reads = any(self.terms(number) for number in call.inputs)
         if not is_live and not reads:
             return
         if self._view(call):
@@ -240,10 +254,10 @@ class Graph:
         """Follow a sum with parameters; False for another sum."""
         if len(call.inputs) != 2 or call.kwargs.get("alpha", 1) != 1:
             return False
+        if not any(self.terms(number) for number in call.inputs):
+            return False
         one, other = (self.content(number) for number in call.inputs)
         if one.base is not None and other.base is not None:
-            return False
-        if not (one.terms or other.terms):
             return False
         shape = self.values[call.outputs[0]].shape
         base = one if one.base is not None else other
@@ -259,7 +273,7 @@ class Graph:
 
     def _read(self, number: int, call: Call | None = None, place: int = 0) -> frozenset[int]:
         """Return the steps that a value follows from, after one for the parameters that are added to it."""
-        content = self.content(number)
+        content = self.contents.get(number, Content())
         if content.terms and not content.is_parameter:
             self._shift(number, content)
         elif content.base is not None and call is not None:
@@ -293,7 +307,7 @@ class Graph:
         live: list[int] = []
         sources: list[frozenset[int]] = []
         for place, (role, number) in enumerate(bound.items()):
-            content = self.content(number)
+            content = self.contents.get(number, Content())
             is_weight = call.name in LAYERS | TRANSPOSED | NORMS and role not in ("input", "x")
             if content.is_parameter:
                 operands[role] = Operand(self.values[number], content.terms[0], number)
@@ -337,7 +351,7 @@ class Graph:
         """Note in which order a layer or norm reads its channels, if its input is a moved value."""
         if step.input is None:
             return
-        content = self.content(step.input)
+        content = self.contents.get(step.input, Content())
         if content.ids is None or content.base == step.input:
             return
         axis = 1 if step.kind in ("batch_norm", "group_norm") else content.ids.ndim - 1

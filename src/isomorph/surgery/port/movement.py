@@ -78,12 +78,17 @@ def _sample_is_known(call: Call, values: Sequence[Tensor], floating: list[int]) 
         flat = made.flatten()
         for place in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
             wanted = flat[place]
-            bound = _ROUNDING * wanted.abs()
-            apart = ((values[each] - wanted).abs() for each in floating)
-            known = any(bool((difference <= bound).any()) for difference in apart)
+            known = any(_holds(values[each], wanted, call.name) for each in floating)
             if not known and bool(wanted != 0):
                 return False
     return True
+
+
+def _holds(value: Tensor, wanted: Tensor, name: str) -> bool:
+    """True if a number is among those of a value."""
+    if name == "interpolate":
+        return bool(((value - wanted).abs() <= _ROUNDING * wanted.abs()).any())
+    return bool((value == wanted).any())
 
 
 def _decode(numbers: Any, count: int) -> Tensor | None:

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+# How many random numbers are drawn for one parameter, a prime: no two rows of it are the same.
+_BLOCK = 65537
+
 
 class Entries:
     """The entries of parameters, those of one parameter side by side; -1 is none.
@@ -88,17 +91,33 @@ class Numbers:
 
     def put(self, entries: Tensor, values: Tensor) -> None:
         """Write numbers at entries, as many as these."""
-        self.written.update(self.entries.owners(entries))
+        owners = self.entries.owners(entries)
+        self.written.update(owners)
         if self.entries.is_whole(entries):
-            number = self.entries.owners(entries)[0]
-            self.tensors[number] = values.reshape(self.tensors[number].shape)
-            self._copied.discard(number)
+            self.tensors[owners[0]] = values.reshape(self.tensors[owners[0]].shape)
+            self._copied.discard(owners[0])
+            return
+        if self.entries.owner(entries) is not None and entries.is_contiguous():
+            self._copy_of(owners[0])
+            self.pick(entries).copy_(values.reshape(entries.shape))
             return
         values = values.reshape(-1)
         for number, inside, places in self.entries.parts(entries.reshape(-1)):
-            if number not in self._copied:
-                whole = self.tensors[number].clone(memory_format=torch.contiguous_format)
-                self.tensors[number] = whole
-                self._copied.add(number)
-            row = self.tensors[number].view(-1)
+            row = self._copy_of(number)
             row[places] = values[inside].to(row.dtype)
+
+    def _copy_of(self, number: int) -> Tensor:
+        """Return a parameter as a row that can be written to."""
+        if number not in self._copied:
+            whole = self.tensors[number].clone(memory_format=torch.contiguous_format)
+            self.tensors[number] = whole
+            self._copied.add(number)
+        return self.tensors[number].view(-1)
+
+
+def noise(count: int, generator: torch.Generator) -> Tensor:
+    """Return numbers from 0 to 1: random ones, which repeat after as many as a prime, since drawing them takes long."""
+    block = torch.rand(min(count, _BLOCK), generator=generator, dtype=torch.float64)
+    if count <= _BLOCK:
+        return block
+    return block.repeat(count // _BLOCK + 1)[:count]

@@ -104,7 +104,11 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
         ids = graph.content(number).ids
         assert ids is not None
         entries = ids.flatten()
-        channels = channels_of(graph, step, entries[entries >= 0])
+        inside = entries >= 0
+        if count == graph.values[step.output].shape[-1]:  # those of one token are enough
+            last = int(entries.max())
+            inside = (entries >= last - last % count) & (entries <= last)
+        channels = channels_of(graph, step, entries[inside])
         views.append((_in_order(channels, count), call, place))
     left = torch.ones(count, dtype=torch.bool)
     views.sort(key=lambda view: -len(view[0]))

@@ -170,17 +170,16 @@ def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay
     ways = []
     for number, names in target.seen.names.items():
         origins = solution.origins.tensors[number]
-        if not origins.numel() or bool((origins == OWN).all()):
+        if number not in solution.origins.written or not origins.numel():
             continue
-        given, how = _way(source, origins)
+        given, how = _way(source, sorted(solution.givers[number]), origins)
         for name in names:
             ways.append(TensorWay(name, given, how))
     return tuple(ways)
 
 
-def _way(source: Graph, origins: Tensor) -> tuple[tuple[str, ...], str]:
+def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str, ...], str]:
     """Return the names of the tensors that numbers come from, and how they do."""
-    numbers = source.entries.owners(origins)
     in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
     names = tuple(source.seen.names[each][0] for each in numbers)
     if bool((origins == NEUTRAL).all()):
@@ -204,22 +203,6 @@ def _way(source: Graph, origins: Tensor) -> tuple[tuple[str, ...], str]:
         elif given.shape != origins.shape:
             steps.append(f"{tuple(given.shape)} as {tuple(origins.shape)}")
     return names, ", ".join(steps) or "unchanged"
-
-
-def names_left(source: Graph, solution: Solution) -> tuple[str, ...]:
-    """Return the names of the source's tensors that no tensor of the target has numbers of."""
-    used = solution.names_used()
-    return tuple(names[0] for names in source.seen.names.values() if names[0] not in used)
-
-
-def names_kept(target: Graph, ways: Sequence[TensorWay]) -> tuple[str, ...]:
-    """Return the names of the target's tensors that keep their own numbers."""
-    carried = {way.target for way in ways}
-    kept = []
-    for number, names in target.seen.names.items():
-        if names[0] not in carried and target.values[number].numel():
-            kept.append(names[0])
-    return tuple(kept)
 
 
 def is_equal(rows: Sequence[OutputRow], own: str) -> bool:

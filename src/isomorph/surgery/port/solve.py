@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
-from isomorph.surgery.port.numbers import Numbers
+from isomorph.surgery.port.numbers import Numbers, noise
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channels_of
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -35,8 +36,6 @@ class Tensors:
     @classmethod
     def cat(cls, parts: "list[Tensors]") -> "Tensors":
         """Return several along their first axis."""
-        if len(parts) == 1:
-            return parts[0]
         return cls(torch.cat([x.value for x in parts]), torch.cat([x.entries for x in parts]))
 
     def __getitem__(self, where: Any) -> "Tensors":
@@ -71,6 +70,8 @@ class Solution:
         self.numbers = Numbers(target.entries, start.tensors)
         own = {number: _own(x.shape) for number, x in start.tensors.items()}
         self.origins = Numbers(target.entries, own)
+        # The source's parameters whose numbers a parameter of the target has.
+        self.givers: dict[int, dict[int, None]] = {number: {} for number in start.tensors}
         # What the source has and the target has no parameter for.
         self.lost: list[str] = []
         # The source's entries that the target cannot hold.
@@ -82,14 +83,32 @@ class Solution:
 
     def is_free(self, number: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
+        if number not in self.origins.written:
+            return True
         return bool((self.origins.tensors[number] <= NEUTRAL).all())
 
-    def names_used(self) -> set[str]:
-        """Return the names of the source's tensors whose numbers the target has."""
+    @property
+    def has_free_parameters(self) -> bool:
+        """True if some of the target's parameters have none of the source's numbers."""
+        return any(map(self.is_free, self.target.seen.names))
+
+    def names_left(self) -> tuple[str, ...]:
+        """Return the names of the source's tensors that no tensor of the target has numbers of."""
         used: set[int] = set()
-        for entries in (*self.origins.tensors.values(), *self.merged):
+        for givers in self.givers.values():
+            used.update(givers)
+        for entries in self.merged:
             used.update(self.source.entries.owners(entries))
-        return {self.source.seen.names[number][0] for number in used}
+        names = self.source.seen.names
+        return tuple(names[number][0] for number in names if number not in used)
+
+    def names_kept(self) -> tuple[str, ...]:
+        """Return the names of the target's tensors that keep their own numbers."""
+        kept = []
+        for number, names in self.target.seen.names.items():
+            if number not in self.origins.written and self.target.values[number].numel():
+                kept.append(names[0])
+        return tuple(kept)
 
     def of(self, operand: Operand) -> Tensors:
         """Return the numbers of an operand of the source."""
@@ -109,11 +128,8 @@ class Solution:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
         if entries is None:
             return
-        where = self.target.entries
-        is_new = self.origins.written.isdisjoint(where.owners(entries))
-        if is_new and where.is_whole(entries):
-            self.numbers.put(entries, given.value)
-            self.origins.put(entries, given.entries)
+        if self._is_free_view(entries):
+            self.carry(entries, given)
             return
         entries = entries.reshape(-1)
         value = given.value.reshape(-1)
@@ -129,8 +145,22 @@ class Solution:
         known = self.origins.pick(entries) != OWN
         if bool(known.any()) and bool((known & (self.numbers.pick(entries) != value)).any()):
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.numbers.put(entries, value)
-        self.origins.put(entries, origins)
+        self.carry(entries, Tensors(value, origins))
+
+    def carry(self, entries: Tensor, given: Tensors) -> None:
+        """Write numbers into the target's entries, whatever is there."""
+        self.numbers.put(entries, given.value)
+        self.origins.put(entries, given.entries)
+        givers = dict.fromkeys(self.source.entries.owners(given.entries))
+        for number in self.target.entries.owners(entries):
+            self.givers[number].update(givers)
+
+    def _is_free_view(self, entries: Tensor) -> bool:
+        """True for entries side by side, of one parameter, that have no number of the source's yet."""
+        owner = self.target.entries.owner(entries)
+        if owner is None or not entries.is_contiguous():
+            return False
+        return owner not in self.origins.written or bool((self.origins.pick(entries) == OWN).all())
 
 
 def _own(shape: torch.Size) -> Tensor:
@@ -221,10 +251,18 @@ def _gain_after(one: Joint, pairing: Pairing, solution: Solution) -> Tensors | N
 
 
 def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
-    """Return the only reader of a layer of the target, if it adds parameters to what the layer makes."""
+    """Return the only reader of a layer of the target, if it adds parameters to all that the layer makes."""
     for _, joint in pairing.pairs:
-        if other.readers == {joint.index} and joint.first.kind == "shift":
-            return joint.first
+        step = joint.first
+        if step.kind != "shift" or other.readers != {joint.index} or step.ids is None:
+            continue
+        if len(other.steps) > 1 or step.input != other.first.output:
+            continue
+        held = torch.zeros(step.ids.shape, dtype=torch.bool)
+        for term in step.terms:
+            held |= _place(term).entries >= 0
+        if bool(held[step.ids >= 0].all()):
+            return step
     return None
 
 
@@ -235,40 +273,57 @@ def _solve_layer(
     orders = part_orders(one, other)
     parts = [one.parts[i] for i in orders[choice]] if orders else one.parts
     gain = _gain_after(one, pairing, solution)
+    counts = [len(part.rows) for part in other.parts]
     for role in ("weight", "bias"):
-        given = _given(parts, role, solution)
+        given = [_given(part, role, solution) for part in parts]
         if gain is not None:
-            solution.merged += [given.entries, gain.entries]
-            given = given.scaled(gain.value[parts[0].rows])
-        start = 0
-        for part in other.parts:
-            own = given[start : start + len(part.rows)]
-            start += len(part.rows)
-            _solve_part(own, part, role, solution, _shift_after(other, pairing))
+            solution.merged += [given[0].entries, gain.entries]
+            given = [given[0].scaled(gain.value[parts[0].rows])]
+        for part, rows in zip(other.parts, _in_parts(given, counts), strict=True):
+            _solve_part(rows, part, role, solution, partial(_shift_after, other, pairing))
     if "input" in one.first.operands and "input" in other.first.operands:
         _put(one.first.operands["input"], other.first.operands["input"], solution, other.module)
 
 
-def _given(parts: list[Part], role: str, solution: Solution) -> Tensors:
-    """Return the rows of parts of the source, 0 for a bias that there is not."""
-    found = []
-    for part in parts:
-        rows = _rows(part, role, solution.of)
-        found.append(rows or Tensors.neutral((len(part.rows),), 0.0))
-    return Tensors.cat(found)
+def _given(part: Part, role: str, solution: Solution) -> Tensors:
+    """Return the rows of a part of the source, 0 for a bias that it has not."""
+    rows = _rows(part, role, solution.of)
+    return rows or Tensors.neutral((len(part.rows),), 0.0)
+
+
+def _in_parts(given: list[Tensors], counts: list[int]) -> list[Tensors]:
+    """Return rows in parts of other numbers of rows."""
+    if [len(rows.value) for rows in given] == counts:
+        return given
+    whole = Tensors.cat(given)
+    parts = []
+    start = 0
+    for count in counts:
+        parts.append(whole[start : start + count])
+        start += count
+    return parts
 
 
 def _solve_part(
-    given: Tensors, part: Part, role: str, solution: Solution, shift: Step | None
+    given: Tensors,
+    part: Part,
+    role: str,
+    solution: Solution,
+    find_shift: Callable[[], Step | None],
 ) -> None:
+    """Write the rows of a part; a bias for which there is no place into what is added after it, or it is lost."""
     place = _rows(part, role, _place)
-    if place is not None and part.step.operands[role].entries is not None:
-        solution.put(place.entries, given, part.step.module)
-    elif place is None and bool(given.value.any()):
-        if shift is not None:
-            _merge_bias(given, part, shift, solution)
-        else:
-            solution.lose(given, f"{part.step.module}: the target has no bias there")
+    if place is not None:
+        if part.step.operands[role].entries is not None:
+            solution.put(place.entries, given, part.step.module)
+        return
+    if not bool(given.value.any()):
+        return
+    shift = find_shift()
+    if shift is None:
+        solution.lose(given, f"{part.step.module}: the target has no bias there")
+    else:
+        _merge_bias(given, part, shift, solution)
 
 
 def _merge_bias(given: Tensors, part: Part, shift: Step, solution: Solution) -> None:
@@ -292,11 +347,11 @@ def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
     given = [solution.of(each).reshape(*shape) for each in one.terms]
     given += solution.added.get(other.index, [])
     places = [_place(each).entries for each in other.terms]
-    is_none = [[entries < 0 for entries in each] for each in ([x.entries for x in given], places)]
-    if len(given) == len(places) and all(map(torch.equal, *is_none)):
+    if _have_same_places(given, places):
         for each, entries in zip(given, places, strict=True):
             solution.put(entries, each, other.module)
         return
+    solution.merged += [each.entries for each in given]
     total = torch.zeros(shape, dtype=torch.float64)
     origins = torch.full(shape, NEUTRAL)
     for each in given:
@@ -312,6 +367,14 @@ def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
         left &= ~here
     if bool(total[left].any()):
         solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
+
+
+def _have_same_places(given: list[Tensors], places: list[Tensor]) -> bool:
+    """True if there are as many added parameters as places for them, each at the same positions."""
+    if len(given) != len(places):
+        return False
+    pairs = zip(given, places, strict=True)
+    return all(torch.equal(each.entries < 0, entries < 0) for each, entries in pairs)
 
 
 def _solve_operands(one: Step, other: Step, solution: Solution) -> None:
@@ -368,14 +431,16 @@ def _solve_alone(step: Step, solution: Solution) -> None:
             solution.put(place.entries, Tensors.neutral(place.value.shape, 0.0), step.module)
 
 
-def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int) -> None:
+def fill_leftovers(solution: Solution, which: int) -> None:
     """Give parameters of the target that no step fills those of the source that no step has placed, by size in order.
 
     Where one model has k for each of the other's, every k-th is taken, from `which` on. Whether that is right only a
     comparison of outputs shows.
     """
-    used = solution.names_used()
-    given = _by_size(source, [x for x, names in source.seen.names.items() if names[0] not in used])
+    source = solution.source
+    target = solution.target
+    left = solution.names_left()
+    given = _by_size(source, [x for x, names in source.seen.names.items() if names[0] in left])
     wanted = _by_size(target, [number for number in target.seen.names if solution.is_free(number)])
     for size, numbers in wanted.items():
         others = given.get(size, [])
@@ -390,10 +455,9 @@ def fill_leftovers(source: Graph, target: Graph, solution: Solution, which: int)
         if len(others) != len(numbers):
             continue
         for number, other in zip(numbers, others, strict=True):
-            entries = target.entries.of(number)
             theirs = source.entries.of(other)
-            solution.numbers.put(entries, source.numbers.pick(theirs))
-            solution.origins.put(entries, theirs)
+            carried = Tensors(source.numbers.pick(theirs), theirs)
+            solution.carry(target.entries.of(number), carried)
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
@@ -416,7 +480,7 @@ def draw(graph: Graph, seed: int = 0) -> Numbers:
         entries = operand.entries
         if entries is None:
             continue
-        drawn = torch.rand(entries.shape, generator=generator).mul_(2).sub_(1)  # -1 to 1
+        drawn = noise(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)  # -1 to 1
         if step.kind == "layer" and role == "weight":
             drawn *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
         elif role in ("bias", "term"):
@@ -424,12 +488,12 @@ def draw(graph: Graph, seed: int = 0) -> Numbers:
         elif role == "running_mean":
             drawn *= 0.2
         elif role == "running_var":
-            drawn = 1.5 + drawn
+            drawn += 1.5
         elif role in ("weight", "scale") and step.kind != "product":
             drawn = 1 + 0.5 * drawn
         else:
             drawn = operand.value + 0.2 * drawn
-        numbers.put(entries, drawn.double())
+        numbers.put(entries, drawn)
     return numbers
 
 
@@ -439,20 +503,3 @@ def _operands(graph: Graph) -> Iterator[tuple[Step, str, Operand]]:
             yield step, role, operand
         for operand in step.terms:
             yield step, "term", operand
-
-
-@torch.no_grad()
-def write(graph: Graph, model: torch.nn.Module, numbers: Numbers) -> None:
-    """Write numbers of all entries into a model's parameters and buffers."""
-    state = model.state_dict(keep_vars=True)
-    for number, names in graph.seen.names.items():
-        state[names[0]].copy_(numbers.tensors[number])
-    clear_caches(model)
-
-
-def clear_caches(model: torch.nn.Module) -> None:
-    """Let modules drop what they keep in eval mode, such as tables of positions read from parameters."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    for module, mode in modes.items():
-        module.train(mode)

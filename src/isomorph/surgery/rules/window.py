@@ -221,7 +221,7 @@ class AttentionToWindow(AnyAttentionRule):
     window: int = 8
     """Side of the windows in tokens."""
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None

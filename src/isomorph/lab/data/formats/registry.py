@@ -69,7 +69,7 @@ def open_source(
         return SOURCES[str(name)](split, folder)
     if name != "imagefolder":
         raise UserError(
-            f"--split divides a folder of images; {name} has a test split of its own, leave --split out"
+            f"`test_fraction` divides a folder of images; {name} has a test split of its own, leave `test_fraction` out"
         )
     return imagefolder(split, folder, test_fraction)
 

@@ -20,6 +20,7 @@ from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.lab.evaluation.robustness.images import (
     PUBLISHED_SIZE,
     RobustnessInputs,
@@ -33,7 +34,7 @@ from isomorph.lab.evaluation.robustness.scores import (
     robustness_summary,
 )
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits, fit_to_size
+from isomorph.models.input_sizes import fit_to_size
 from isomorph.terminal_tables import Metrics
 
 _KIND = "isomorph robustness"
@@ -216,12 +217,12 @@ class CellFile:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(
-                    f"{path} has cells of {saved.identity['model']} with other weights; use another --out"
+                    f"{path} has cells of {saved.identity['model']} with other weights; use another `out`"
                 )
             differences = _differences(saved.identity, identity)
             if differences:
                 raise UserError(
-                    f"{path} has cells of other images: {differences}; use another --out"
+                    f"{path} has cells of other images: {differences}; use another `out`"
                 )
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
@@ -253,7 +254,7 @@ class SavedResult(NamedTuple):
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
+    """Read a file of results, without an incomplete last line. Raises: UserError for a file that is not one."""
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1

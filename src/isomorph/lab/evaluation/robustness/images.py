@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
@@ -33,12 +32,12 @@ from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.distributed import ALONE, Runtime
+from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
     ImageSize,
     built_size,
-    check_own_classes,
-    class_count,
     evaluation_config,
     image_size,
     input_channels,
@@ -152,7 +151,7 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
         if folder.is_dir():
             return folder
     raise UserError(
-        f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption"
+        f"{root} has no folder {corruption}/{severity}; unpack it, or choose other `corruptions`"
     )
 
 
@@ -278,7 +277,7 @@ def open_inputs(
             check_own_classes(model, source.classes, more="", size=size)
         else:
             if not options.partial:
-                hint = ", or --partial (partial=True) to use a part of ImageNet's classes"
+                hint = ", or partial=True to use a part of ImageNet's classes"
                 check_own_classes(model, source.classes, more=hint, size=size)
             source = with_imagenet_labels(source, "the data")
         source = spaced_images(source, options.limit)
@@ -306,7 +305,7 @@ def open_inputs(
     if min(size) < MIN_IMAGE_SIDE:
         raise UserError(
             f"corruptions need images of {MIN_IMAGE_SIDE} px at least, and the model's input is {size[1]} x {size[0]}; "
-            f"give a larger size, for example --size {MIN_IMAGE_SIDE}"
+            f"give a larger size, for example size={MIN_IMAGE_SIDE}"
         )
     if not published:
         corruption_functions()  # raises now, not after hours, if their package is missing

@@ -217,7 +217,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
     )
     if result.get("resumed"):
-        lines.append(f"{result['resumed']} cells were read from --out")
+        lines.append(f"{result['resumed']} cells were read from its file")
     if result["clean"]:
         clean = result["clean"]["top1"]
         lines.append(

@@ -15,11 +15,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     FitTransform,

@@ -12,13 +12,13 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isomorph.checkpoints.open import open_model
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.evaluation.classes import check_image_size, check_same_classes
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     TrainTransform,
@@ -36,10 +36,11 @@ from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
-from isomorph.models.input_sizes import check_image_size, check_same_classes, evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.models.task_networks.mask_rcnn import Target
 from isomorph.terminal_tables import Metrics, Rows
 

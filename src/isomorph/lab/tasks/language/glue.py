@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.parquet import import_pyarrow
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, to_device
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
@@ -31,7 +31,7 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
 from isomorph.terminal_tables import Metrics
 
 # A column by its name in the header, or by its number in a file without header.
@@ -458,7 +458,7 @@ class TextClassification(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
-        part, examples = recorded_split(model)
+        part, examples = spec_of(model).split
         if part and find_files(root, self.options.dataset, "train"):
             train = self._read(root, "train")
             if len(train) == examples:

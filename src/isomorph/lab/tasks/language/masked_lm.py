@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
@@ -24,7 +24,7 @@ from isomorph.lab.training.recipe.fields import Rate
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
 from isomorph.terminal_tables import Metrics
 
 # Target of a position that does not count.
@@ -238,7 +238,7 @@ class MaskedLM(LanguageTask):
             texts = read_lines(test_files or files)
             whole = not test_files
         packed = self._pack(texts, root)
-        part, sequences = recorded_split(model)
+        part, sequences = spec_of(model).split
         if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
         packed.fixed = True

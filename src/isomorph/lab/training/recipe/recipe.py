@@ -140,7 +140,7 @@ class Recipe(Part):
         source = self.data.source
         if self.task is None:
             if source not in (*SOURCES, *STREAMS):
-                yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
+                yield f"data.source {source} needs a task; give task.name={' or '.join(task_names(source))}"
             return
         task = self.task.task
         name = self.task.name

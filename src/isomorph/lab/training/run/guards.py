@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 from isomorph.checkpoints.files import remove_partial_files
-from isomorph.checkpoints.snapshot import restore_replaced
-from isomorph.distributed import Runtime
 from isomorph.errors import Stopped, UserError
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.training.run.snapshot import restore_replaced
 
 __all__ = ["Diverged", "StopRequest", "Stopped", "lock_folder", "stop_requests"]
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError, optional_module
 from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.terminal_tables import Row, Rows, count_of, printable
 

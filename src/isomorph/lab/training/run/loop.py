@@ -21,10 +21,9 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
-from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
 from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import open_runtime, seed_everything, to_device
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe
@@ -43,6 +42,7 @@ from isomorph.lab.training.run.guards import (
     stop_requests,
 )
 from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.snapshot import list_snapshots, rename_damaged
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
-from isomorph.checkpoints.named_state import (
+from isomorph.checkpoints.open import local_file
+from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
+from isomorph.lab.evaluation.classes import class_count, shorten
+from isomorph.lab.training.build import apply_surgery, plan_batches
+from isomorph.lab.training.classification import recipe_task
+from isomorph.lab.training.optim import build_optimizer, build_scheduler
+from isomorph.lab.training.parallel import distribute, prepare_model
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
     MODEL_PREFIX,
@@ -24,21 +36,9 @@ from isomorph.checkpoints.named_state import (
     owner_name,
     split_optimizer,
 )
-from isomorph.checkpoints.open import local_file
-from isomorph.checkpoints.snapshot import RunProgress
-from isomorph.distributed import Runtime, open_runtime, seed_everything
-from isomorph.errors import UserError
-from isomorph.json_values import JsonObject
-from isomorph.lab.data.sampler import TrainSampler
-from isomorph.lab.data.streams import workers_of_part
-from isomorph.lab.training.build import apply_surgery, plan_batches
-from isomorph.lab.training.classification import recipe_task
-from isomorph.lab.training.optim import build_optimizer, build_scheduler
-from isomorph.lab.training.parallel import distribute, prepare_model
-from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.run.resume import Resume, find_snapshot
+from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Task
-from isomorph.models.input_sizes import class_count, shorten
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
@@ -78,8 +78,8 @@ class Run:
         )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
-                f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
-                "(--model.start random starts from random weights)"
+                f"{recipe.name} requires trained weights; give model.weights=FILE or model.pretrained=True "
+                "(model.start=random starts from random weights)"
             )
         if self.resumed_from:
             self.progress = RunProgress(**self.resumed_from.values["progress"])
@@ -315,7 +315,7 @@ def check_model_given(recipe: Recipe) -> None:
     """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(
-            f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME"
+            f"{recipe.name} has no model; give model.weights=FILE, or a timm model as model.name=NAME"
         )
 
 
@@ -346,5 +346,5 @@ def _check_classes_of_own(recipe: Recipe, outputs: int | None, classes: list[str
     if outputs != len(classes):
         raise UserError(
             f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
-            " function's own argument for it as --model.kwargs.NAME VALUE"
+            " function's own argument for it as model.kwargs.NAME=VALUE"
         )

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from isomorph.checkpoints.header import describe_problems
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import Runtime
 
 STATE_FILE = "state.json"
 _SNAPSHOTS_TO_KEEP = 2
