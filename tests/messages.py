@@ -57,7 +57,7 @@ def idle_layers(folder, _):
 
 def process_alone(_, patch):
     """The second of three processes, of which no other starts."""
-    from isomorph import distributed
+    from isomorph.lab import distributed
 
     def wait(_):
         time.sleep(0.1)

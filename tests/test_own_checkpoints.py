@@ -86,7 +86,7 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     model = cnn("cifar_resnet20")
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
-    refused("does not say what model it is; give --arch NAME", open_own, path)
+    refused("does not say what model it is; give base=NAME", open_own, path)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
@@ -114,7 +114,7 @@ def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_pa
     model = open_own(path)
     assert same(model, averaged)
     assert notes(model) == (
-        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); --no-ema (ema=False) takes state_dict",
+        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); ema=False takes state_dict",
     )
     config = evaluation_config(model)
     assert config["input_size"] == (3, 96, 96)
@@ -149,9 +149,7 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     within = open_own(
         save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT
     )
-    assert (
-        notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
-    )
+    assert notes(within)[-1] == "in.pth: averaged weights (EMA, ema); ema=False takes model"
 
 
 def test_tensors_that_the_model_cannot_hold(tmp_path):
@@ -378,7 +376,7 @@ def test_modules_that_timm_cannot_build(tmp_path):
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(before[name], tensor)
     assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
-    refused("which timm cannot build; give --arch package.module:function", iso.load, path)
+    refused("which timm cannot build; give base=ResNet", iso.load, path)
     opened = open_own(path, arch="resnet18")
     assert same(opened, new)
     assert same(iso.load(path, base="resnet18"), new)
@@ -477,7 +475,7 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
         r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1
     )
     file = save(tmp_path / "timm.pth", model.state_dict())
-    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
+    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another `base`"
     refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)
 
 

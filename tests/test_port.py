@@ -275,6 +275,73 @@ def test_a_bias_that_the_target_lacks_goes_into_positions_where_that_is_exact():
         iso.port_weights(give_random_weights(AddsBefore(True)), AddsBefore(False), images())
 
 
+class Branches(nn.Module):
+    """Residual blocks with a convolution in the shortcut, which is computed first or last, and a head."""
+
+    def __init__(self, shortcut_first, head):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.make_block() for _ in range(3))
+        self.head = nn.Linear(8, 5) if head else nn.Identity()
+        self.shortcut_first = shortcut_first
+
+    @staticmethod
+    def make_block():
+        shortcut = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        first = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        last = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        return nn.ModuleDict({"shortcut": shortcut, "main": nn.Sequential(first, last)})
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.shortcut_first:
+                shortcut = block["shortcut"](x)
+                x = (block["main"](x) + shortcut).relu()
+            else:
+                main = block["main"](x)
+                x = (main + block["shortcut"](x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_the_order_of_branches_does_not_matter(head):
+    source = give_random_weights(Branches(True, head))
+    x = torch.randn(2, 8, 6, 6)
+    report = iso.port_weights(source, Branches(False, True), x)
+    ways = {way.target: way.sources for way in report.tensors}
+    assert ways["blocks.1.shortcut.0.weight"] == ("blocks.1.shortcut.0.weight",)
+    assert report.ambiguous == ()
+
+
+class Gated(nn.Module):
+    """A gate and a value by layers, or scales, of one size; only the gate has an activation."""
+
+    def __init__(self, layers, gate_first):
+        super().__init__()
+        self.gate = nn.Linear(8, 6) if layers else nn.Parameter(torch.ones(8))
+        self.value = nn.Linear(8, 6) if layers else nn.Parameter(torch.ones(8))
+        self.out = nn.Linear(6 if layers else 8, 5)
+        self.layers = layers
+        self.gate_first = gate_first
+
+    def forward(self, x):
+        names = ["gate", "value"] if self.gate_first else ["value", "gate"]
+        parts = {}
+        for name in names:
+            part = getattr(self, name)
+            parts[name] = part(x) if self.layers else x * part
+        return self.out(F.silu(parts["gate"]) * parts["value"])
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_what_structure_cannot_tell_is_tried_and_named(layers):
+    source = give_random_weights(Gated(layers, True))
+    report = iso.port_weights(source, Gated(layers, False), torch.randn(2, 8))
+    assert len(report.ambiguous) == 1
+    ways = {way.target: way.sources for way in report.tensors}
+    name = "gate.weight" if layers else "gate"
+    assert ways[name] == (name,)
+
+
 class Follows(nn.Module):
     """A model that computes something else where a bias is large, or outside of torch's functions."""
 

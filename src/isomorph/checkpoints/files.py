@@ -83,8 +83,7 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise UserError(_describe_missing(path))
+    _require_file(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             names = file.keys() if tensors else ()
@@ -95,14 +94,18 @@ def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tenso
         ) from None
 
 
-def _describe_missing(path: Path) -> str:
+def _require_file(path: Path) -> None:
+    if path.is_file():
+        return
     if path.is_dir():
         inside = path / "model.safetensors"
         hint = f"; give {inside}" if inside.is_file() else ""
-        return f"{path} is a folder, not a checkpoint{hint}"
+        raise UserError(f"{path} is a folder, not a checkpoint{hint}")
     if not path.suffix and is_model(str(path)):
-        return f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
-    return f"there is no checkpoint {path}"
+        raise UserError(
+            f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
+        )
+    raise UserError(f"there is no checkpoint {path}")
 
 
 def read_contents(path: Path, ema: bool = True) -> Contents:
@@ -114,8 +117,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     """
     if path.suffix.lower() == ".safetensors":
         return Contents(path, *_read_safetensors(path))
-    if not path.is_file():
-        raise UserError(_describe_missing(path))
+    _require_file(path)
     held = unpickle(path)
     if not isinstance(held, Mapping):
         raise UserError(

@@ -25,6 +25,7 @@ from isomorph.operations import unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.insert import temporary_blocks
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
@@ -227,7 +228,7 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
         kind = parts.module["class"]
         raise UserError(
             f"{contents.path} holds a {kind}, which timm cannot build; give "
-            f"base={kind.rpartition('.')[2]}(), a module like it, or base=NAME of a timm model with the same tensors"
+            f"base={kind.rpartition('.')[2]}() of your code, or base=NAME of a timm model with the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)
@@ -558,7 +559,7 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         "not of real numbers": odd,
     }
     said = [
-        f"{len(names)} {problem} ({_first_names(names)})"
+        f"{len(names)} {problem} ({list_names(names)})"
         for problem, names in problems.items()
         if names
     ]
@@ -569,11 +570,6 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         if any(name.startswith(prefix) for name in unexpected):
             text += f"; it {hint}"
     raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
-
-
-def _first_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown}, ..." if len(names) > 3 else shown
 
 
 def _is_real(tensor: Any) -> bool:

@@ -47,7 +47,7 @@ def _options_of(command: str) -> set[str]:
         return set(re.findall(r"`--([\w.]+)`", tables()["recipe_help"]))
     if command not in app:
         return set()
-    names = set()
+    names: set[str] = set()
     for argument in app[command].assemble_argument_collection():
         names.update(name.removeprefix("--") for name in argument.names)
     return names

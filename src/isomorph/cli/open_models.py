@@ -153,7 +153,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 def _print_notes(model: nn.Module) -> nn.Module:
     if is_main_process():
         for note in notes(model):
-            say(f"isomorph: {name_options(note, COMMAND[0])}", sys.stderr)
+            say(f"isomorph: {name_options(note, *COMMAND[:1])}", sys.stderr)
     return model
 
 

@@ -16,6 +16,7 @@ from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.onnx_operations import onnx_operations, open_session
 from isomorph.deployment.program import METADATA_FILE, quiet
+from isomorph.deployment.pt2_operations import pt2_operations
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module, short_reason
 from isomorph.json_values import JsonObject
@@ -133,7 +134,7 @@ class Artefact(nn.Module):
         run: Callable[..., Tensor],
         metadata: Mapping[str, Any],
         digest: bytes,
-        watch: Callable[[Mapping[str, Tensor]], Operations] | None = None,
+        watch: Callable[[Mapping[str, Tensor]], Operations],
     ) -> None:
         super().__init__()
         self._run = run
@@ -165,9 +166,7 @@ class Artefact(nn.Module):
         return Fidelity(**stored) if stored else None
 
     def operations(self, inputs: Inputs) -> Operations:
-        """Return what every node of an ONNX file computes. Raises: UserError for another file."""
-        if self._watch is None:
-            raise UserError("what is between inputs and outputs is known of .onnx files alone")
+        """Return what every node of the file computes."""
         names = self.metadata.get("inputs", [INPUT])
         named = {names[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
         return self._watch(named)
@@ -297,8 +296,9 @@ def load_artefact(
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    watch = partial(onnx_operations, contents) if file_format == "onnx" else None
-    is_foreign = to_compare and watch is not None and "isomorph_version" not in texts
+    operations = onnx_operations if file_format == "onnx" else pt2_operations
+    watch = partial(operations, contents)
+    is_foreign = to_compare and file_format == "onnx" and "isomorph_version" not in texts
     metadata = _foreign_metadata(contents) if is_foreign else _parse_metadata(texts, path)
     return Artefact(run, metadata, hashlib.sha256(contents).digest(), watch)
 

@@ -62,7 +62,10 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
     model = _innermost(model, _WRAPPERS)
     if not to_copy:
         return model
-    if _is_sharded(model):
+    # both kinds of FSDP; without their module, which is slow to import, there is none
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
+    if any(isinstance(module, kinds) for module in model.modules()):
         raise UserError(
             "the weights are divided among processes (FSDP); gather them with get_model_state_dict and "
             "StateDictOptions(full_state_dict=True) of torch.distributed.checkpoint.state_dict, and load them into a "
@@ -94,15 +97,6 @@ def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
                 f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside"
             )
     return inner
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def is_compiled(model: Any) -> bool:

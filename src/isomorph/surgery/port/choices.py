@@ -1,9 +1,9 @@
 """What structure cannot tell in two models, and is tried: orders of parts, steps that look alike, leftovers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations
-from typing import Protocol
 
 from isomorph.surgery.port.pair import Joint, Pairing
 from isomorph.surgery.port.solve import Solution, part_orders
@@ -27,69 +27,18 @@ class Assignment:
     leftovers: int | None = None
 
 
-class Choice(Protocol):
-    """A change of an assignment, and what it is about."""
-
-    def apply(self, old: Assignment) -> Assignment:
-        """Return the changed assignment."""
-
-    def describe(self, old: Assignment) -> str:
-        """Return what is tried."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Another order of the parts of some layers, such as queries and keys."""
-
-    joints: tuple[Joint, ...]
-    choice: int
-
-    def apply(self, old: Assignment) -> Assignment:
-        chosen = {joint.index: self.choice for joint in self.joints}
-        return replace(old, orders={**old.orders, **chosen})
-
-    def describe(self, old: Assignment) -> str:
-        return f"the order of the parts of {self.joints[0].module}"
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """Another order of the targets of pairs that look alike."""
-
-    group: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def apply(self, old: Assignment) -> Assignment:
-        pairs = list(old.pairing.pairs)
-        for here, there in zip(self.group, self.order, strict=True):
-            pairs[here] = pairs[here][0], old.pairing.pairs[there][1]
-        return replace(old, pairing=replace(old.pairing, pairs=pairs))
-
-    def describe(self, old: Assignment) -> str:
-        first = old.pairing.pairs[self.group[0]][0]
-        return f"which of the steps like {first.module} are which"
-
-
-@dataclass(frozen=True)
-class _Leftovers:
-    """Parameters that no step of the other model reads in the same way, by size and order.
-
-    Where one model has several for each of the other's, `which` of them is tried.
-    """
-
-    which: int
-
-    def apply(self, old: Assignment) -> Assignment:
-        return replace(old, leftovers=self.which)
-
-    def describe(self, old: Assignment) -> str:
-        return "parameters that both models read in another way"
+# What is tried, and how it changes an assignment.
+Choice = tuple[str, Callable[[Assignment], Assignment]]
 
 
 def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
-    """Yield what to try where models are not equal."""
+    """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
     if solution.names_left() and solution.has_free_parameters:
-        yield from map(_Leftovers, range(_SHARING))
+        for which in range(_SHARING):
+            yield (
+                "parameters that both models read in another way",
+                partial(replace, leftovers=which),
+            )
     labels: dict[tuple[object, ...], list[Joint]] = {}
     counts: dict[tuple[object, ...], int] = {}
     for one, other in pairing.pairs:
@@ -97,11 +46,27 @@ def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
             labels.setdefault(one.label, []).append(one)
             counts[one.label] = len(part_orders(one, other))
     for label, joints in labels.items():
-        for choice in range(1, counts[label]):
-            yield _Parts(tuple(joints), choice)
+        for order in range(1, counts[label]):
+            what = f"the order of the parts of {joints[0].module}"
+            yield what, partial(_reorder, joints=joints, order=order)
     for group in pairing.alike:
-        for order in list(permutations(group))[1 : 1 + _ORDERS]:
-            yield _Exchange(tuple(group), order)
+        what = f"which of the steps like {pairing.pairs[group[0]][0].module} are which"
+        for places in list(permutations(group))[1 : 1 + _ORDERS]:
+            yield what, partial(_exchange, group=group, places=places)
+
+
+def _reorder(old: Assignment, joints: Sequence[Joint], order: int) -> Assignment:
+    """Assign the parts of some layers, such as queries and keys, in another order."""
+    chosen = {joint.index: order for joint in joints}
+    return replace(old, orders={**old.orders, **chosen})
+
+
+def _exchange(old: Assignment, group: Sequence[int], places: Sequence[int]) -> Assignment:
+    """Exchange the targets of pairs that look alike."""
+    pairs = list(old.pairing.pairs)
+    for here, there in zip(group, places, strict=True):
+        pairs[here] = pairs[here][0], old.pairing.pairs[there][1]
+    return replace(old, pairing=replace(old.pairing, pairs=pairs))
 
 
 def _is_clear(one: Joint, other: Joint) -> bool:

@@ -390,15 +390,15 @@ def compare_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    a = _Side("source", source, source.values)
-    b = _Side("target", target, values)
+    a = _Values("source", source, source.values)
+    b = _Values("target", target, values)
     rows = _rows_of(b, a)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
     return rows + _rows_of(a, b)
 
 
-class _Side(NamedTuple):
+class _Values(NamedTuple):
     """A model in a comparison of outputs: which one, and its values."""
 
     own: str
@@ -425,7 +425,7 @@ class _Side(NamedTuple):
         return whole if whole.numel() > self.values[number].numel() else None
 
 
-def _rows_of(one: _Side, other: _Side) -> list[OutputRow]:
+def _rows_of(one: _Values, other: _Values) -> list[OutputRow]:
     rows = []
     for path, number in one.graph.seen.outputs.items():
         value = one.values[number]

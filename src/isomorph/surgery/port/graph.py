@@ -50,13 +50,12 @@ class Content:
 class Operand:
     """A tensor that a step reads: its numbers, and which entries of parameters they are, if they are only moved.
 
-    `number`: that of its value in the run, None for the numbers of `entries`; `turned`: read with its axes exchanged.
+    `number`: that of its value in the run, None for the numbers of `entries`.
     """
 
     value: Tensor
     entries: Tensor | None
     number: int | None = None
-    turned: bool = False
 
 
 @dataclass(eq=False)
@@ -149,8 +148,7 @@ class Graph:
                 if operand.entries is not None:
                     operand.value = numbers.pick(operand.entries)
                 elif operand.number is not None:
-                    value = self.values[operand.number]
-                    operand.value = value.mT if operand.turned else value
+                    operand.value = self.values[operand.number]
 
     def content(self, number: int) -> Content:
         """Return what a value is; the positions in itself of one that is computed are made when they are asked for."""
@@ -405,5 +403,4 @@ def _as_layer(step: Step, call: Call) -> None:
     step.kind = "layer"
     operand.value = operand.value.mT
     operand.entries = operand.entries.mT
-    operand.turned = True
     step.operands = {"weight": operand}

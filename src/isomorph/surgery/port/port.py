@@ -194,10 +194,10 @@ class _Port:
         best = self._trial(solution)
         if self._is_equal(best):
             return best
-        for choice in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
+        for what, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
-            self.tried[choice.describe(before)] = None
-            self.assignment = choice.apply(before)
+            self.tried[what] = None
+            self.assignment = change(before)
             trial = self._trial(self._solve(self.b.numbers))
             if self._is_equal(trial):
                 return trial

@@ -1,7 +1,7 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -102,7 +102,8 @@ def _with_four_axes(call: FusedCall) -> FusedCall:
             return x
         return x[:, None] if axes == 3 else x.flatten(0, axes - 4)
 
-    return call._replace(
+    return replace(
+        call,
         query=reshaped(call.query),
         key=reshaped(call.key),
         value=reshaped(call.value),
