@@ -27,7 +27,6 @@ from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
 from isomorph.lab.evaluation.model_data import record_root
-from isomorph.lab.training.recipe.read import parse_value
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
 from isomorph.spec import spec_of
@@ -35,6 +34,7 @@ from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
 from isomorph.terminal_tables import say
+from isomorph.yaml_values import parse_value
 
 
 def open_given(

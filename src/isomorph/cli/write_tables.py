@@ -13,7 +13,7 @@ from isomorph.analysis.cost import count_parameters
 from isomorph.cli.tables import PATH
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
-from isomorph.lab.training.recipe.recipe import document_fields
+from isomorph.lab.training.recipe.recipe import closed_groups, document_fields
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
 from isomorph.surgery.rule_options import rule_options, rule_texts
 
@@ -28,6 +28,7 @@ def library_tables() -> dict[str, Any]:
         "rules": rule_texts(),
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
+        "recipe_fields": closed_groups(),
         "sources": sorted(sources),
     }
 
