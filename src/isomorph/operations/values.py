@@ -2,6 +2,7 @@
 
 import gc
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,17 +14,19 @@ from torch.utils._pytree import tree_leaves
 Value = tuple[int, int]
 
 # Values that hold no tensors, and are met too often to look into.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+_PLAIN = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 # What an object refers to without holding its tensors.
 NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
@@ -75,8 +78,9 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
             continue
         if kind is tuple or kind is list:
             leaves += leaves_in(value)
-        elif kind is dict:
-            leaves += leaves_in(value.values())
+        elif kind is dict or kind is OrderedDict:
+            if value:
+                leaves += leaves_in(value.values())
         elif isinstance(value, Tensor):
             leaves.append(value)
         else:  # torch knows further containers

@@ -212,7 +212,8 @@ def fuse_with_report(
     new = _fused(copy_model(model), names)
     report = FuseReport(names)
     if calls is not None:
-        found = merge(_fused(exact, names), calls, affine, across)
+        exact = _fused(copy_module(exact), names) if names else exact
+        found = merge(exact, calls, affine, across)
         new = _replay(new, found.edits)
         new.load_state_dict(found.model.state_dict())
         left |= found.left
@@ -225,7 +226,7 @@ def fuse_with_report(
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
-            rounded=_rounding(new, calls),
+            rounded=_rounding(found.model, new, calls),
         )
         calls.end()
     elif norms:
@@ -277,9 +278,11 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
     return model
 
 
-def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:
+def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:
+    """Return the difference that rounding weights makes; a float64 model gets those of another precision."""
+    exact.load_state_dict(model.state_dict())
     try:
-        return calls.rounding(copy_model(model).double())
+        return calls.rounding(exact)
     except UserError:  # rounded, a detector may find other objects
         return None
 

@@ -210,9 +210,14 @@ def _attributes_in_turn(function: Any) -> list[str | None]:
 
 def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
     """Turn off the fast paths of torch's encoders around replaced modules, whose weights they read without a call."""
-    names = list(names)
+    parents: set[str] = set()
+    for name in names:
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            parents.add(parent)
     for path, module in model.named_modules():
-        if not any(name != path and name.startswith(_beginning(path)) for name in names):
+        if path not in parents:
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

@@ -355,6 +355,7 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
 def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
     rule = edit.rule
     root = Site(model)
+    places = places_of(model)
     for name in edit.names:
         site = root.find(name)
         if site is None:
@@ -370,7 +371,7 @@ def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
             replacement = match_original(replacement, original)
             if site.parent is not None and not site.parent.training:
                 replacement.eval()  # a layer that timm makes while it merges is in train mode
-            model = replace_module(model, site.path, original, replacement)
+            model = replace_module(model, site.path, original, replacement, places)
     return model
 
 
@@ -433,10 +434,34 @@ def float32_on(original: nn.Module) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+# The parents of every module of a model, with the names of the module in each.
+Places = dict[nn.Module, list[tuple[nn.Module, str]]]
+
+
+def places_of(model: nn.Module) -> Places:
+    """Return the places of every module of a model, without the model itself."""
+    places: Places = {}
+    # without torch's generators, which nest as deep as modules do
+    waiting = [model]
+    seen = {model}
+    while waiting:
+        parent = waiting.pop()
+        for name, module in parent._modules.items():
+            if module is None:
+                continue
+            places.setdefault(module, []).append((parent, name))
+            if module not in seen:
+                seen.add(module)
+                waiting.append(module)
+    return places
+
+
 def replace_module(
-    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module
+    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module, places: Places
 ) -> nn.Module:
     """Replace a module under all its names, channels_last if it is, and return the model (the replacement for "").
+
+    `places` are those of the model, and are kept up to date.
 
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
@@ -449,19 +474,12 @@ def replace_module(
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    # without torch's generators, which nest as deep as modules do
-    waiting = [model]
-    seen = set[nn.Module]()
-    while waiting:
-        parent = waiting.pop()
-        if parent in seen:
-            continue
-        seen.add(parent)
-        for child, module in list(parent._modules.items()):
-            if module is original:
-                setattr(parent, child, replacement)
-            elif module is not None:
-                waiting.append(module)
+    own = places.pop(original)
+    for parent, child in own:
+        setattr(parent, child, replacement)
+    places.setdefault(replacement, []).extend(own)
+    for module, inside in places_of(replacement).items():
+        places.setdefault(module, []).extend(inside)
     return model
 
 

@@ -78,6 +78,9 @@ class ReferenceCalls:
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
+    calls: list[Call]
+    entries: list[str]
+
     def __init__(
         self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False
     ) -> None:
@@ -87,31 +90,46 @@ class ReferenceCalls:
         first, *others = [cast_floats(x, torch.float64) for x in given]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
-        self.calls: list[Call] = []
         self._work = SlowWork("comparing the fused model")
         self._number_of_calls = 0
+        self.only_forward = only_forward
         self._leaves_traces = False
-        # A copy of the model in which no call has left a trace, and its state.
-        self._unchanged: tuple[nn.Module, list[Any]] | None = None
-        self._watched: list[str] = []
-        self._watched = self._modules_around_choices(model, first)
+        copied = copy_module(model)
+        before = state_of(copied)
+        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        # What happens in the first call of this model, until it is asked for.
+        self._model = model
+        self._first = first
+        self._seen: tuple[nn.Module, Flow] | None = copied, flow
+        self._watched: list[str] = _modules_around_choices(copied, flow)
+        # The copy of the model that all calls run on, None if each needs one of its own.
+        self._shared: nn.Module | None = copied if state_of(copied) == before else None
+        self._try_all(model, first, others)
+        if self._shared is not None and not left_no_trace(copied, before, model):
+            self._shared = None  # the calls after one that leaves a trace ran on another model
+            self._seen = None
+            self._try_all(model, first, others)
+        self._shared = None
+        self.untried = untried_arguments(model, first)
+        self._check(first)
+
+    def _try_all(self, model: nn.Module, first: Inputs, others: Sequence[Inputs]) -> None:
+        """Make the calls: the example, other sizes, other entry points with the smallest inputs."""
+        self.calls = []
+        self.entries = [str(FORWARD)]
         for inputs in others or _other_sizes(first):
             self._try(model, FORWARD, inputs)
-        if not self.calls and not given[1:]:  # it runs at one size only
+        if not self.calls and not others:  # it runs at one size only
             for what, inputs in other_inputs(first):
                 if what == "another batch size":
                     self._try(model, FORWARD, inputs)
         self._try(model, FORWARD, first)
+        if self.only_forward:
+            return
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
-        self.entries = [str(FORWARD)]
-        self.only_forward = only_forward
-        if not only_forward:
-            for entry in entry_points(model, smallest):
-                if self._try(model, entry, smallest):
-                    self.entries.append(str(entry))
-        self._unchanged = None
-        self.untried = untried_arguments(model, first)
-        self._check(first)
+        for entry in entry_points(model, smallest):
+            if self._try(model, entry, smallest):
+                self.entries.append(str(entry))
 
     def _check(self, first: Inputs) -> None:
         self.calls = [call for call in self.calls if call.outputs]
@@ -131,31 +149,16 @@ class ReferenceCalls:
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
-    def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
-        copied = copy_module(model)
-        flow = see(copied, lambda: run_model(copied, _copy(first)))
-        watched = []
-        for name in flow.branches_on_data:
-            watched += [
-                f"{name}.{child}".lstrip(".")
-                for child, _ in model.get_submodule(name).named_children()
-            ]
-        return watched
-
     def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
         """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
-        if self._unchanged is None:
-            copied = copy_module(model)
-            self._unchanged = copied, state_of(copied)
-        copied, before = self._unchanged
+        copied = copy_module(model) if self._shared is None else self._shared
+        before = state_of(copied) if self._shared is None else []
         try:
             outputs, made = self._outputs(copied, entry, inputs, record_choices)
         except Exception:  # of any code that is called in a way it may not be meant for
-            self._unchanged = None
             return False
-        if not left_no_trace(copied, before, model):
+        if self._shared is None and not left_no_trace(copied, before, model):
             self._leaves_traces = True
-            self._unchanged = None
         call = Call(entry, inputs, outputs, made)
         self.calls.append(call)
         return bool(outputs) and _is_finite(call)
@@ -212,6 +215,12 @@ class ReferenceCalls:
     def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
         """Yield what happens in each call, with the model or the copy of it that it ran on."""
         for call in self.calls:
+            is_first = call.inputs is self._first and call.entry == FORWARD
+            seen = self._seen
+            if is_first and seen is not None and model is self._model:
+                self._seen = None
+                yield seen
+                continue
             called = self._to_call(model)
             self._count_call()
             yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
@@ -248,6 +257,15 @@ class ReferenceCalls:
         forwards = [call for call in self.calls if call.entry == FORWARD]
         call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
         return self._compare(call, model)
+
+
+def _modules_around_choices(model: nn.Module, flow: Flow) -> list[str]:
+    watched = []
+    for name in flow.branches_on_data:
+        watched += [
+            f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()
+        ]
+    return watched
 
 
 def _run_plainly(_: nn.Module, call: Callable[[], Any]) -> ChosenCall:
