@@ -202,7 +202,7 @@ def fuse_with_report(
     exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
-        calls, problem = _reference_calls(exact, model, example, only_forward)
+        calls, problem = _reference_calls(exact, model, example, only_forward, affine)
     left: dict[str, str] = {}
     if calls is not None:
         left = find_faults(
@@ -213,7 +213,7 @@ def fuse_with_report(
     report = FuseReport(names)
     if calls is not None:
         exact = _fused(copy_module(exact), names) if names else exact
-        found = merge(exact, calls, affine, across)
+        found = merge(exact, calls, across)
         new = _replay(new, found.edits)
         new.load_state_dict(found.model.state_dict())
         left |= found.left
@@ -306,13 +306,14 @@ def _reference_calls(
     model: nn.Module,
     example: Inputs | Sequence[Inputs] | None,
     only_forward: bool,
+    affine: bool,
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return ReferenceCalls(exact, tried, only_forward), ""
+        return ReferenceCalls(exact, tried, only_forward, affine), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"
