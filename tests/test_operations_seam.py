@@ -1,5 +1,7 @@
 """What a model computes is seen, read and changed by operation, whatever its classes; what cannot be is an error."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -269,3 +271,19 @@ def test_flow_sees_values_readers_and_calls():
     (relu,) = flow.reads[flow.outputs["norm"][0][0]]
     assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
     assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3
+
+
+@torch.no_grad()
+def test_the_tensors_of_a_call_are_freed_with_what_was_seen():
+    """Without a circle that Python would look for later: hundreds of MB for a large network."""
+    unit = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(2, 4)
+    gc.disable()
+    try:
+        flow = see(unit, lambda: unit(x))
+        (made,) = [weakref.ref(flow.tensors[value]) for value in flow.operations[0].outputs]
+        assert made() is not None
+        del flow
+        assert made() is None
+    finally:
+        gc.enable()
