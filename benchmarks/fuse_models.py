@@ -1,17 +1,21 @@
 """What fuse merges in a model of every timm module, torchvision's detection and video builders and 16 of transformers.
 
     nice -n 10 python benchmarks/fuse_models.py [--only timm torchvision transformers] [--rows runs/fused.jsonl]
+    python benchmarks/fuse_models.py --passes
 
 The smallest model of each module, with random weights and statistics, in float64, at the smallest size that it takes.
 fuse compares both models at several sizes by all their entry points; then their outputs are compared again on another
 batch. Where norms stay that only other entry points read, it is counted once more with only_forward=True. One thread.
-Resumes; writes benchmarks/results/fused_models.json.
+Resumes; writes benchmarks/results/fused_models.json. With --passes it measures how long fuse takes, in float64
+forward passes of one image, both by turns, and writes benchmarks/results/fuse_passes.json.
 """
 
 import argparse
+import copy
 import json
 import re
 import signal
+import statistics
 import sys
 import time
 import warnings
@@ -26,7 +30,7 @@ import transformers
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from interleave import RESULTS
+from interleave import RESULTS, forward, interleaved_rounds, show, write
 from isomorph.lab.evaluation.coverage import family_of, timm_models
 from isomorph.surgery import fuse_with_report
 
@@ -36,6 +40,8 @@ LARGEST = 90e6
 """Models with more parameters are not run."""
 SECONDS = 600
 """Longest time for one model."""
+TIMED = ("resnet18", "resnet50", "efficientnet_b0", "fastvit_t8", "mobileone_s0")
+"""Models of which --passes measures how long fuse takes."""
 TRANSFORMERS = {
     "ResNet": dict(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
     "RegNet": dict(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], groups_width=8),
@@ -217,6 +223,18 @@ def measured(name, make):
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
+def passes(name, rounds=3):
+    """A row: seconds of fuse and of one float64 pass of one image of the model's own size, and their ratio."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    image = images(timm.get_pretrained_cfg(name).input_size[-1]).float()
+    exact = copy.deepcopy(model).double()
+    contenders = {"fuse": lambda: iso.fuse(model, image), "pass": forward(exact, image.double())}
+    times = interleaved_rounds(contenders, torch.device("cpu"), rounds, warm_up=1)
+    fuse, one = (statistics.median(times[each]) / 1e3 for each in ("fuse", "pass"))
+    return {"model": name, "fuse, s": fuse, "pass, s": one, "passes": fuse / one}
+
+
 def stop(*_):
     raise TimeoutError(f"longer than {SECONDS} s")
 
@@ -250,8 +268,14 @@ def main():
     )
     parser.add_argument("--only", nargs="*", default=["timm", "torchvision", "transformers"])
     parser.add_argument("--rows", type=Path, default=Path("runs/fused.jsonl"))
+    parser.add_argument("--passes", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.passes:
+        rows = [passes(name) for name in TIMED]
+        show("fuse", rows)
+        write("fuse_passes", {"fuse": rows})
+        return
     signal.signal(signal.SIGALRM, stop)
     given.rows.parent.mkdir(parents=True, exist_ok=True)
     lines = given.rows.read_text().splitlines() if given.rows.exists() else []

@@ -11,8 +11,8 @@ import changed_tests  # noqa: E402
 from changed_tests import module_name  # noqa: E402
 
 ORDER = (
-    "errors json_values < spec process terminal_tables slow_work < layers < operations < surgery"
-    " < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
+    "errors json_values < spec process terminal_tables slow_work yaml_values < layers < operations"
+    " < surgery < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
 )
 LAB_ORDER = "distributed < data < evaluation < report training < recipes < demo tasks"
 SHARED_RUNS = ("isomorph.deployment.hub", "isomorph.lab.training.run.summary")

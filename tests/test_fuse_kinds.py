@@ -74,6 +74,12 @@ class ByAttribute(Embedding):
         return self.head(self.features[0])
 
 
+class ByPlainAttribute(Embedding):
+    def forward(self, x):
+        self.features = self.encode(x)
+        return self.head(self.features)
+
+
 class OfNames(Embedding):
     """A model of two inputs with a method of one of them."""
 
@@ -135,6 +141,7 @@ WAYS = {
     "annotated flag": (ByAnnotatedFlag, lambda m, x: m(x, embed=True)),
     "configured output": (ByConfiguration, lambda m, x: m(x, output_hidden_states=True)),
     "attribute": (ByAttribute, lambda m, x: (m(x), m.features)),
+    "tensor as attribute": (ByPlainAttribute, lambda m, x: (m(x), m.features)),
     "method of one input of two": (OfNames, of_names),
     "child alone": (in_a_body, lambda m, x: m.body(x)),
     "first stages": (in_stages, lambda m, x: [m.features[:1](x), m.features[0](x)]),

@@ -1,5 +1,7 @@
 """What a model computes is seen, read and changed by operation, whatever its classes; what cannot be is an error."""
 
+import gc
+import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -298,3 +300,19 @@ def test_tensors_are_found_in_the_order_of_their_container():
     assert [float(tensor[0, 0] - x[0, 0]) for tensor in tensors_in(output)] == pytest.approx(
         [0, 1, 2]
     )
+
+
+@torch.no_grad()
+def test_the_tensors_of_a_call_are_freed_with_what_was_seen():
+    """Without a circle that Python would look for later: hundreds of MB for a large network."""
+    unit = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(2, 4)
+    gc.disable()
+    try:
+        flow = see(unit, lambda: unit(x))
+        (made,) = [weakref.ref(flow.tensors[value]) for value in flow.operations[0].outputs]
+        assert made() is not None
+        del flow
+        assert made() is None
+    finally:
+        gc.enable()

@@ -19,6 +19,7 @@ from isomorph.cli import main
 from isomorph.cli.options import _names_if_unknown
 from isomorph.cli.run import app
 from isomorph.cli.tables import PATH
+from isomorph.cli.train import check_names
 from isomorph.process import handler_kept
 
 PROGRAM = isomorph_command.__file__
@@ -34,6 +35,8 @@ AT_ONCE = {
     "value": (["evaluate", "resnet18", "--batch-size", "many"], 2),
     "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
     "recipe": (["train", "digits_cn"], 2),
+    "field of a recipe": (["train", "digits_cnn", "--optim.lrr", "3"], 2),
+    "field in a file": (["train", "mine.yaml"], 2),
     "model": (["export", "resnet5O", "--out", "x.onnx"], 2),
     "checkpoint": (["fuse", "resnet5O", "--out", "x.safetensors"], 2),
 }
@@ -63,6 +66,7 @@ def start(*arguments, folder=None, **streams):
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_it_answers_before_torch_is_imported(case, tmp_path):
     arguments, code = AT_ONCE[case]
+    (tmp_path / "mine.yaml").write_text("model: {name: resnet18}\noptim: {lrr: 1}\n")
     child = start(
         PROGRAM, *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -72,6 +76,19 @@ def test_it_answers_before_torch_is_imported(case, tmp_path):
     assert "isomorph" in imported
     assert not HEAVY & imported
     assert stdout.strip() if code == 0 else len(printed) == 1, printed
+
+
+@pytest.mark.parametrize("field", ["optim.lrr", "optm.lr", "epoch", "model.weight"])
+def test_a_wrong_field_has_the_message_that_loading_the_recipe_has(field):
+    with pytest.raises(iso.UserError) as loaded:
+        iso.load_recipe("digits_cnn", [f"{field}=3"])
+    with pytest.raises(iso.UserError) as named:
+        check_names([field])
+    assert str(loaded.value).endswith(f": {named.value}")
+
+
+def test_fields_of_tasks_and_rules_are_left_to_loading():
+    check_names(["task.classes", "model.recast.localty", "model.kwargs.img_size", "optim.lr"])
 
 
 def test_the_names_of_models_are_known_without_torch():

@@ -95,6 +95,20 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     return f"there is no model {name!r}; {hint}"
 
 
+def unknown_field(field: str, names: Sequence[str]) -> str:
+    """Return that there is no field of this name in its group, which has `names`: the most similar, or all of them.
+
+    >>> from isomorph.errors import unknown_field
+    >>> unknown_field("optim.lrr", ["name", "lr"])
+    'optim.lrr is not a field (did you mean lr?)'
+    """
+    last = field.rpartition(".")[2]
+    others = [name for name in names if name != last]  # one of this name may be of another task
+    close = get_close_matches(last, others, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"fields: {', '.join(others)}"
+    return f"{field} is not a field ({hint})"
+
+
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of isomorph, to end a message with."""
     return f"run pip install 'isomorph[{extra}]'"

@@ -29,7 +29,6 @@ from isomorph.lab.training.open import (
     open_model,
     open_trained,
 )
-from isomorph.lab.training.recipe.read import parse_value
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
 from isomorph.spec import spec_of
@@ -37,6 +36,7 @@ from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
 from isomorph.terminal_tables import say
+from isomorph.yaml_values import parse_value
 
 
 def open_given(

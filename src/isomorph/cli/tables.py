@@ -11,5 +11,5 @@ PATH = Path(__file__).with_name("tables.json")
 
 @cache
 def tables() -> JsonObject:
-    """Return the contents of tables.json: `models`, `rules` with their `rule_options`, and `recipe_help` on fields."""
+    """Return the contents of tables.json: `models`, `rules`, `rule_options`, `recipe_help`, `recipe_fields`."""
     return json.loads(PATH.read_text())

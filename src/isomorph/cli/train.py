@@ -1,15 +1,16 @@
 """The demo and train commands."""
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError
+from isomorph.errors import UserError, unknown_field
 from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 
@@ -69,8 +70,10 @@ def train(
     json_: opt.Json = False,
 ) -> None:
     overrides = list(map(_spell_out_size, parse_overrides(fields)))
-    iterations = recipe_values(recipe).get("iterations")
+    values = recipe_values(recipe)
+    iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
+    check_names([*_paths(values), *given])
     if iterations and "epochs" in given and "iterations" not in given:
         raise UserError(
             f"the length of {recipe} is {iterations} iterations, so --epochs has no effect; give --iterations, or "
@@ -94,6 +97,30 @@ def train(
     if result.is_main:
         print_table(metric_table("final", result.metrics))
         say(f"wrote {result.folder / 'model.safetensors'}")
+
+
+def check_names(paths: Iterable[str]) -> None:
+    """Raise UserError for fields that no recipe has; those of tasks and rules are checked when the recipe is loaded."""
+    groups = tables()["recipe_fields"]
+    unknown: dict[str, None] = {}
+    for path in paths:
+        group = ""
+        for name in path.replace("-", "_").split("."):
+            field = f"{group}.{name}".lstrip(".")
+            if group in groups and name not in groups[group]:
+                unknown[unknown_field(field, groups[group])] = None
+                break
+            group = field
+    if unknown:
+        raise UserError("; ".join(unknown))
+
+
+def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
+    """Yield the paths of all values in groups, such as optim.lr."""
+    for name, value in values.items():
+        yield f"{start}{name}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{start}{name}.")
 
 
 def _spell_out_size(assignment: str) -> str:

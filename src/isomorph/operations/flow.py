@@ -75,6 +75,9 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _known_by(func) in _FORM_ONLY:
+            with self.kernels.within_a_function():
+                return func(*args, **kwargs)
         name = name_of(func)
         given = args[:1] if name in LIKE_SECOND else (args, kwargs)
         read = tensors_in(given)
@@ -211,18 +214,21 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     return not _is_same_without_values(func, args, kwargs, [tensor.shape for tensor in made])
 
 
-# Functions that have been found to read nothing but the form of tensors.
+# Functions, and attributes of tensors, that have been found to read nothing but the form of tensors.
 _FORM_ONLY: set[Any] = set()
+
+
+def _known_by(func: Any) -> Any:
+    """Return a function, or the attribute of tensors that it reads, such as shape."""
+    return func.__self__ if getattr(func, "__name__", "") == "__get__" else func
 
 
 def _leaves_torch(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Return True if a function that returns no tensor reads more than the form of its tensors."""
-    known = func
-    if func.__name__ == "__get__":
-        known = func.__self__
-        if "interface" not in known.__name__:  # an attribute, such as shape
-            return False
-    if known in _FORM_ONLY:
+    known = _known_by(func)
+    if known is not func and "interface" not in known.__name__:
+        if out is not None:  # which could be a tensor another time
+            _FORM_ONLY.add(known)
         return False
     if not _is_same_without_values(func, args, kwargs, out):
         return True
@@ -262,6 +268,7 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
     flow = Flow(_constants(model))
     with observing(model, flow.enter, flow.leave) as flow.running, flow.kernels, flow:
         flow.result = call()
+    del flow.kernels.flow  # a circle would keep all tensors until Python looks for circles
     flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
 
@@ -280,13 +287,13 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
     """Return the tensors in attributes of modules, also in containers and in attributes of objects there."""
     tensors: list[Tensor] = []
     for module in model.modules():
-        registered = (module._parameters, module._buffers, module._modules)
-        for attribute in vars(module).values():
-            if any(attribute is each for each in registered):
-                continue
-            for leaf in tree_leaves(attribute):
+        registered = {id(module._parameters), id(module._buffers), id(module._modules)}
+        attributes = [each for each in vars(module).values() if id(each) not in registered]
+        for leaf in tree_leaves(attributes):
+            held = [leaf]
+            if not isinstance(leaf, Tensor):
                 held = tree_leaves(getattr(leaf, "__dict__", leaf))
-                tensors += [each for each in held if isinstance(each, Tensor)]
+            tensors += [each for each in held if isinstance(each, Tensor)]
     return tensors
 
 

@@ -65,10 +65,14 @@ def observing(
             before(ModuleCall(name, module, args, kwargs))
 
     def leave(
-        name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        notice: Notice,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
-        if after is not None:
-            after(ModuleCall(name, module, args, kwargs, output))
+        notice(ModuleCall(name, module, args, kwargs, output))
 
     def end(*_: Any) -> None:
         running.names.pop()
@@ -81,9 +85,10 @@ def observing(
             hooks.enter_context(
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
             )
-            hooks.enter_context(
-                module.register_forward_hook(partial(leave, name), with_kwargs=True)
-            )
+            if after is not None:
+                hooks.enter_context(
+                    module.register_forward_hook(partial(leave, after, name), with_kwargs=True)
+                )
             hooks.enter_context(module.register_forward_hook(end, always_call=True))
         yield running
 

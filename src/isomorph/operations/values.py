@@ -15,17 +15,19 @@ from torch import Tensor, nn
 TensorVersion = tuple[int, int]
 
 # Values that hold no tensors, and are met too often to look into.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+_PLAIN = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 # What an object refers to without holding its tensors.
 NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)

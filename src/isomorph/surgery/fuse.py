@@ -206,7 +206,7 @@ def fuse_with_report(
     problem = "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
-        calls, problem = _reference_calls(exact, model, example, only_forward)
+        calls, problem = _reference_calls(exact, model, example, only_forward, affine)
     left: dict[str, str] = {}
     if calls is not None:
         left = find_faults(
@@ -216,7 +216,8 @@ def fuse_with_report(
     new = _fused(copy_model(model), names)
     report = FuseReport(names)
     if calls is not None:
-        found = merge(_fused(exact, names), calls, affine, across)
+        exact = _fused(copy_module(exact), names) if names else exact
+        found = merge(exact, calls, across)
         new = _replay(new, found.edits)
         new.load_state_dict(found.model.state_dict())
         left |= found.left
@@ -230,7 +231,7 @@ def fuse_with_report(
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
-            rounded=_rounding(new, calls),
+            rounded=_rounding(found.model, new, calls),
         )
         calls.end()
     elif norms:
@@ -278,11 +279,11 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:
-    rounded = copy_model(model).double()
-    rounded.eval()
+def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:
+    """Return the difference that rounding weights makes; a float64 model gets those of another precision."""
+    exact.load_state_dict(model.state_dict())
     try:
-        return calls.rounding(rounded)
+        return calls.rounding(exact)
     except UserError:  # rounded, a detector may find other objects
         return None
 
@@ -306,13 +307,14 @@ def _reference_calls(
     model: nn.Module,
     example: Inputs | Sequence[Inputs] | None,
     only_forward: bool,
+    affine: bool,
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return ReferenceCalls(exact, tried, only_forward), ""
+        return ReferenceCalls(exact, tried, only_forward, affine), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
 from isomorph.surgery.collapse import Collapse
-from isomorph.surgery.merge_plan import MergePlan
+from isomorph.surgery.merge_plan import Plan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
@@ -123,22 +123,20 @@ class Merged(NamedTuple):
 class _Plans:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
-    def __init__(
-        self, model: nn.Module, calls: ReferenceCalls, affine: bool, avoid: frozenset[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, calls: ReferenceCalls, avoid: frozenset[str]) -> None:
         self.first: dict[Any, Group] | None = None
         self.agreed: dict[Any, Group] = {}
         self.across: dict[Any, list[str]] = defaultdict(list)
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
         self.called: set[str] = set()
-        for seen, flow in calls.flows(model):  # one at a time: each holds what a call computed
-            self._add(MergePlan(seen, flow, affine, avoid))
+        for plan in calls.plans(model, avoid):
+            self._add(plan)
         # into readers first: a branch that reads the value may be written into another layer; names change last
         order = ("readers", "sum", "chain", "whole")
         self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
 
-    def _add(self, plan: MergePlan) -> None:
+    def _add(self, plan: Plan) -> None:
         found = {group.key: group for group in plan.groups}
         if self.first is None:
             self.first = found
@@ -231,7 +229,6 @@ def _aliases(model: nn.Module) -> Aliases:
 def merge(
     model: nn.Module,
     calls: ReferenceCalls,
-    affine: bool = False,
     across: bool = True,
     avoid: frozenset[str] = frozenset(),
 ) -> Merged:
@@ -240,7 +237,7 @@ def merge(
     Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving; if
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
-    plans = _Plans(model, calls, affine, avoid)
+    plans = _Plans(model, calls, avoid)
     bad = plans.rejected(model, across, calls.only_forward)
 
     trials = _Trials(model, plans)
@@ -256,7 +253,7 @@ def merge(
     ]
     at_fault = {summand.layer for summand in summands if summand.layer}
     if at_fault:
-        return merge(model, calls, affine, across, avoid | at_fault)
+        return merge(model, calls, across, avoid | at_fault)
     good = plans.usable([group for group in plans.groups if group not in bad])
     new = trials.merged(good)
     into: dict[str, str] = {}
@@ -274,7 +271,7 @@ def merge(
     if not any(group.kind == "readers" for group in good):
         return found
     # layers of two norms may read one value now
-    return _joined(found, merge(new, calls, affine, across, avoid))
+    return _joined(found, merge(new, calls, across, avoid))
 
 
 def _joined(first: Merged, second: Merged) -> Merged:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import Flow, Operation, TensorVersion, hooks_on, value_of
+from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of
 from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import Step, follow_channels, kind_of_step
@@ -26,6 +26,27 @@ class _Reader(NamedTuple):
     layer: str
     window: InputWindow
     scale: tuple[Tensor, Tensor]
+
+
+class Plan(NamedTuple):
+    """What one call shows: groups, the names of norms, why norms are left, the modules that it runs or reads."""
+
+    groups: list[Group]
+    norms: set[str]
+    left: dict[str, str]
+    called: set[str]
+
+    def concerns(self, group: Group) -> bool:
+        """True if the call runs or reads what a group changes."""
+        return not self.called.isdisjoint(_names_of(group))
+
+
+def plan_merges(
+    model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()
+) -> Plan:
+    """Return what one call of a model shows, without the tensors of the call."""
+    found = MergePlan(model, flow, affine, avoid)
+    return Plan(found.groups, found.norms, found.left, found.called)
 
 
 class MergePlan:
@@ -96,13 +117,6 @@ class MergePlan:
                 parameters = self.flow.names.get(id(tensor), ())
                 names |= {name.rpartition(".")[0] for name in parameters}
         return names
-
-    def concerns(self, group: Group) -> bool:
-        """True if the call runs or reads what a group changes."""
-        if any(name in self.flow.outputs for name in _names_of(group)):
-            return True
-        weights = [self._weight(name) for name in group.carriers]
-        return any(self.flow.reads.get(value_of(weight)) for weight in weights)
 
     def _weight(self, name: str) -> Tensor:
         return self.model.get_submodule(name).get_parameter("weight")

@@ -342,6 +342,7 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     """
     ties = Ties(model)
     root = Site(model)
+    places = places_of(model)
     with kept_random_state(model):
         for name in edit.names:
             site = root.find(name)
@@ -350,7 +351,7 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
                 raise UserError(f"the model has no module {name}, which {rule} should recast")
             with float32_on(site.module):
                 replacement = _build(edit.rule, site)
-                model = replace_module(model, site.path, site.module, replacement)
+                model = replace_module(model, site.path, site.module, replacement, places)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
@@ -428,10 +429,34 @@ def float32_on(original: nn.Module) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+# The parents of every module of a model, with the names of the module in each.
+Places = dict[nn.Module, list[tuple[nn.Module, str]]]
+
+
+def places_of(model: nn.Module) -> Places:
+    """Return the places of every module of a model, without the model itself."""
+    places: Places = {}
+    # without torch's generators, which nest as deep as modules do
+    waiting = [model]
+    seen = {model}
+    while waiting:
+        parent = waiting.pop()
+        for name, module in parent._modules.items():
+            if module is None:
+                continue
+            places.setdefault(module, []).append((parent, name))
+            if module not in seen:
+                seen.add(module)
+                waiting.append(module)
+    return places
+
+
 def replace_module(
-    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module
+    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module, places: Places
 ) -> nn.Module:
     """Replace a module under all its names, channels_last if it is, and return the model (the replacement for "").
+
+    `places` are those of the model, and are kept up to date.
 
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
@@ -447,17 +472,10 @@ def replace_module(
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    # without torch's generators, which nest as deep as modules do
-    waiting = [model]
-    seen = set[nn.Module]()
-    while waiting:
-        parent = waiting.pop()
-        if parent in seen:
-            continue
-        seen.add(parent)
-        for child, module in list(parent._modules.items()):
-            if module is original:
-                setattr(parent, child, replacement)
-            elif module is not None:
-                waiting.append(module)
+    own = places.pop(original)
+    for parent, child in own:
+        setattr(parent, child, replacement)
+    places.setdefault(replacement, []).extend(own)
+    for module, inside in places_of(replacement).items():
+        places.setdefault(module, []).extend(inside)
     return model

@@ -37,6 +37,7 @@ from isomorph.surgery.calls import (
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
+from isomorph.surgery.merge_plan import Plan, plan_merges
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
@@ -56,12 +57,13 @@ def own_example(model: nn.Module) -> Inputs | None:
 
 
 class Call(NamedTuple):
-    """An entry point of a model, a batch, what the model gave for it, and how it chose among its numbers."""
+    """An entry point of a model, a batch, what the model gave for it, its choices among numbers, and what can merge."""
 
     entry: EntryPoint
     inputs: Inputs
     outputs: list[Tensor]
     made: ChosenCall
+    plan: Plan
 
 
 def _is_finite(call: Call) -> bool:
@@ -79,20 +81,56 @@ class ReferenceCalls:
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
+    calls: list[Call]
+    entries: list[str]
+
     def __init__(
-        self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False
+        self,
+        model: nn.Module,
+        example: Inputs | Sequence[Inputs],
+        only_forward: bool = False,
+        affine: bool = False,
     ) -> None:
         first, *others = [cast_floats(x, torch.float64) for x in batches_of(example)]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
-        self.calls: list[Call] = []
         self._work = SlowWork("comparing the fused model")
         self._number_of_calls = 0
+        self.only_forward = only_forward
+        self._affine = affine
+        self._model = model
         self._leaves_traces = False
-        # A copy of the model in which no call has left a trace, and its state.
-        self._unchanged: tuple[nn.Module, list[Any]] | None = None
         self._watched: list[str] = []
-        self._watched = self._modules_around_choices(model, first)
+        copied = copy_module(model)
+        before = state_of(copied)
+        try:
+            call, flow = self._record(copied, FORWARD, first)
+        except Exception:
+            run_model(copied, first)  # raises an error that says what was given
+            raise
+        self._watched = _modules_around_choices(copied, flow)
+        del flow  # with all tensors of the call
+        # The copy of the model that all calls run on, None if each needs one of its own.
+        self._shared: nn.Module | None = copied if state_of(copied) == before else None
+        is_complete = self._shared is not None and not self._watched
+        self._try_all(model, first, others, call if is_complete else None)
+        if self._shared is not None and not left_no_trace(copied, before, model):
+            self._shared = None  # the calls after one that leaves a trace ran on another model
+            self._try_all(model, first, others)
+        self._shared = None
+        self.untried = untried_arguments(model, first)
+        self._check(first)
+
+    def _try_all(
+        self,
+        model: nn.Module,
+        first: Inputs,
+        others: Sequence[Inputs],
+        made: Call | None = None,
+    ) -> None:
+        """Make the calls: the example, unless `made` is that, other sizes, other entry points at the smallest."""
+        self.calls = []
+        self.entries = [str(FORWARD)]
         for inputs in others:
             if not self._try(model, FORWARD, inputs):
                 run_model(copy_module(model), inputs)  # says why
@@ -102,17 +140,16 @@ class ReferenceCalls:
             for what, inputs in other_inputs(first):
                 if what == "another batch size":
                     self._try(model, FORWARD, inputs)
-        self._try(model, FORWARD, first)
+        if made is None:
+            self._try(model, FORWARD, first)
+        else:
+            self.calls.append(made)
+        if self.only_forward:
+            return
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
-        self.entries = [str(FORWARD)]
-        self.only_forward = only_forward
-        if not only_forward:
-            for entry in entry_points(model, smallest):
-                if self._try(model, entry, smallest):
-                    self.entries.append(str(entry))
-        self._unchanged = None
-        self.untried = untried_arguments(model, first)
-        self._check(first)
+        for entry in entry_points(model, smallest):
+            if self._try(model, entry, smallest):
+                self.entries.append(str(entry))
 
     def _check(self, first: Inputs) -> None:
         self.calls = [call for call in self.calls if call.outputs]
@@ -131,34 +168,36 @@ class ReferenceCalls:
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
-    def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
-        copied = copy_module(model)
-        flow = see(copied, lambda: run_model(copied, copy_inputs(first)))
-        watched = []
-        for name in flow.branches_on_data:
-            watched += [
-                f"{name}.{child}".lstrip(".")
-                for child, _ in model.get_submodule(name).named_children()
-            ]
-        return watched
-
     def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
         """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
-        if self._unchanged is None:
-            copied = copy_module(model)
-            self._unchanged = copied, state_of(copied)
-        copied, before = self._unchanged
+        copied = copy_module(model) if self._shared is None else self._shared
+        before = state_of(copied) if self._shared is None else []
         try:
-            outputs, made = self._outputs(copied, entry, inputs, record_choices)
+            call, _ = self._record(copied, entry, inputs)
         except Exception:  # of any code that is called in a way it may not be meant for
-            self._unchanged = None
             return False
-        if not left_no_trace(copied, before, model):
+        if self._shared is None and not left_no_trace(copied, before, model):
             self._leaves_traces = True
-            self._unchanged = None
-        call = Call(entry, inputs, outputs, made)
         self.calls.append(call)
-        return bool(outputs) and _is_finite(call)
+        return bool(call.outputs) and _is_finite(call)
+
+    def _record(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> tuple[Call, Flow]:
+        """Make a call; return it, and what happens in it."""
+        flows: list[Flow] = []
+
+        def run(model: nn.Module, call: Callable[[], Any]) -> ChosenCall:
+            recorded: list[ChosenCall] = []
+
+            def call_once() -> Any:
+                recorded.append(record_choices(model, call))
+                return recorded[0].output
+
+            flows.append(see(model, call_once))
+            return recorded[0]
+
+        outputs, made = self._outputs(model, entry, inputs, run)
+        plan = plan_merges(model, flows[0], self._affine)
+        return Call(entry, inputs, outputs, made, plan), flows[0]
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
@@ -209,12 +248,16 @@ class ReferenceCalls:
         read = _numbers_of(call.made.read), _numbers_of(made.read)
         return relative_difference([call.outputs, read[0]], [outputs, read[1]])
 
-    def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
-        """Yield what happens in each call, with the model or the copy of it that it ran on."""
+    def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[Plan]:
+        """Yield what each call shows of a model; of the one that was given it is known."""
         for call in self.calls:
+            if model is self._model and not avoid:
+                yield call.plan
+                continue
             called = self._to_call(model)
             self._count_call()
-            yield called, see(called, partial(call.entry, called, copy_inputs(call.inputs)))
+            flow = see(called, partial(call.entry, called, copy_inputs(call.inputs)))
+            yield plan_merges(called, flow, self._affine, avoid)
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -248,6 +291,15 @@ class ReferenceCalls:
         forwards = [call for call in self.calls if call.entry == FORWARD]
         call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
         return self._compare(call, model)
+
+
+def _modules_around_choices(model: nn.Module, flow: Flow) -> list[str]:
+    watched = []
+    for name in flow.branches_on_data:
+        watched += [
+            f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()
+        ]
+    return watched
 
 
 def _run_plainly(_: nn.Module, call: Callable[[], Any]) -> ChosenCall:

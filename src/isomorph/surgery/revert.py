@@ -15,6 +15,7 @@ from isomorph.surgery.recast import (
     check_model,
     float32_on,
     kept_random_state,
+    places_of,
     replace_module,
 )
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
@@ -92,10 +93,11 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         for name, module in model.named_modules(remove_duplicate=False)
         if module in layers.values()
     }
+    places = places_of(model)
     # inner ones first
     for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):
         original = _original_of(name, layer, atol, alone=len(layers) == 1)
-        model = replace_module(model, name, layer, original)
+        model = replace_module(model, name, layer, original, places)
     add_notes(model, *ties.restore(model))
     kept = {name for name, layer in layers.items() if not getattr(layer, "replaces_plain", True)}
     gone = _names_inside(model, reverted)

@@ -5,12 +5,17 @@ docs/recipes.md lists the published runs that are not included.
 
 import copy
 import difflib
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from isomorph.checkpoints.paths import is_function
 from isomorph.errors import UserError
+from isomorph.yaml_values import load_yaml
 
 if TYPE_CHECKING:
     from isomorph.lab.training import Recipe
@@ -96,9 +101,7 @@ def recipe_values(name: str) -> dict[str, Any]:
         return {"name": name, **recipes[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
-        from isomorph.lab.training.recipe.read import read_recipe
-
-        return {"name": path.stem, **read_recipe(path)}
+        return {"name": path.stem, **_read_recipe(path)}
     if path.is_file():
         raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
     completions = [known for known in recipes if known.startswith(name)]
@@ -108,6 +111,30 @@ def recipe_values(name: str) -> dict[str, Any]:
     if names:
         hint = f"; did you mean {', '.join(names[:3])}?"
     raise UserError(f"there is no recipe {name!r}{hint}")
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        else:
+            values = load_yaml(text)
+    except FileNotFoundError:
+        raise UserError(f"cannot read recipe {path}: there is no such file") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
+    model = values.get("model")
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    if is_function(name):
+        raise UserError(
+            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give --model.name "
+            f"{name} on the command line"
+        )
+    return values
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":

@@ -1,17 +1,13 @@
-"""Read recipes: YAML and TOML files, assignments `field=value` to their fields, and schedules for a shorter run."""
+"""Assignments `field=value` to the fields of recipes, and schedules for a shorter run."""
 
 import copy
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
-
-from isomorph.checkpoints.paths import is_function
 from isomorph.errors import UserError
 from isomorph.lab.training.recipe.fields import DataPart, Fields
 from isomorph.lab.training.recipe.recipe import Recipe, validate
+from isomorph.yaml_values import parse_value
 
 # Fields that become shorter with a run, and the smallest value of those that are whole numbers.
 SCHEDULES: dict[str, int | None] = {
@@ -35,59 +31,6 @@ TEXTS = (
     "distill.weights",
     "mask.teacher",
 )
-
-
-def read_recipe(path: Path) -> Fields:
-    """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        else:
-            values = _load_yaml(text)
-    except FileNotFoundError:
-        raise UserError(f"cannot read recipe {path}: there is no such file") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
-    model = values.get("model")
-    name = str(model.get("name")) if isinstance(model, dict) else ""
-    if is_function(name):
-        raise UserError(
-            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give "
-            f"model.name={name} besides the file"
-        )
-    return values
-
-
-def parse_value(text: str) -> Any:
-    """Return a value on a command line: a number such as 1e-3, true, null or None, a list like [96, 128], or text."""
-    try:
-        value = _load_yaml(text)
-    except RecursionError:
-        raise UserError(f"{text[:20]}... has too many levels of groups and lists") from None
-    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
-        if text[:1] + text[-1:] == "[]":
-            return [part.strip() for part in text[1:-1].split(",")]
-        return text
-    if not isinstance(value, str):
-        return value
-    if value == "None":
-        return None
-    try:
-        return float(value)  # 1e-3 is text in YAML
-    except ValueError:
-        return value
-
-
-def _load_yaml(text: str) -> Any:
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(
-                "a recipe has no aliases (*name), which may expand without end; write the values out"
-            )
-    return yaml.safe_load(text)
 
 
 def override_recipe(values: Fields, assignments: list[str]) -> Recipe:

@@ -1,13 +1,12 @@
 """Recipes: all fields of a run, validation that reports all problems at once, and their documentation."""
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, unknown_field
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe import fields
@@ -237,12 +236,7 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     *groups, last = place or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        # which may be of another task
-        names = [name for name in _fields_of(groups, part) if name != last]
-        close = difflib.get_close_matches(last, names, n=1)
-        if close:
-            return f"{field} is not a field (did you mean {close[0]}?)"
-        return f"{field} is not a field (fields: {', '.join(names)})"
+        return unknown_field(field, list(_fields_of(groups, part)))
     if problem["type"] == "model_type":
         names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
@@ -260,6 +254,18 @@ def _fields_of(groups: list[str], part: type[Part]) -> fields.Fields:
     for group in groups:
         part = part_of(part.model_fields[group].annotation) or Part
     return part.documented_fields()
+
+
+def closed_groups(part: type[Part] = Recipe, path: str = "") -> dict[str, list[str]]:
+    """Return the fields of every group that has no others, by the path of the group; the recipe itself is ""."""
+    if part.model_config.get("extra") == "allow":  # fields of a task, or of a rule
+        return {}
+    groups = {path: list(part.model_fields)}
+    for name, field in part.model_fields.items():
+        group = part_of(field.annotation)
+        if group:
+            groups |= closed_groups(group, f"{path}.{name}".lstrip("."))
+    return groups
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
