@@ -132,7 +132,6 @@ def test_the_tests_of_a_changed_file_are_those_that_use_it():
 
     assert "test_gpsa.py" in chosen("layers/gated/gpsa.py")
     assert "test_pyramid.py" not in chosen("layers/gated/gpsa.py")
-    assert "test_pyramid.py" in chosen(
-        "layers/pyramid/moments.py"
-    )  # no test imports it: those of its importers
+    # no test imports it: those of its importers
+    assert "test_pyramid.py" in chosen("layers/pyramid/moments.py")
     assert changed_tests.tests_that_import(tests[0], used) == {tests[0]}

@@ -212,9 +212,8 @@ def test_tied_tensors_that_a_file_holds_once(tmp_path):
     assert len(stored) == len(model.state_dict()) - 4
     state = model.state_dict()
     for name, other in (("blocks.1.weight", "blocks.0.weight"), ("head.weight", "tokens.weight")):
-        renamed = dict(stored) | {
-            name: state[name]
-        }  # whichever of its names a tensor is stored under
+        # whichever of its names a tensor is stored under
+        renamed = dict(stored) | {name: state[name]}
         renamed.pop(other, None)
         opened = iso.load(save(tmp_path / f"{name}.pth", renamed), base=fresh)
         assert torch.equal(opened(tokens), model(tokens))
@@ -395,11 +394,8 @@ def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(
         iso.save(model, path)
         for one in (model, iso.load(path)):
             assert evaluation_config(one)["input_size"] == (3, 96, 96)
-    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (
-        3,
-        288,
-        288,
-    )  # its weights' test size
+    # its weights' test size
+    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (3, 288, 288)
     flexible = timm.create_model(
         "vit_tiny_patch16_224", dynamic_img_size=True, img_size=96, depth=1
     )

@@ -90,10 +90,8 @@ def test_the_other_commands(folder):
     rows, _ = answer(folder, f"bench {VIT} {quick}")
     assert rows[0]["height"] == rows[0]["width"] == 48
     rows, _ = answer(folder, f"bench {OWN} --num-classes 3 --against resnet18 {quick}")
-    assert [row["model"] for row in rows] == [
-        "my.pth",
-        "resnet18",
-    ]  # the options are those of the checkpoint alone
+    # the options are those of the checkpoint alone
+    assert [row["model"] for row in rows] == ["my.pth", "resnet18"]
     result, _ = answer(folder, f"robustness {VIT} --data photos --corruption fog --severity 1")
     assert result["size"] == [48, 48]
     assert result["images"] == 12

@@ -465,9 +465,8 @@ def test_unknown_names_and_rates_of_the_public_groups():
     recipe = validate(
         dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x"))
     )
-    assert (
-        recipe.optim.gate_lr == 100
-    )  # a result may be that large, and a stored recipe is read again
+    # a result may be that large, and a stored recipe is read again
+    assert recipe.optim.gate_lr == 100
     assert validate(recipe.model_dump()) == recipe
 
 

@@ -185,25 +185,17 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST, *_PAIR))
 
 
-_WRAPPERS = (
-    "module.",
-    "model.",
-    "backbone.",
-)  # which DistributedDataParallel and training modules add to all names
+# which DistributedDataParallel and training modules add to all names
+_WRAPPERS = ("module.", "model.", "backbone.")
 _COMPILED = "_orig_mod."
-_PROJECTIONS = (
-    "dino_head.",
-    "ibot_head.",
-    "head.mlp.",
-    "head.last_layer",
-)  # next to the backbone, in DINO's training
+# next to the backbone, in DINO's training
+_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `own` names."""
-    stripped = {
-        name: tensor for name, tensor in tensors.items() if name != "n_averaged"
-    }  # of AveragedModel
+    # of AveragedModel
+    stripped = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
     while stripped:

@@ -93,9 +93,8 @@ def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.
     )
     model = _with_layers_of(model, tensors)
     images = _image_settings(settings, model, path)
-    if (
-        images or "." not in name
-    ):  # a tag, as in resnet50.a1_in1k, says which images its weights expect
+    # a tag, as in resnet50.a1_in1k, says which images its weights expect
+    if images or "." not in name:
         record_data(model, images)
         if not images:
             prepared = f"as for {name}'s public weights: {describe_images(model)}"
@@ -219,9 +218,8 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[t
     count = positions.shape[1] - prefix
     if bare and prefix > 0:
         count += 1
-    if (
-        not prefix and math.isqrt(count) ** 2 == count - 1
-    ):  # the authors of DINOv2 add one to the class token
+    # the authors of DINOv2 add one to the class token
+    if not prefix and math.isqrt(count) ** 2 == count - 1:
         count -= 1
     if count != grid or has_other_patches:
         unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]

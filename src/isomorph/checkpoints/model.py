@@ -30,9 +30,8 @@ from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
 
-_ALWAYS_ALLOWED_NUMEL = (
-    2**20
-)  # models of up to this many numbers are built however small their file is
+# models of up to this many numbers are built however small their file is
+_ALWAYS_ALLOWED_NUMEL = 2**20
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
 _WITHOUT_EFFECT = frozenset(
     {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}

@@ -124,9 +124,8 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
     """Return the model that the options name as the base of a file's edits, or None."""
     if options.arch and is_function(options.arch):
         return build_own(options.arch, options.arguments())
-    if (
-        options.arch and contents.is_own and "module" in contents.header
-    ):  # such as torchvision's ResNets
+    # such as torchvision's ResNets
+    if options.arch and contents.is_own and "module" in contents.header:
         require_registered(options.arch)
         return create(
             options.arch, **read_arguments(options.arch, contents.tensors, options.arguments())

@@ -11,14 +11,8 @@ from isomorph.errors import UserError
 _PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])(?<!\.git)"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 HUB = ("hf-hub:", "hf_hub:")
-CHECKPOINTS = (
-    ".safetensors",
-    ".pth",
-    ".pt",
-    ".pth.tar",
-    ".ckpt",
-    ".bin",
-)  # or any file that exists
+# or any file that exists
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -48,9 +42,8 @@ def require_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-NEW_PATHS: set[Path] = (
-    set()
-)  # found free by the command: it must not replace them, should another one write them first
+# found free by the command: it must not replace them, should another one write them first
+NEW_PATHS: set[Path] = set()
 
 
 def require_new(path: Path, overwrite: bool, option: str) -> None:

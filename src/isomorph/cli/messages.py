@@ -129,9 +129,8 @@ def explain_parse_error(error: CycloptsError) -> str:
         if command in ("analyze", "bench"):
             other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
-    text = re.sub(
-        r"Available commands: .*", "See `isomorph --help`", str(error).strip()
-    )  # which the parser cuts short
+    # which the parser cuts short
+    text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())
     text = re.sub(r"(?:^|(\.) )(\w)", _join_sentences, text.removesuffix("."))
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see

@@ -14,13 +14,8 @@ from isomorph.cli.tables import tables
 from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import count_of
 
-_TYPES = {
-    "bool": bool,
-    "float": float,
-    "int": opt.Whole,
-    "str": str,
-    "tuple[int, int]": opt.Size,
-}  # as they are parsed
+# as they are parsed
+_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}
 
 
 def _with_rule_options(command: opt.Command) -> opt.Command:

@@ -119,9 +119,8 @@ def fid(
         from isomorph.lab.distributed import open_runtime
         from isomorph.lab.tasks.diffusion import image_distance
     split: Literal["train", "test"] = "test" if test else "train"
-    image_distance.open_folder(
-        images
-    )  # before the network is opened, whose weights may have to be downloaded
+    # before the network is opened, whose weights may have to be downloaded
+    image_distance.open_folder(images)
     real = image_distance.open_real_images(data, split, root, max_images)
     extractor = image_distance.open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:

@@ -40,7 +40,7 @@ def verify(
     The inputs are random, or with --data evenly spaced test images, by default as many as --batch says, of the model's
     image size or that of an exported file. An int8 file is
     compared on 100 test images of --data with how close it was to its model when it was made. If the models differ, the
-    first operation after which they do is named, by module, also of a .onnx file.
+    first operation after which they do is named, by module, also of a .onnx or .pt2 file.
 
     Example: isomorph verify resnet18 t.safetensors --size 224
 

@@ -341,7 +341,6 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return (
-            lambda **inputs: module(**inputs)
-        ), texts  # a module of the artefact would follow its train()
+        # a module of the artefact would follow its train()
+        return (lambda **inputs: module(**inputs)), texts
     return (lambda **inputs: module(*inputs.values())), texts

@@ -57,9 +57,8 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
         allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
-    elif (
-        allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B
-    ):  # the real tokens of padded sequences
+    # the real tokens of padded sequences
+    elif allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B:
         allowed = allowed[:, None, None]
     elif allowed.ndim == 2:  # one mask for all
         allowed = allowed[None, None]

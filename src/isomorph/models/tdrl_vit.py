@@ -103,7 +103,7 @@ def checkpoint_filter_fn(state_dict: State, model: TDRLViT) -> State:
     state_dict = {
         name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)
     }
-    state_dict = _with_own_tensors(_with_own_pooling(state_dict, model), model)
+    state_dict = _fit_tokens_and_tables(_with_own_pooling(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model).items():
@@ -125,8 +125,11 @@ def _with_own_pooling(state_dict: State, model: TDRLViT) -> State:
     return {**kept, **new}
 
 
-def _with_own_tensors(state_dict: State, model: TDRLViT) -> State:
-    """Add what a checkpoint lacks; a distillation token has a zero position, as published with G2SD."""
+def _fit_tokens_and_tables(state_dict: State, model: TDRLViT) -> State:
+    """Add a distillation token and relative biases that a checkpoint lacks, and resize tables of relative biases.
+
+    The token is the model's own, and its position zero, as in the code published with G2SD.
+    """
     added: State = {}
     if (
         isinstance(model, TDRLViTDistilled)
@@ -134,16 +137,16 @@ def _with_own_tensors(state_dict: State, model: TDRLViT) -> State:
         and "pos_embed" in state_dict
     ):
         positions = state_dict["pos_embed"]
-        first = positions[:, :1]
-        zero = torch.zeros_like(first)
-        added["pos_embed"] = torch.cat([first, zero, positions[:, 1:]], 1)
+        of_class_token = positions[:, :1]
+        zero = torch.zeros_like(of_class_token)
+        added["pos_embed"] = torch.cat([of_class_token, zero, positions[:, 1:]], 1)
         added["dist_token"] = model.dist_token.detach()
     for name, own in _relative_biases(model).items():
-        given = state_dict.get(name, own)
-        if given.ndim == own.ndim == 3:
-            _, height, width = own.shape
-            given = resize_table(given, ((height + 1) // 2, (width + 1) // 2))
-        added[name] = given
+        bias = state_dict.get(name, own)
+        if bias.ndim == own.ndim == 3:  # a table of 2 H - 1 by 2 W - 1 offsets
+            _, rows, columns = own.shape
+            bias = resize_table(bias, ((rows + 1) // 2, (columns + 1) // 2))
+        added[name] = bias
     return {**state_dict, **added}
 
 

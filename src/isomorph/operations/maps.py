@@ -133,14 +133,12 @@ class FollowMaps(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maps: list[
-            Tensor
-        ] = []  # made of a softmax over keys, and not multiplied by values yet
+        # made of a softmax over keys, and not multiplied by values yet
+        self.maps: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = (
-            torch.unflatten if func is Tensor.unflatten else func
-        )  # which torch up to 2.11 cannot compile in a mode
+        # which torch up to 2.11 cannot compile in a mode
+        func = torch.unflatten if func is Tensor.unflatten else func
         if not self.maps and func not in _BEGINS:  # most calls
             return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}

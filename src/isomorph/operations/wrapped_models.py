@@ -117,10 +117,8 @@ def copy_module(model: nn.Module) -> nn.Module:
         reason = first_line(error).partition(". ")[0]
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
     modes = {name: module.training for name, module in model.named_modules()}
-    for (
-        name,
-        copied,
-    ) in new.named_modules():  # a feature extractor of torchvision is copied in train mode
+    # a feature extractor of torchvision is copied in train mode
+    for name, copied in new.named_modules():
         mode = modes.get(name, copied.training)
         if mode != copied.training:
             copied.train(mode)

@@ -141,9 +141,8 @@ class Absorb(Rule):
         scale = self.scale * torch.tensor(self.std, dtype=torch.float64, device=device)
         mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
         channels = torch.arange(conv.in_channels, device=device)
-        read = channels.view(conv.groups, -1).repeat_interleave(
-            conv.out_channels // conv.groups, 0
-        )  # (out, in / groups)
+        # (out, in / groups)
+        read = channels.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
         weight = conv.weight.double() / scale[read][..., None, None]
         if conv.groups != 1:
             return weight, mean, read

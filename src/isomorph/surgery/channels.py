@@ -214,9 +214,8 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
-        if bool(
-            _run_step(flow, step, torch.zeros_like(tensor)).any()
-        ):  # padded with another number than 0
+        # padded with another number than 0
+        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None

@@ -160,9 +160,8 @@ class EditedAttention(AlteredAttention):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{name} did not form its map in this call, so it was not edited")
-        if (
-            mode.edited > 1 and self.facts == AttentionFacts()
-        ):  # of a class that is not known to have several
+        # of a class that is not known to have several
+        if mode.edited > 1 and self.facts == AttentionFacts():
             raise ValueError(
                 f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds"
             )

@@ -126,9 +126,8 @@ class ReferenceCalls:
             raise NotFinite(
                 "the model's outputs are not finite; check its weights and statistics, and the example"
             )
-        self.calls = [
-            call for call in self.calls if _is_finite(call)
-        ]  # at other sizes a model may divide by 0
+        # at other sizes a model may divide by 0
+        self.calls = [call for call in self.calls if _is_finite(call)]
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 

@@ -190,9 +190,8 @@ def open_stream(
     return Stream(opened, names or map(str, range(classes or 0)), images or opened.images)
 
 
-_StreamBatch = tuple[
-    Tensor, Labels, list[str]
-]  # images, labels, error messages of unreadable images
+# images, labels, error messages of unreadable images
+_StreamBatch = tuple[Tensor, Labels, list[str]]
 
 
 def workers_of_part(parts: BatchParts, workers: int) -> int:
@@ -229,9 +228,8 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         parts = self.sampler.parts.own
         first = self.sampler.first
         worker, workers = _worker_position()
-        turn = (
-            worker + first * len(parts)
-        ) % workers  # the loader asks worker 0 first, at whichever step it starts
+        # the loader asks worker 0 first, at whichever step it starts
+        turn = (worker + first * len(parts)) % workers
         for epoch in range(first // steps, self.sampler.epochs):
             shares: dict[int, Iterator[StreamSample]] = {}
             for number in range(epoch * steps * len(parts), (epoch + 1) * steps * len(parts)):

@@ -54,9 +54,8 @@ def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = spec_of(model).config
     source = config.get("source")
-    named = (
-        source in registry.SOURCES or not Path(str(source)).exists()
-    )  # a file may name no folder of this machine
+    # a file may name no folder of this machine
+    named = source in registry.SOURCES or not Path(str(source)).exists()
     if source and source not in _WEIGHT_LOCATIONS and named:
         return source
     if "cifar10" in (config.get("tag") or ""):
@@ -273,9 +272,8 @@ def evaluate_classifier(
 
 
 Size = tuple[int, int]
-BatchProgress = Callable[
-    [Iterable[Any], str, int], Iterable[Any]
-]  # batches, title, number of batches
+# batches, title, number of batches
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def write_page(
 
     >>> gates = iso.report.Section("Gates", "Of every head.")
     >>> size = iso.report.write_page("page.html", "My T-CNN", "All gates are 0.73.", [gates])
-    >>> len(open("page.html", "rb").read()) == size
+    >>> import os
+    >>> os.path.getsize("page.html") == size
     True
 
     Raises: UserError when the page cannot be written.

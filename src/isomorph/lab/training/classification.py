@@ -127,9 +127,8 @@ def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) 
 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
-    logits = (
-        output[0] if isinstance(output, tuple) else output
-    )  # of the class token, not of a distillation token
+    # of the class token, not of a distillation token
+    logits = output[0] if isinstance(output, tuple) else output
     if target.ndim > 1:
         target = target.argmax(1)
     return (logits.argmax(1) == target).float().mean()

@@ -34,25 +34,31 @@ Choice = tuple[str, Callable[[Assignment], Assignment]]
 def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
     """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
     if solution.names_left() and solution.has_free_parameters:
+        what = "parameters that both models read in another way"
         for which in range(_SHARING):
-            yield (
-                "parameters that both models read in another way",
-                partial(replace, leftovers=which),
-            )
+            yield what, partial(replace, leftovers=which)
+    yield from _orders(pairing)
+    for group in pairing.alike:
+        first = pairing.pairs[group[0]][0]
+        what = f"which of the steps like {first.module} are which"
+        orders = list(permutations(group))
+        for places in orders[1 : 1 + _ORDERS]:
+            yield what, partial(_exchange, group=group, places=places)
+
+
+def _orders(pairing: Pairing) -> Iterator[Choice]:
+    """Yield other orders of the parts of layers, the same one for all layers that are like each other."""
     labels: dict[tuple[object, ...], list[Joint]] = {}
     counts: dict[tuple[object, ...], int] = {}
     for one, other in pairing.pairs:
         if len(one.parts) > 1 and not _is_clear(one, other):
-            labels.setdefault(one.label, []).append(one)
+            alike = labels.setdefault(one.label, [])
+            alike.append(one)
             counts[one.label] = len(part_orders(one, other))
     for label, joints in labels.items():
+        what = f"the order of the parts of {joints[0].module}"
         for order in range(1, counts[label]):
-            what = f"the order of the parts of {joints[0].module}"
             yield what, partial(_reorder, joints=joints, order=order)
-    for group in pairing.alike:
-        what = f"which of the steps like {pairing.pairs[group[0]][0].module} are which"
-        for places in list(permutations(group))[1 : 1 + _ORDERS]:
-            yield what, partial(_exchange, group=group, places=places)
 
 
 def _reorder(old: Assignment, joints: Sequence[Joint], order: int) -> Assignment:

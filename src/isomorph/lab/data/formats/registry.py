@@ -24,9 +24,8 @@ SOURCES: dict[str, Callable[[str, Path], Source]] = {
     "webdataset": webdataset,
     "huggingface": huggingface,
 }
-CLASS_NAME = re.compile(
-    r"n\d{8}|\d{1,4}"
-)  # wnids and label numbers: names that are of classes for certain
+# wnids and label numbers: names that are of classes for certain
+CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")
 
 
 def open_source(

@@ -68,9 +68,8 @@ def measure_classifier(
     if options.out and runtime.is_main:
         out = Path(options.out).expanduser()
     file = CellFile(out, identity)
-    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[
-        0
-    ]  # of the process with the file
+    # of the process with the file
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
         left = tuple(severity for severity in own if (name, severity) not in cells)
@@ -136,9 +135,8 @@ def _measure_group(
         for own, own_logits in zip(counts, logits.unbind(1), strict=True):
             own.add(own_logits, labels)
         report(together * done / len(batches))
-    shares = [
-        share for share in options.runtime.gather(counts) if share
-    ]  # some are empty if batches are few
+    # some are empty if batches are few
+    shares = [share for share in options.runtime.gather(counts) if share]
     return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
 
 

@@ -159,9 +159,8 @@ def metric_rows(source: DetectionSource, results: Results) -> Rows:
         for statistic, share in zip(STATISTICS, run.stats, strict=False):
             if share >= 0:
                 overall[f"{name}_{statistic}"] = 100 * float(share)
-        precision = run.eval["precision"][
-            :, :, :, 0, -1
-        ]  # (IoU, recall, class), all sizes, most detections
+        # (IoU, recall, class), all sizes, most detections
+        precision = run.eval["precision"][:, :, :, 0, -1]
         for label, title in enumerate(source.classes):
             of_class = precision[:, :, label]
             if (of_class >= 0).any():
@@ -202,9 +201,8 @@ def ground_truth(source: DetectionSource) -> Any:
 
 
 def _evaluate(truth: Any, results: Results, iou_type: str) -> Any:
-    other = (
-        "bbox" if iou_type == "segm" else "segmentation"
-    )  # pycocotools would take the size of a mask from its box
+    # pycocotools would take the size of a mask from its box
+    other = "bbox" if iou_type == "segm" else "segmentation"
     given = [
         {key: value for key, value in entry.items() if key != other} for entry in results.entries
     ]

@@ -56,9 +56,8 @@ class InceptionFeatures(nn.Module):
         cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
         if weights is not None:
             try:
-                torch.load(
-                    weights, map_location="meta", weights_only=True
-                )  # torch-fidelity would run any code in it
+                # torch-fidelity would run any code in it
+                torch.load(weights, map_location="meta", weights_only=True)
             except Exception:
                 what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
                 raise UserError(f"weights {weights} {what}") from None

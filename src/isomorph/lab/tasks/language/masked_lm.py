@@ -228,9 +228,8 @@ class MaskedLM(LanguageTask):
         }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
-        if (
-            source == "glue" and not root.is_file()
-        ):  # a text file also after a pre-training on GLUE's sentences
+        # a text file also after a pre-training on GLUE's sentences
+        if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
             whole = True
         else:

@@ -127,9 +127,8 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
     _say_if_worse(run, journal)
     save_autoencoder(run)
-    save_model(
-        run, run.recipe.folder / "model.safetensors"
-    )  # last: this file marks the run as complete
+    # last: this file marks the run as complete
+    save_model(run, run.recipe.folder / "model.safetensors")
 
 
 def _log_start(run: Run, journal: Journal) -> None:
@@ -439,9 +438,8 @@ class StepMonitor:
         progress = run.progress
         step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
-        speed = (
-            (step - self.first) * run.order.batch / seconds
-        )  # since the run resumed, if that was later
+        # since the run resumed, if that was later
+        speed = (step - self.first) * run.order.batch / seconds
         row = {
             "epoch": progress.closed + 1,
             "step": step,

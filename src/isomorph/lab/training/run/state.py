@@ -96,9 +96,8 @@ class Run:
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
         self.start = record(model).start
-        dtype = (
-            torch.float32 if runtime.device.type == "mps" else torch.float64
-        )  # which MPS does not have
+        # which MPS does not have
+        dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
         self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
         self.batches: Iterator[Any] | None = None
         if self.resumed_from:
@@ -114,14 +113,12 @@ class Run:
         recipe = self.recipe
         task = self.task
         classes = list(self.train.classes)
-        seed_everything(
-            "birth", recipe.seed
-        )  # seeds derive from this word: another word is another initialisation
+        # seeds derive from this word: another word is another initialisation
+        seed_everything("birth", recipe.seed)
         model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
-            apply_surgery(
-                copy.deepcopy(model), recipe.model
-            )  # raises, before the run starts, if it would fail later
+            # raises, before the run starts, if it would fail later
+            apply_surgery(copy.deepcopy(model), recipe.model)
         check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
             own = model.num_classes
@@ -161,9 +158,8 @@ class Run:
         prepared = prepare_model(model, recipe.scale, runtime)
         self.objective = self.task.objective(recipe, prepared, runtime.device)
         if recipe.ema:
-            sharded = (
-                recipe.scale.parallel == "fsdp"
-            )  # foreach cannot mix these parameters with plain buffers
+            # foreach cannot mix these parameters with plain buffers
+            sharded = recipe.scale.parallel == "fsdp"
             self.loss_module.setup_ema(decay=recipe.ema, foreach=not sharded)
         distribute(self.loss_module, recipe.scale, runtime)
         self.optimizer = build_optimizer(self.trained, recipe.optim)
@@ -228,9 +224,8 @@ class Run:
 
     def next_part(self) -> Any:
         """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
-        if (
-            self.batches is None
-        ):  # the first since the run began or resumed: the loader starts at the next step
+        # the first since the run began or resumed: the loader starts at the next step
+        if self.batches is None:
             sampler = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
             self.batches = iter(
                 self.task.train_loader(self.recipe, self.config, self.train, sampler)
