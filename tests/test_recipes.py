@@ -478,7 +478,7 @@ def test_weights_are_asked_for_before_anything_is_written(tmp_path):
         "tdrl_fused_100ep",
         "digits_exact",
     ):
-        with pytest.raises(iso.UserError, match=f"{name} .*--model.weights FILE"):
+        with pytest.raises(iso.UserError, match=f"{name} .*model.weights=FILE"):
             iso.train(
                 iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False
             )
