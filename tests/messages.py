@@ -57,7 +57,7 @@ def idle_layers(folder, _):
 
 def process_alone(_, patch):
     """The second of three processes, of which no other starts."""
-    from isomorph import distributed
+    from isomorph.lab import distributed
 
     def wait(_):
         time.sleep(0.1)
@@ -121,14 +121,14 @@ MESSAGES = {
             nn.Sequential(nn.Linear(4, 4)), lambda width: nn.Linear(width, width), after="0"
         ),
     ),
-    "give --overwrite": (
+    "exists; give": (
         "the file of `--out` exists",
         "another name, or `--overwrite`",
         existing_file,
     ),
     "does not say what model it is": (
         "a state dict names its tensors, not the network",
-        "`--arch NAME`, as in [your own model](your-own-model.md)",
+        "`base=NAME`, `--arch NAME`, as in [your own model](your-own-model.md)",
         state_dict_alone,
     ),
     "cannot download": (

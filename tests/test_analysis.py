@@ -49,9 +49,8 @@ def test_looks_are_pictures_on_the_layers_own_map():
     peaks = pictures["layer3.2.conv2"][0].flatten(1).argmax(-1)
     places = [divmod(int(peak), 6) for peak in peaks]
     assert places == list(itertools.product((4, 5, 6), (2, 3, 4)))
-    tokens = timm.create_model(
-        "deit_tiny_patch16_224", img_size=(64, 96), depth=2
-    )  # without the class token
+    # without the class token
+    tokens = timm.create_model("deit_tiny_patch16_224", img_size=(64, 96), depth=2)
     model = iso.recast(tokens, iso.AttentionToGPSA(locality=9.0, gate=30.0), "blocks.0.attn")
     pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 96), (0.5, 0.5))
     assert pictures["blocks.0.attn"].shape == pictures["blocks.1.attn"].shape == (1, 3, 4, 6)
@@ -97,9 +96,8 @@ class TestNonlocality:
         mean = grid_distances(6, 4).mean()
         for i in range(2):
             torch.testing.assert_close(found[f"blocks.{i}.attn"], mean.expand(9))
-        torch.testing.assert_close(
-            found["blocks.2.attn"], mean.expand(9) * 24 / 25
-        )  # the class token takes its share
+        # the class token takes its share
+        torch.testing.assert_close(found["blocks.2.attn"], mean.expand(9) * 24 / 25)
         assert model.training
 
     def test_a_head_on_its_tap_is_as_far_as_its_centre(self):

@@ -132,7 +132,6 @@ def test_attention_without_a_map_is_refused_with_its_reason():
     ):
         refused(said, iso.attention_maps, timm.create_model(name), x)
     xcit = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
-    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {
-        (1, 3, 1, 17)
-    }  # of the class
+    # of the class
+    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {(1, 3, 1, 17)}
     refused(r"XCA.*channels", iso.attention_maps, xcit, x, "blocks.*")

@@ -67,11 +67,8 @@ def check_nothing_is_lost(model, operate, shape):
                 assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
     assert kept
     assert refused
-    words = (
-        "0",
-        "the model cannot be copied",
-        "LinearToPyramid recasts",
-    )  # an altered pair is not a target
+    # an altered pair is not a target
+    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")
     assert all(said.startswith(words) and "\n" not in said for said in refused), refused
 
 

@@ -71,9 +71,8 @@ def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
     y = partition(z).permute(last).flatten(1, 2)
     for query in (0, 37, 64, 119):
         (slope,) = torch.autograd.grad(y[1, query].square().sum(), z, retain_graph=True)
-        reference = (
-            slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25
-        )  # masks are -100: e^-100 is let through
+        # masks are -100: e^-100 is let through
+        reference = slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25
         keys = windows.keys_of(query)
         seen = torch.zeros(120, dtype=torch.bool)
         seen[keys[keys >= 0]] = (maps[1, :, query] > 1e-30).any(0)[keys >= 0]

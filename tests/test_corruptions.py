@@ -152,9 +152,8 @@ def test_order_workers_and_subsets_change_nothing(workers):
     other = corrupt.CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
     cases = product(("fog", "snow"), (1, 2), (0, 1), (0, 1))
-    assert (
-        len({corrupt.corruption_seed(*case) for case in cases}) == 16
-    )  # by corruption, severity, image and seed
+    # by corruption, severity, image and seed
+    assert len({corrupt.corruption_seed(*case) for case in cases}) == 16
 
 
 def test_pictures_are_framed_then_corrupted():

@@ -94,9 +94,8 @@ class TestMacs:
 def test_a_linear_layer_keeps_its_input_and_a_relu_its_output():
     assert saved_bytes(nn.Linear(10, 7), (5, 10), 3) == 4 * 5 * 10
     model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2))
-    assert saved_bytes(model, (5, 10), 3) == 4 * 5 * (
-        10 + 7
-    )  # ReLU's output is the second layer's input: once
+    # ReLU's output is the second layer's input: once
+    assert saved_bytes(model, (5, 10), 3) == 4 * 5 * (10 + 7)
 
 
 def test_the_peak_is_what_a_pass_really_takes():

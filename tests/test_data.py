@@ -107,9 +107,8 @@ def test_classes_are_numbered_as_in_train(folder):
     (folder / "val/.cache").mkdir()
     test = open_source("imagefolder", "test", folder)
     assert test.classes == ("black", "grey", "white")
-    assert (
-        len(open_source("imagefolder", "test", folder / "val")) == 6
-    )  # a folder of its own is for testing
+    # a folder of its own is for testing
+    assert len(open_source("imagefolder", "test", folder / "val")) == 6
     assert sorted(set(test.labels)) == [0, 2]
     (folder / "val/pink").mkdir()
     refused(r"has classes that .*train lacks: pink", open_source, "imagefolder", "test", folder)

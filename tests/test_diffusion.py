@@ -12,8 +12,8 @@ from torch import nn
 import isomorph as iso
 from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
-from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
 from isomorph.lab.tasks.diffusion.image_distance import (
@@ -86,9 +86,8 @@ class TestLoss:
         torch.testing.assert_close(loss, expected)
         torch.manual_seed(3)
         half = DenoisingLoss(net, net.schedule, 2, torch.device("cpu"))(images)["loss"]
-        torch.testing.assert_close(
-            half, 2 * expected
-        )  # the mean of two such parts is the sum over twelve images
+        # the mean of two such parts is the sum over twelve images
+        torch.testing.assert_close(half, 2 * expected)
 
     def test_errors_on_test_images_depend_on_the_image_alone(self):
         net = PixelNoise(NoiseSchedule(10), 0.25)

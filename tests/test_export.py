@@ -123,9 +123,8 @@ def test_the_metadata_says_how_to_use_the_file(exported):
     }.items() <= CONFIG.items()
     assert artefact.num_classes == 2
     assert artefact.metadata["dynamic"] == ["batch", "size"]
-    assert (
-        str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()
-    )  # of the machine that wrote it
+    # of the machine that wrote it
+    assert str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()
 
 
 def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
@@ -376,13 +375,8 @@ def test_constants_stay_small_and_weights_are_constants():
     assert max(np.prod(tensor.dims) for tensor in weights.values()) <= 12 * 12 * 9
     products = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
     constant = [sum(name in weights for name in node.input[:2]) for node in products]
-    assert sorted(constant) == [
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]  # map, its product with the values; layers, chains merged
+    # map, its product with the values; layers, chains merged
+    assert sorted(constant) == [0, 0, 1, 1, 1]
 
 
 def test_export_leaves_the_model_alone():

@@ -69,9 +69,8 @@ def test_a_text_network_in_onnx_takes_any_batch_and_length(text, tmp_path):
     }
     artefact = iso.deployment.open_artefact(tmp_path / "text.onnx")
     inputs = sequences([7, 3, 1, 7])
-    inputs = {
-        name: values.flip(1) for name, values in inputs.items()
-    }  # padding on the left, which no check has
+    # padding on the left, which no check has
+    inputs = {name: values.flip(1) for name, values in inputs.items()}
     with torch.no_grad():
         torch.testing.assert_close(artefact(**inputs), text(**inputs), atol=1e-5, rtol=1e-5)
     refused(f"the inputs are x; give {', '.join(NAMES)} by name", artefact, x=inputs["input_ids"])

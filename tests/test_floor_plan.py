@@ -11,10 +11,10 @@ import changed_tests  # noqa: E402
 from changed_tests import module_name  # noqa: E402
 
 ORDER = (
-    "errors json_values < spec process terminal_tables slow_work < distributed < layers < operations < surgery"
+    "errors json_values < spec process terminal_tables slow_work < layers < operations < surgery"
     " < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
 )
-LAB_ORDER = "data < evaluation < report training < recipes < demo tasks"
+LAB_ORDER = "distributed < data < evaluation < report training < recipes < demo tasks"
 SHARED_RUNS = ("isomorph.deployment.hub", "isomorph.lab.training.run.summary")
 """The one import from the front of the library into the lab: a model card may describe a training run."""
 
@@ -132,7 +132,6 @@ def test_the_tests_of_a_changed_file_are_those_that_use_it():
 
     assert "test_gpsa.py" in chosen("layers/gated/gpsa.py")
     assert "test_pyramid.py" not in chosen("layers/gated/gpsa.py")
-    assert "test_pyramid.py" in chosen(
-        "layers/pyramid/moments.py"
-    )  # no test imports it: those of its importers
+    # no test imports it: those of its importers
+    assert "test_pyramid.py" in chosen("layers/pyramid/moments.py")
     assert changed_tests.tests_that_import(tests[0], used) == {tests[0]}

@@ -417,10 +417,8 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     thin = iso.fuse(model, x)
     normed = iso.recast(thin, iso.ConvToConvNorm())
     assert deviation(normed(x), thin(x)) < 1e-12
-    for batches in (
-        [x],
-        [x[:1, :, :4, :4]],
-    ):  # the variance is unbiased, as torch's BatchNorm has it
+    # the variance is unbiased, as torch's BatchNorm has it
+    for batches in ([x], [x[:1, :, :4, :4]]):
         found = iso.recalibrate(normed, batches)[0].norm.running_var
         torch.testing.assert_close(found, thin[0](batches[0]).movedim(1, -1).flatten(0, -2).var(0))
     near = iso.recalibrate(normed, [x])

@@ -31,9 +31,8 @@ def output_and_gradients(function, x, layer):
 
 def assert_equal(actual, expected):
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=1e-11, atol=1e-12
-        )  # float64: rounding of sums of a few hundred terms
+        # float64: rounding of sums of a few hundred terms
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -143,14 +143,11 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
         iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8)
     )
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
-    both = iso.recast(
-        new, iso.ConvToGPSA(), where="layer4.*.conv2"
-    )  # inside the module with the block, too
+    # inside the module with the block, too
+    both = iso.recast(new, iso.ConvToGPSA(), where="layer4.*.conv2")
     assert (repr(back := iso.revert(both)), iso.edits(back)) == (repr(iso.revert(new)), ())
-    for rule, way in (
-        (iso.ConvToGPSA(), iso.prune),
-        (iso.LinearToPyramid(), iso.fuse),
-    ):  # a block stays with its layer
+    # a block stays with its layer
+    for rule, way in ((iso.ConvToGPSA(), iso.prune), (iso.LinearToPyramid(), iso.fuse)):
         acting = iso.insert(
             iso.recast(new, rule, "layer3.1.conv2").eval(),
             iso.layers.MapAttention,

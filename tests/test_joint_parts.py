@@ -181,9 +181,8 @@ def test_every_pre_training_half_of_the_tables_is_there():
     ):
         first = iso.load_recipe(f"tdrl_{half}_g2sd")
         second = iso.load_recipe(f"tdrl_{tuned}_100ep")
-        pooled = first.model.kwargs | {
-            "global_pool": "avg"
-        }  # fine-tuning reads the average of the patches
+        # fine-tuning reads the average of the patches
+        pooled = first.model.kwargs | {"global_pool": "avg"}
         assert first.model.name == second.model.name
         assert pooled == second.model.kwargs
         assert first.mask.teacher_model == "vit_base_patch16_224.mae"

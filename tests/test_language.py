@@ -17,8 +17,8 @@ from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
-from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
+from isomorph.lab.distributed import ALONE, REPEATED, Runtime
 from isomorph.lab.tasks.language import glue
 from isomorph.lab.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.lab.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
@@ -103,9 +103,8 @@ class TestNetworks:
         positions = torch.tensor([[1, 5]] * 3)
         torch.testing.assert_close(words(**inputs, positions=positions), logits[:, [1, 5]])
         for ids, length, found in zip(inputs["input_ids"], (32, 24, 16), logits, strict=True):
-            torch.testing.assert_close(
-                words(ids[None, :length])[0], found[:length]
-            )  # as without padding
+            # as without padding
+            torch.testing.assert_close(words(ids[None, :length])[0], found[:length])
         assert not torch.allclose(words(**inputs, token_type_ids=torch.ones(3, 32).long()), logits)
         words.reset_classifier(4)
         assert words(**inputs).shape == (3, 4)
@@ -226,9 +225,8 @@ class TestRuns:
         assert result.metrics["masked_loss"] < 5
         assert result.metrics["sequences"] == 8
         again = iso.evaluate(iso.load(tmp_path / "model.safetensors"), root / "text.txt")
-        assert again == {
-            name: result.metrics[name] for name in again
-        }  # of the part that was left out
+        # of the part that was left out
+        assert again == {name: result.metrics[name] for name in again}
 
     def test_fine_tuning_starts_from_it(self, root, tmp_path, pretrained, capsys):
         values = fine_tuning(root)
@@ -259,9 +257,8 @@ class TestRuns:
         result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
         assert result.metrics["examples"] == 6
         assert -100 <= result.metrics["spearman"] <= 100
-        assert (
-            len(task_of(result.model).open_test(result.model, "glue", root)) == 6
-        )  # what training left out
+        # what training left out
+        assert len(task_of(result.model).open_test(result.model, "glue", root)) == 6
 
     def test_outputs_that_are_not_finite_have_no_metric(self, root):
         part = glue.TextClassificationPart(

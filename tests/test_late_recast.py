@@ -90,9 +90,8 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     for name in kept:
         assert torch.equal(weights[name], dict(run.trained.named_parameters())[name])
     assert isinstance(run.trained.get_submodule(WHERE), iso.layers.GPSA2d)
-    torch.testing.assert_close(
-        run.averaged.eval()(x), mean, rtol=0, atol=2e-2
-    )  # the averages' own function goes on
+    # the averages' own function goes on
+    torch.testing.assert_close(run.averaged.eval()(x), mean, rtol=0, atol=2e-2)
     assert run.optimizer.param_groups[0]["lr"] == rate
     assert [group["name"] for group in run.optimizer.param_groups] == [
         "decayed",

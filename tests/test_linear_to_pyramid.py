@@ -95,10 +95,8 @@ def by_head():
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():
-    joint = (
-        nn.Conv2d(4, 12, 1),
-        nn.Linear(4, 10),
-    )  # a convolution, and one without three equal parts
+    # a convolution, and one without three equal parts
+    joint = (nn.Conv2d(4, 12, 1), nn.Linear(4, 10))
     for model in (by_head(), *(nn.ModuleDict({"qkv": layer}) for layer in joint)):
         for rectify, found in (("paper", "batchnorm"), ("rescale", "rescale")):
             wide = iso.recast(model, iso.LinearToPyramid(rectify=rectify), "qkv")

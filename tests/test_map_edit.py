@@ -151,9 +151,8 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
     arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
     model = timm.create_model("hiera_tiny_224", **arguments).eval()
     H, W = (n // 4 for n in size)
-    coordinates = torch.cartesian_prod(
-        torch.arange(float(H)), torch.arange(float(W))
-    )  # (H W, 2), row by row
+    # (H W, 2), row by row
+    coordinates = torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
     unrolled = model.unroll(coordinates[None])[0]
     for block in model.blocks:
         layer = block.attn
@@ -164,9 +163,8 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
             if layer.use_mask_unit_attn
             else unrolled
         )
-        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(
-            0
-        )  # of the patches that a token stands for
+        # of the patches that a token stands for
+        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)
         queries, found = mask_unit_places(
             layer, [(H, W)], layer.window_size * math.prod(units), len(keys)
         )
@@ -249,10 +247,8 @@ def test_features_and_image_sizes_follow():
     for old, new in zip(pyramid(x), iso.recast(pyramid, GATED, "*.attn")(x), strict=True):
         torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
     pit = timm.create_model("pit_ti_224", num_classes=3, img_size=64, depth=(1, 1, 1)).eval()
-    for rule in (
-        GATED,
-        iso.AttentionToRefined(span="spatial"),
-    ):  # timm's Attention on an unknown grid
+    # timm's Attention on an unknown grid
+    for rule in (GATED, iso.AttentionToRefined(span="spatial")):
         new = iso.recast(pit, rule, "transformers.*.attn")
         iso.verify(pit, new, torch.randn(1, 3, 64, 64))
         for name in iso.edits(new)[0].names:

@@ -76,12 +76,8 @@ def test_a_backbone_keeps_one_map_of_each_resolution():
         ).backbone.blocks
         assert [block.attn.window for block in blocks].count(None) == 4
         assert [len(blocks[i].attn.rel_pos_h) for i in (0, 2)] == [27, 127]
-        assert detector("t_resnet50d", masks=False).strides == (
-            4,
-            8,
-            16,
-            32,
-        )  # two stages have stride 16
+        # two stages have stride 16
+        assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)
         vit = detector("vit_tiny_patch16_224", img_size=(48, 64))
         assert isinstance(vit.backbone, WindowedViT)
         assert vit.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
@@ -142,9 +138,8 @@ class TestWeights:
         torch.testing.assert_close(
             model.backbone.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight
         )
-        torch.testing.assert_close(
-            model.backbone.pos_embed, vit.pos_embed[:, 1:]
-        )  # without the class token's
+        # without the class token's
+        torch.testing.assert_close(model.backbone.pos_embed, vit.pos_embed[:, 1:])
         larger = detector("vit_tiny_patch16_224")
         iso.load_weights(larger, tmp_path / "vit.safetensors", fresh_head=True)
         assert larger.backbone.pos_embed.shape == (1, 196, 12)

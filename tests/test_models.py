@@ -160,9 +160,8 @@ class TestCitizen:
     def test_forward_backward_on_odd_rectangles(self, name):
         model = create(name, num_classes=7, **(dict(dynamic_img_pad=True) if "vit" in name else {}))
         y = model(torch.randn(2, 3, 69, 61))
-        logits = (
-            y if torch.is_tensor(y) else sum(y)
-        )  # a distilled network has two heads in train mode
+        # a distilled network has two heads in train mode
+        logits = y if torch.is_tensor(y) else sum(y)
         assert logits.shape == (2, 7)
         logits.square().sum().backward()
         for p in model.parameters():
@@ -281,9 +280,8 @@ def test_attention_is_exempt_from_decay(name, dials):
         if isinstance(m, GPSA2d | GPSA):
             for p in dials:
                 exempt.add(f"{n}.{p}")
-    assert exempt == {
-        n for n in model.no_weight_decay() if "." in n
-    }  # tokens and positions besides
+    # tokens and positions besides
+    assert exempt == {n for n in model.no_weight_decay() if "." in n}
     groups = scaled_groups(model, OptimPart(weight_decay=0.1, gate_lr=1))
     decayed = set()
     for group in groups:

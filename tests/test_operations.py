@@ -102,10 +102,8 @@ def saved_mib(layer: nn.Module, x: torch.Tensor) -> float:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in kept:
-            storages[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # the tensor keeps its address from being reused
+            # the tensor keeps its address from being reused
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -86,7 +86,7 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     model = cnn("cifar_resnet20")
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
-    refused("does not say what model it is; give --arch NAME", open_own, path)
+    refused("does not say what model it is; give base=NAME", open_own, path)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
@@ -114,7 +114,7 @@ def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_pa
     model = open_own(path)
     assert same(model, averaged)
     assert notes(model) == (
-        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); --no-ema (ema=False) takes state_dict",
+        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); ema=False takes state_dict",
     )
     config = evaluation_config(model)
     assert config["input_size"] == (3, 96, 96)
@@ -149,9 +149,7 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     within = open_own(
         save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT
     )
-    assert (
-        notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
-    )
+    assert notes(within)[-1] == "in.pth: averaged weights (EMA, ema); ema=False takes model"
 
 
 def test_tensors_that_the_model_cannot_hold(tmp_path):
@@ -214,9 +212,8 @@ def test_tied_tensors_that_a_file_holds_once(tmp_path):
     assert len(stored) == len(model.state_dict()) - 4
     state = model.state_dict()
     for name, other in (("blocks.1.weight", "blocks.0.weight"), ("head.weight", "tokens.weight")):
-        renamed = dict(stored) | {
-            name: state[name]
-        }  # whichever of its names a tensor is stored under
+        # whichever of its names a tensor is stored under
+        renamed = dict(stored) | {name: state[name]}
         renamed.pop(other, None)
         opened = iso.load(save(tmp_path / f"{name}.pth", renamed), base=fresh)
         assert torch.equal(opened(tokens), model(tokens))
@@ -378,7 +375,7 @@ def test_modules_that_timm_cannot_build(tmp_path):
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(before[name], tensor)
     assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
-    refused("which timm cannot build; give --arch package.module:function", iso.load, path)
+    refused("which timm cannot build; give base=ResNet", iso.load, path)
     opened = open_own(path, arch="resnet18")
     assert same(opened, new)
     assert same(iso.load(path, base="resnet18"), new)
@@ -397,11 +394,8 @@ def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(
         iso.save(model, path)
         for one in (model, iso.load(path)):
             assert evaluation_config(one)["input_size"] == (3, 96, 96)
-    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (
-        3,
-        288,
-        288,
-    )  # its weights' test size
+    # its weights' test size
+    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (3, 288, 288)
     flexible = timm.create_model(
         "vit_tiny_patch16_224", dynamic_img_size=True, img_size=96, depth=1
     )
@@ -477,7 +471,7 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
         r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1
     )
     file = save(tmp_path / "timm.pth", model.state_dict())
-    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
+    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another `base`"
     refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)
 
 

@@ -90,10 +90,8 @@ def test_the_other_commands(folder):
     rows, _ = answer(folder, f"bench {VIT} {quick}")
     assert rows[0]["height"] == rows[0]["width"] == 48
     rows, _ = answer(folder, f"bench {OWN} --num-classes 3 --against resnet18 {quick}")
-    assert [row["model"] for row in rows] == [
-        "my.pth",
-        "resnet18",
-    ]  # the options are those of the checkpoint alone
+    # the options are those of the checkpoint alone
+    assert [row["model"] for row in rows] == ["my.pth", "resnet18"]
     result, _ = answer(folder, f"robustness {VIT} --data photos --corruption fog --severity 1")
     assert result["size"] == [48, 48]
     assert result["images"] == 12
@@ -137,7 +135,7 @@ SPLIT_COMMANDS = {
 
 WRONG = {
     "evaluate my.pth": "give --arch NAME, one of timm.list_models(), or --arch package.module:function",
-    "evaluate my.pth --arch resnet18": "resnet18 without other --model-kwargs asks for 11,186,132",
+    "evaluate my.pth --arch resnet18": "resnet18 without other arguments asks for 11,186,132",
     "evaluate my.pth --arch resnet_18": "there is no model 'resnet_18'",
     f"evaluate {OWN} --num-classes 4": "the checkpoint has 3",
     f"evaluate {OWN} --model-kwargs img_size": "must be NAME=VALUE",
@@ -154,7 +152,7 @@ WRONG = {
     f"{FINETUNE} --model.name net:built --out runs/a": "no attribute 'built'); did you mean net:build?",
     "evaluate nett:build": "No module named 'nett'); give it as Python imports it",
     "evaluate net:build --model-kwargs classes=none": "its arguments as --model-kwargs",
-    "evaluate own.safetensors": "give --arch package.module:function, which builds it",
+    "evaluate own.safetensors": "give --arch package.module:function of your code",
     "train code.yaml": "model.name os:system would run code that a file names",
     "train finetun": "did you mean finetune, ",
 }

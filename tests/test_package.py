@@ -86,9 +86,8 @@ def test_wheel_works_in_an_empty_folder(built, tmp_path):
     venv.create(home, with_pip=False)
     programs = home / ("Scripts" if os.name == "nt" else "bin")
     site = sysconfig.get_path("purelib", vars={"base": str(home)})
-    Path(site, "outer.pth").write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )  # its own .pth files are not read again
+    # its own .pth files are not read again
+    Path(site, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [
         sys.executable,
         "-m",

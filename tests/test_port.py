@@ -196,6 +196,27 @@ def test_settings_that_are_not_weights_are_named_and_tried(case):
     assert (name, value) in [(setting.name, setting.target) for setting in report.settings]
 
 
+class Chain(nn.Module):
+    """Linear layers, of which one may be left out."""
+
+    def __init__(self, leaves_out=False):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6, bias=False)
+        self.c = nn.Linear(6, 4)
+        self.leaves_out = leaves_out
+
+    def forward(self, x):
+        return self.c(self.b(x if self.leaves_out else self.a(x)))
+
+
+def test_a_place_without_operations_before_it_does_not_list_them():
+    torch.manual_seed(0)
+    report = iso.port_weights(Chain(), Chain(True), torch.randn(2, 6), partial=True)
+    assert "the layer reads other values" in [place.what for place in report.places]
+    assert "nothing in the source, nothing in the target" not in str(report)
+
+
 def test_heads_that_one_side_has_are_said():
     source = give_random_weights(timm_vit(num_classes=0))
     target = timm_vit()

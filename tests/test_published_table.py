@@ -503,7 +503,7 @@ def test_files_that_are_not_evaluations(tmp_path):
     path = tmp_path / "x.json"
     for text, message in (
         ("[", "is not a result"),
-        ('{"model": "m", "top1": 3}', "evaluate m with --suite"),
+        ('{"model": "m", "top1": 3}', "evaluate m --suite imagenet --json"),
     ):
         path.write_text(text)
         refused(message, read_evaluations, [path])

@@ -311,9 +311,8 @@ def test_layouts_and_widths():
         for branch in PyramidLinear(4, 6).branches
     ]
     assert shapes == [[(4, 4), (6, 4)], [(4, 4), (6, 4), (6, 6)]]
-    assert (
-        PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
-    )  # no squeeze through 3 channels
+    # no squeeze through 3 channels
+    assert PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
 
 
 REFUSED = [

@@ -16,9 +16,8 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.surgery.comparison import Fidelity
 
-quantize_module = importlib.import_module(
-    "isomorph.deployment.quantize"
-)  # the function has the name of its module
+# the function has the name of its module
+quantize_module = importlib.import_module("isomorph.deployment.quantize")
 
 
 @pytest.fixture(scope="module")

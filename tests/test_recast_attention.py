@@ -56,11 +56,8 @@ def test_class_tokens_have_no_place():
     torch.testing.assert_close(attention[:, :, 0], torch.softmax(q @ k.mT / 4, dim=-1)[:, :, 0])
     torch.testing.assert_close(attention.sum(-1), torch.ones(1, 3, 17))
     middle = 1 + 2 * 4 + 2
-    assert attention[0, :, middle].argmax(-1).tolist() == [
-        middle - 1,
-        middle,
-        middle + 1,
-    ]  # a 1 x 3 window
+    # a 1 x 3 window
+    assert attention[0, :, middle].argmax(-1).tolist() == [middle - 1, middle, middle + 1]
 
 
 def test_the_initialisation_of_the_paper():

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 from timm.data import create_transform
 from torch import nn
 
 import isomorph as iso
 from isomorph.analysis.cost import count_parameters
+from isomorph.lab import recipes
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
@@ -39,6 +41,41 @@ def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
         assert recipe.model.start == "weights"
     if recipe.model.name:
         assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
+
+
+def named_entries():
+    """The entries of all files of named recipes, bases among them, as they are written."""
+    entries = {}
+    for path in sorted(Path(recipes.__file__).parent.glob("named/*.yaml")):
+        here = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert entries.keys().isdisjoint(here), path.name
+        entries |= here
+    return entries
+
+
+def test_an_entry_says_only_what_its_base_does_not():
+    entries = named_entries()
+    bases = {entry["base"] for entry in entries.values() if "base" in entry}
+    assert {name for name in entries if name.startswith(".")} <= bases <= entries.keys()
+    for name, entry in entries.items():
+        if "base" not in entry:
+            continue
+        inherited = recipes._fields_of(entry["base"], entries)
+        for path, value in entry.items():
+            old = inherited
+            for part in path.split("."):
+                old = (old or {}).get(part, recipes)  # a value that no field has
+                if old is recipes:
+                    break
+            assert value != old, (name, path)
+
+
+def test_an_entry_changes_its_base_for_itself_alone():
+    assert iso.load_recipe("tcnn_late_0").model.recast_epoch == 0
+    assert iso.load_recipe("tcnn_late_100").model.recast_epoch == 100
+    assert "recast" not in RECIPES["finetune_resnetrs50"]["model"]
+    assert RECIPES["tcnn_resnetrs152"]["data"]["size"] == [320, 320]
+    assert RECIPES["tcnn_resnetrs50"]["data"]["size"] == [224, 224]
 
 
 PEAK = {"optim.schedule_from": "peak"}
@@ -428,9 +465,8 @@ def test_unknown_names_and_rates_of_the_public_groups():
     recipe = validate(
         dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x"))
     )
-    assert (
-        recipe.optim.gate_lr == 100
-    )  # a result may be that large, and a stored recipe is read again
+    # a result may be that large, and a stored recipe is read again
+    assert recipe.optim.gate_lr == 100
     assert validate(recipe.model_dump()) == recipe
 
 

@@ -162,9 +162,8 @@ def test_memory_of_base_width_at_224():
     assert saved_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
     maps = 2 * 12 * 197**2 * 4 / 2**20
     assert saved_mib(RefinedAttention(768, 12), x) > plain + 1.5 * maps
-    shared = (
-        timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True)
-    )  # map passed on
+    # map passed on
+    shared = (timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True))
     kept, recomputed = (saved_mib(model, torch.randn(2, 3, 224, 224)) for model in shared)
     assert recomputed < kept - 1.1 * 2 * 12 * 197**2 * 4 / 2**20
     few = saved_mib(LocalAttention(96, 3), torch.randn(1, 512, 96))

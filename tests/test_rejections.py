@@ -95,7 +95,7 @@ REJECTED = {
         cnn,
         CONV,
         ["layer3.*.conv1", "layr2.*.conv1"],
-        "'layr2.*.conv1' in where",
+        "'layr2.*.conv1' in `where`",
         NEAR,
         "layer2",
     ),
@@ -118,7 +118,7 @@ REJECTED = {
         vit,
         PYRAMID,
         ["blocks.0.attn.v", "blocks.7.attn.v"],
-        "'blocks.7.attn.v' in where",
+        "'blocks.7.attn.v' in `where`",
     ),
     # convolutions
     "another forward": (
@@ -220,7 +220,7 @@ def test_exclude_is_checked_as_where_is_and_targets_are_not_nested():
     found = iso.targets(cnn(), CONV, "layer3.*", exclude=lambda name, _: "conv2" in name)
     assert found == [f"layer3.{i}.conv1" for i in range(3)]
     refused(
-        "'layr3' in where matches no module; nearest names: layer3",
+        "'layr3' in `where` matches no module; nearest names: layer3",
         iso.targets,
         cnn(),
         CONV,

@@ -136,9 +136,8 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
     assert sections[0].finding.startswith(f"{name} predicts ")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn"))
-    once = (
-        ["Cost per pass"] if name == "refined" else []
-    )  # its kernels are composed once a pass, whatever the batch
+    # its kernels are composed once a pass, whatever the batch
+    once = ["Cost per pass"] if name == "refined" else []
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
@@ -457,9 +456,8 @@ class TestCommands:
             assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
         page = (folder / "page.html").read_text()
         assert "Nonlocality along training: convit" in page
-        assert (
-            "no nonlocality and no entropy along training" in page
-        )  # the CNN, whose recipe has no data
+        # the CNN, whose recipe has no data
+        assert "no nonlocality and no entropy along training" in page
 
     def test_compare_draws_accuracy_against_cost(self, folder, capsys):
         """CoAtNet Fig. 2 and 3: the models of runs, and those that have been evaluated, by MACs and parameters."""

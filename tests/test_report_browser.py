@@ -217,9 +217,8 @@ class TestAttention:
                     for share, size in zip(at(position), drawn[2].shape, strict=False)
                 )
                 if abs(change[0][position]) > 0.1 * abs(change[0]).max():
-                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (
-                        change[0][position] > 0
-                    )  # red is more
+                    # red is more
+                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[0][position] > 0)
 
         choose(tab, "Colours", 1)
         assert texts(tab, ".scale span")[0] == "up to largest / 255"
@@ -260,10 +259,8 @@ class TestAttention:
         assert np.asarray(image).std() > 10
         tab.click(tile(1, 2, 0))
         assert texts(tab, ".scale span")[0] == "negative"
-        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [
-            [5, 48, 97],
-            [103, 0, 31],
-        ]  # RdBu
+        # RdBu
+        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [[5, 48, 97], [103, 0, 31]]
 
     def test_mouse_keys_and_touch(self, tab, page):
         tab.open(page[0])
@@ -277,10 +274,8 @@ class TestAttention:
         pressed = (
             f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed') === 'true'"
         )
-        for query, pinned in (
-            ((2, 4), (3, 5, True)),
-            ((1, 3), (1, 1, False)),
-        ):  # the second click unpins
+        # the second click unpins
+        for query, pinned in (((2, 4), (3, 5, True)), ((1, 3), (1, 1, False))):
             tab.click(".pick", *at(query))
             tab.hover(".pick", *at((0, 0)))
             assert place() == pinned
@@ -302,13 +297,8 @@ class TestAttention:
         for key in ("ArrowRight", "ArrowUp", "ArrowDown", "ArrowUp", "ArrowLeft"):
             tab.press(key)
             seen.append(place())
-        assert seen == [
-            (1, 2, True),
-            (1, 2, True),
-            (2, 2, True),
-            (1, 2, True),
-            (1, 1, True),
-        ]  # the border holds
+        # the border holds
+        assert seen == [(1, 2, True), (1, 2, True), (2, 2, True), (1, 2, True), (1, 1, True)]
         assert (pixels(tab, tile(1, 0, 0) + " canvas") == before).all()
         tab.press("Escape")
         assert not tab.run(pressed)

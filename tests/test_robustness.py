@@ -268,12 +268,8 @@ def test_the_published_folder(published):
     found = iso.robustness(
         model, folder=published, corruptions=["fog", "gaussian_noise"], severities=[1, 2]
     )
-    assert [cell["top1"] for cell in found["cells"]] == [
-        100,
-        50,
-        100,
-        50,
-    ]  # at severity 2 white is black
+    # at severity 2 white is black
+    assert [cell["top1"] for cell in found["cells"]] == [100, 50, 100, 50]
     assert found["images"] == 6
     assert found["clean"] is None
     other = iso.robustness(
@@ -322,9 +318,8 @@ def arrays(tmp_path):
 
 def test_the_published_arrays(arrays):
     wanted = dict(suite="cifar-c", folder=arrays, corruptions=["fog", "saturate"])
-    flat = nn.Sequential(
-        nn.Flatten(), nn.Linear(3 * 32 * 32, 2)
-    )  # which does not say how many classes it has
+    # which does not say how many classes it has
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))
     assert iso.robustness(flat, **wanted, size=32)["size"] == [32, 32]
     found = iso.robustness(Brightness(2, 32), **wanted, workers=1)
     top1 = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in found["cells"]}

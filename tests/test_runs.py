@@ -12,7 +12,7 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.history import saved_models
 from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
@@ -319,7 +319,7 @@ class TestSignals:
 def test_random_weights_are_said_aloud_and_a_resumed_run_is_not_asked(tmp_path):
     model = TINY["model"] | dict(start="weights")
     refused(
-        r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model)
+        r"model.start=random starts from random weights", Run, tiny(tmp_path / "run", model=model)
     )
     stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
     assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2

@@ -178,9 +178,8 @@ def test_the_scale_is_seen_whatever_its_name(layer, pruned_is_fused):
     for rule in rules:
         assert check(model, rule, "0", x)
     pruned = iso.prune(windows_alone(iso.recast(model, rules[0], "0")))
-    assert (
-        pruned[0].fused_attn == pruned_is_fused
-    )  # a layer whose forms differ in more than the scale keeps the mask
+    # a layer whose forms differ in more than the scale keeps the mask
+    assert pruned[0].fused_attn == pruned_is_fused
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from torchvision import tv_tensors
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.distributed import ALONE
 from isomorph.errors import DataWarning, NotFinite
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.tasks.segmentation.augment import (
     CappedCrop,
     RatioResize,
@@ -191,9 +191,8 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
     for scene in "abcdef":
         write_pair(tmp_path / "video", f"{scene}/frame", *squares(0), ".")
-    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {
-        True
-    }  # not by "frame" alone
+    # not by "frame" alone
+    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {True}
     write_pair(tmp_path / "binary", "0", squares(0)[0], 255 * (squares(0)[1] == 1))
     (tmp_path / "binary/classes.txt").write_text("background\nobject\n")
     refused(
@@ -246,9 +245,8 @@ def test_sizes_and_capped_crops():
     assert np.mean(shares) < np.mean(plain)
     sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
     assert 32 <= min(sizes) < 50 < max(sizes) <= 128
-    ramp = tv_tensors.Mask(
-        torch.arange(63).expand(3, 63)
-    )  # a third of the columns: the middle one of each three
+    # a third of the columns: the middle one of each three
+    ramp = tv_tensors.Mask(torch.arange(63).expand(3, 63))
     assert RatioResize((21, 1), (1.0, 1.0))(ramp)[0].tolist() == list(range(1, 63, 3))
 
 
@@ -318,10 +316,8 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
     assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
     assert run.metrics["images"] == 2
     rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [
-        1,
-        2,
-    ]  # three steps are two passes, the second cut short
+    # three steps are two passes, the second cut short
+    assert [row["epoch"] for row in rows] == [1, 2]
     model = iso.load(run.folder / "model.safetensors")
     assert model.pretrained_cfg["task"]["crop"] == [32, 32]
     assert model.pretrained_cfg["label_names"] == ["ground", "square"]
@@ -352,10 +348,8 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
         assert p.grad is None
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.loss_module.trainable_module
-    for net, spread in (
-        (student, 0.5),
-        (teacher, 0.25),
-    ):  # which sees images in its own normalisation
+    # which sees images in its own normalisation
+    for net, spread in ((student, 0.5), (teacher, 0.25)):
         net.pretrained_cfg = {**net.pretrained_cfg, "mean": (0.5, 0.5, 0.5), "std": (spread,) * 3}
     SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(
         images, masks
@@ -373,9 +367,8 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
     with Image.open(out) as overlay, Image.open(tmp_path / "y-mask.png") as written:
         picture = np.asarray(overlay.convert("RGB"))
         mask = np.asarray(written)
-    assert picture.shape[0] == 48 + 28 * len(
-        rows
-    )  # below the image a legend, a row for every class
+    # below the image a legend, a row for every class
+    assert picture.shape[0] == 48 + 28 * len(rows)
     assert mask.shape == (48, 64)
     assert set(np.unique(mask)) <= {0, 1}
 

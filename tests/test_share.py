@@ -22,9 +22,8 @@ from isomorph.models.input_sizes import evaluation_config, random_inputs
 from refusals import refused
 from small_models import CONVIT
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # of the hub's own client
+# of the hub's own client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +112,8 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
 
 
 def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
-    model = timm.create_model(
-        "resnet18", num_classes=2
-    )  # its public weights have a crop of their own for tests
+    # its public weights have a crop of their own for tests
+    model = timm.create_model("resnet18", num_classes=2)
     images = dict(
         input_size=(3, 64, 64),
         mean=(0.3,) * 3,

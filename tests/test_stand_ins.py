@@ -118,10 +118,8 @@ def test_adapters_around_projections(make):
             rule,
             f"{layer}.qkv",
         )
-    for rule in (
-        iso.AttentionToWindow(2),
-        iso.AttentionToGPSA(),
-    ):  # which keep the class of the layer
+    # which keep the class of the layer
+    for rule in (iso.AttentionToWindow(2), iso.AttentionToGPSA()):
         assert iso.verify(model, iso.recast(model, rule, layer), x).passed
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else None
     if merged is not None:

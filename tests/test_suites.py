@@ -215,7 +215,7 @@ WRONG = {
     "missing classes": (
         lambda top: by_wnid(top, [0, 1]),
         "imagenet",
-        "has 2 classes, imagenet has 1,000; .*--partial",
+        "has 2 classes, imagenet has 1,000; .*partial=True",
     ),
 }
 

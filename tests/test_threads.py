@@ -131,10 +131,8 @@ class TestGridsOfCalls:
         with torch.no_grad():
             expected = [model(x) for x in batch]
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                for student, teacher in (
-                    (model, twin),
-                    (twin, model),
-                ):  # one embeds while the other is on its way
+                # one embeds while the other is on its way
+                for student, teacher in ((model, twin), (twin, model)):
                     tokens = student._pos_embed(student.patch_embed(batch[0]))
                     torch.testing.assert_close(teacher(batch[1]), expected[1])
                     torch.testing.assert_close(

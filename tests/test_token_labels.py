@@ -14,10 +14,10 @@ from torch.utils.data import default_collate
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_folder, as_tar
-from isomorph.distributed import seed_generators
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
 from isomorph.lab.data.loaders import train_transform
+from isomorph.lab.distributed import seed_generators
 from isomorph.lab.training.classification import CLASSIFICATION
 from isomorph.lab.training.objectives.supervised import PenalisedLoss, neighbour_similarity
 from isomorph.lab.training.objectives.token_labels import (
@@ -143,9 +143,8 @@ class TestGeometry:
             found = crop_label_maps(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
             seen = (image * 0.5 + 0.5).view(3, 4, 8, 4, 8).mean((2, 4)) * 255
             for c, scale in ((0, 48 * 4), (1, 64 * 3)):
-                score = (
-                    found[..., c + 1] - found[..., 0]
-                )  # a class that no map names has a score of 0
+                # a class that no map names has a score of 0
+                score = found[..., c + 1] - found[..., 0]
                 torch.testing.assert_close(score, seen[c] / scale, atol=0.025, rtol=0)
         assert flips == {True, False}
 
@@ -206,9 +205,8 @@ def test_the_loss_is_the_formula(kind, monkeypatch):
         mixed = 10 * images[b] + 6 * images[3 - b]
         assert found["target"][b].argmax() == mixed.argmax()
     torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(
-        found["task_loss"], image, rtol=1e-6, atol=0
-    )  # plain labels are in single precision
+    # plain labels are in single precision
+    torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
 
 
@@ -293,12 +291,8 @@ def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
     drawn_maps = [
         torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
     ]
-    maps = [
-        drawn_maps[0],
-        drawn_maps[0],
-        drawn_maps[1],
-        drawn_maps[2],
-    ]  # the second block hands on the first's
+    # the second block hands on the first's
+    maps = [drawn_maps[0], drawn_maps[0], drawn_maps[1], drawn_maps[2]]
     found = neighbour_similarity(maps, pairs)
     wanted = slow_similarity(maps, pairs)
     torch.testing.assert_close(found, torch.as_tensor(wanted), rtol=0, atol=1e-12)

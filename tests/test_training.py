@@ -11,7 +11,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.objectives.distillation import build_distillation
 from isomorph.lab.training.optim import (
     build_optimizer,
@@ -377,9 +377,8 @@ class TestRun:
         student.pretrained_cfg = dict(
             input_size=(3, 8, 8), mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0)
         )
-        teacher = (
-            tmp_path / "teacher.safetensors"
-        )  # by its name alone its weights would be downloaded
+        # by its name alone its weights would be downloaded
+        teacher = tmp_path / "teacher.safetensors"
         iso.save(timm.create_model("cifar_resnet20"), teacher)
         part = DistillPart(teacher=str(teacher), kind=kind)
         loss = build_distillation(student, part, nn.CrossEntropyLoss(), torch.device("cpu"))
@@ -416,9 +415,8 @@ class TestCheckpoint:
             )
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
-        iso.save(
-            timm.create_model("resnet50d"), tmp_path / "m.safetensors"
-        )  # tested on other images than trained on
+        # tested on other images than trained on
+        iso.save(timm.create_model("resnet50d"), tmp_path / "m.safetensors")
         config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=True)
         assert config["input_size"] == (3, 288, 288)
         assert config["crop_pct"] == 0.95

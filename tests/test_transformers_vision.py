@@ -42,9 +42,8 @@ def test_a_network_takes_other_sizes_and_implementations(name):
             run(new, wide, **other), run(model, wide, **other), atol=1e-5, rtol=1e-4
         )
         before = run(train_edits(new), X)
-        new.set_attn_implementation(
-            "eager"
-        )  # of the layers that were not recast: the edited ones keep their edit
+        # of the layers that were not recast: the edited ones keep their edit
+        new.set_attn_implementation("eager")
         torch.testing.assert_close(run(new, X), before, atol=1e-5, rtol=1e-4)
         edited = [module for module in new.modules() if isinstance(module, EditedAttention)]
         if rule is RULES["gated"]:

@@ -136,9 +136,8 @@ def test_a_run_that_ends_around_an_evaluation(ended, whole, tmp_path, monkeypatc
 
 def test_a_signal_may_come_twice():
     """Schedulers send SIGTERM to the processes, and again through torchrun; a second Ctrl-C is meant."""
-    ctrl_c = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it
+    # a shell's background job ignores it
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     with stop_requests() as request:
         for _ in range(2):
@@ -222,9 +221,8 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
     refused("no space left; snapshots before it, if any, are intact", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     monkeypatch.undo()
-    monkeypatch.setattr(
-        "os.replace", fail
-    )  # killed when the new one is complete and has no name yet
+    # killed when the new one is complete and has no name yet
+    monkeypatch.setattr("os.replace", fail)
     refused("no space left", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     path.rename(tmp_path / f".{path.name}.old")  # and killed before the old one has its name again

@@ -457,3 +457,12 @@ def test_a_branch_that_is_switched_off_proves_nothing():
 )
 def test_what_cannot_be_compared_is_said(model, x, atol, message):
     refused(message, iso.verify, nn.Identity(), model, x, atol)
+
+
+def test_inputs_of_one_shape_are_one_line_with_the_largest_difference():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    batches = [scale * torch.ones(3, 2) for scale in (1, 100, 10)]
+    report = compare_outputs(one, other, [*batches, torch.ones(5, 2)])
+    lines = [line for line in str(report).splitlines() if line.startswith("  input 3x2")]
+    assert lines == [f"  {report.inputs[1]} (the largest of 3)"]
+    assert str(report.inputs[3]) in str(report)

@@ -238,11 +238,8 @@ def test_windows_alone_are_exported_at_open_sizes():
     program = torch.export.export(
         pruned, (torch.randn(2, 3, 96, 128),), dynamic_shapes=[sides]
     ).module()
-    for size in (
-        (96, 144),
-        (80, 208),
-        (64, 96),
-    ):  # windows of 3 divide both sides of the grid, none, one
+    # windows of 3 divide both sides of the grid, none, one
+    for size in ((96, 144), (80, 208), (64, 96)):
         x = torch.randn(2, 3, *size)
         assert deviation(program(x), pruned(x)) < 1e-5
         assert deviation(pruned(x), model(x)) > 1e-4

@@ -26,7 +26,7 @@ def _millions(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def _average_precisions(kind: str) -> MetricFormats:
+def _average_precision_formats(kind: str) -> MetricFormats:
     """Return the formats of COCO's APs of boxes or masks: at thresholds of the IoU, and by size of the object."""
     labels = {f"{kind}_ap": f"{kind} AP (%)"}
     for threshold in ("50", "75"):
@@ -82,8 +82,8 @@ METRIC_FORMATS: MetricFormats = {
         perplexity="perplexity of masked words",
     ),
     **_formats(",.0f", sequences="sequences"),
-    **_average_precisions("box"),
-    **_average_precisions("mask"),
+    **_average_precision_formats("box"),
+    **_average_precision_formats("mask"),
     **_formats(",.0f", real_images="real images", parameters="parameters"),
     "macs": ("M MACs per image", _millions),
     "step_macs": ("M MACs per pass, whatever the batch", _millions),

@@ -67,9 +67,8 @@ def image_grid(model: nn.Module, batch: Inputs) -> GridSize | None:
     patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if patches is None or patches.kernel_size != patches.stride:
         return None
-    if not isinstance(patches.padding, str) and any(
-        patches.padding
-    ):  # "same" does not pad a kernel of 1
+    # "same" does not pad a kernel of 1
+    if not isinstance(patches.padding, str) and any(patches.padding):
         return None
     h, w = patches.stride
     return size[0] // h, size[1] // w

@@ -13,7 +13,7 @@ from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_observed
 from isomorph.analysis.token_grid import TokenGrid
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.modes import eval_mode, noise
 from isomorph.operations import ModuleCall, observing, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
@@ -210,8 +210,7 @@ def _decoded_windows(
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
-    generator = torch.Generator().manual_seed(0)
-    zero, one = torch.randn(2, x.shape[-1], generator=generator).to(x)
+    zero, one = noise(2, x.shape[-1]).to(x)
     positions = torch.arange(count, device=x.device)
 
     def received(ones: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from isomorph.operations import unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.insert import temporary_blocks
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
 
-_ALWAYS_ALLOWED_NUMEL = (
-    2**20
-)  # models of up to this many numbers are built however small their file is
+# models of up to this many numbers are built however small their file is
+_ALWAYS_ALLOWED_NUMEL = 2**20
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
 _WITHOUT_EFFECT = frozenset(
     {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}
@@ -226,9 +226,8 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{contents.path} holds a {kind}, which timm cannot build; give --arch package.module:function, which "
-            f"builds it (in Python iso.load(path, base={kind.rpartition('.')[2]}(...))), or --arch with a timm model "
-            "of the same tensors"
+            f"{contents.path} holds a {kind}, which timm cannot build; give "
+            f"base={kind.rpartition('.')[2]}() of your code, or base=NAME of a timm model with the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)
@@ -559,7 +558,7 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         "not of real numbers": odd,
     }
     said = [
-        f"{len(names)} {problem} ({_first_names(names)})"
+        f"{len(names)} {problem} ({list_names(names)})"
         for problem, names in problems.items()
         if names
     ]
@@ -570,11 +569,6 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         if any(name.startswith(prefix) for name in unexpected):
             text += f"; it {hint}"
     raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
-
-
-def _first_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown}, ..." if len(names) > 3 else shown
 
 
 def _is_real(tensor: Any) -> bool:

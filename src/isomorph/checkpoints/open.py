@@ -124,9 +124,8 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
     """Return the model that the options name as the base of a file's edits, or None."""
     if options.arch and is_function(options.arch):
         return build_own(options.arch, options.arguments())
-    if (
-        options.arch and contents.is_own and "module" in contents.header
-    ):  # such as torchvision's ResNets
+    # such as torchvision's ResNets
+    if options.arch and contents.is_own and "module" in contents.header:
         require_registered(options.arch)
         return create(
             options.arch, **read_arguments(options.arch, contents.tensors, options.arguments())
@@ -206,7 +205,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"
             advice = (
-                "give a function that runs without arguments, or its arguments as --model-kwargs"
+                "give a function that runs without arguments, or its arguments as `model.kwargs`"
             )
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
@@ -229,7 +228,7 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
     }
     given = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
-        given.insert(0, f"--arch {options.arch}")
+        given.insert(0, f"base={options.arch}")
     if given:
         raise UserError(
             f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"

@@ -10,6 +10,7 @@ from isomorph.checkpoints.paths import NEW_PATHS, check_repository
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner, track_steps
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import metric_table
 
 Dynamic = Annotated[
@@ -149,7 +150,7 @@ def quantize(
     show(json_, facts, str(report), table, f"wrote {report.path}")
 
 
-def _accuracy(model: Any, images: Any, name: str) -> dict[str, Any]:
+def _accuracy(model: Any, images: Any, name: str) -> JsonObject:
     found = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
     return {key: round(found[key], 4) for key in ("top1", "nll", "images")}
 

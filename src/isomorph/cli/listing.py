@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from cyclopts import App
 
@@ -15,6 +14,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.recipes import recipe_values
 from isomorph.process import returns_freed_memory
 from isomorph.terminal_tables import Rows, Table, print_text_table, say
@@ -131,7 +131,7 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         for row in counting:
             rows.append(row)
             update(len(rows), len(names), row["model"])
-    found: dict[str, Any] = {"models": rows}
+    found: JsonObject = {"models": rows}
     if not norms:
         found["families"] = summarise_coverage(rows)
     if json_:
@@ -168,7 +168,7 @@ def _norm_table(rows: Rows) -> Table:
     return table
 
 
-def _rule_table(counted: dict[str, dict[str, Any]]) -> Table:
+def _rule_table(counted: dict[str, JsonObject]) -> Table:
     """Return a table with a line for every rule and model, or family, by whose name the counts are."""
     table = [["", "rule", "accepted", "why not the others"]]
     for name, found in counted.items():

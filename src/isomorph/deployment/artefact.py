@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
-from isomorph.deployment.onnx_operations import onnx_operations
+from isomorph.deployment.onnx_operations import onnx_operations, open_session
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.pt2_operations import pt2_operations
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module, short_reason
+from isomorph.json_values import JsonObject
 from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size
 from isomorph.spec import spec_of
 from isomorph.surgery import absorb
@@ -87,7 +88,7 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
     )
 
 
-def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
+def _parse_metadata(texts: Any, path: object) -> JsonObject:
     known = (
         isinstance(texts, Mapping)
         and "isomorph_version" in texts
@@ -302,7 +303,7 @@ def load_artefact(
     return Artefact(run, metadata, hashlib.sha256(contents).digest(), watch)
 
 
-def _foreign_metadata(contents: bytes) -> dict[str, Any]:
+def _foreign_metadata(contents: bytes) -> JsonObject:
     """Return what a file that another program wrote says of its inputs."""
     import onnx
 
@@ -311,7 +312,7 @@ def _foreign_metadata(contents: bytes) -> dict[str, Any]:
     inputs = [value for value in graph.input if value.name not in weights]
     batches = [value.type.tensor_type.shape.dim[:1] for value in inputs]
     is_open = all(batch and not batch[0].dim_value for batch in batches)
-    metadata: dict[str, Any] = {
+    metadata: JsonObject = {
         "inputs": [value.name for value in inputs],
         "dynamic": ["batch"] if is_open else [],
         "size_multiple": None,
@@ -323,18 +324,10 @@ def _foreign_metadata(contents: bytes) -> dict[str, Any]:
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors are raised
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+    session = open_session(contents)
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
         # weights become floats once, not every time
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-        session = onnxruntime.InferenceSession(
-            contents, options, providers=["CPUExecutionProvider"]
-        )
+        session = open_session(contents, disable_quant_qdq="1")
 
     def run(**inputs: Tensor) -> Tensor:
         arrays = {name: x.numpy() for name, x in inputs.items()}
@@ -348,7 +341,6 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return (
-            lambda **inputs: module(**inputs)
-        ), texts  # a module of the artefact would follow its train()
+        # a module of the artefact would follow its train()
+        return (lambda **inputs: module(**inputs)), texts
     return (lambda **inputs: module(*inputs.values())), texts

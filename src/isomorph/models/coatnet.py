@@ -35,6 +35,7 @@ from isomorph.layers.relative.mbconv import BatchNormStem, LayerNormStem, make_p
 from isomorph.models.base import (
     ForeignCheckpoints,
     StagedNet,
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -274,7 +275,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
             module = f"stages.{i}" if blocks else "stem"  # a stage without blocks leaves no trace
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for tables of relative attention of another image size."""
         for name, parameter in self.named_parameters():
             if (
@@ -344,7 +345,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: CoAtNet) -> State:
     """Convert a CoAtNet's checkpoint: resize its tables to the model's image size (CoAtNet A.1)."""
     state = unwrap_state_dict(state_dict)
     for name, module in model.named_modules():

@@ -16,6 +16,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
 from isomorph.layers.grid import GridSize
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -137,7 +138,7 @@ class ConViT(BlockwiseViT):
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 

@@ -71,20 +71,21 @@ def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Te
 
 
 def sincos_pos_embed(grid_size: GridSize, width: int) -> Tensor:
-    """Return a fixed position embedding: half of the channels for the column, half for the row, sines then cosines.
+    """Return a fixed position embedding: sines of the column, its cosines, sines of the row, its cosines.
 
-    sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
+    Each is a quarter of the channels: sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
 
     Shape: -> (H W, width), the width a multiple of 4
     Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
     """
-    rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
+    quarter = width // 4
+    rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)  # (K,)
     row, column = grid_places(grid_size).double().unbind(1)  # (H W,) each
-    waves = []
+    quarters = []
     for axis in (column, row):
         angles = axis[:, None] * rates  # (H W, K)
-        waves += [angles.sin(), angles.cos()]
-    return torch.cat(waves, dim=1).float()  # (H W, width)
+        quarters += [angles.sin(), angles.cos()]
+    return torch.cat(quarters, dim=1).float()  # (H W, width)
 
 
 @torch.no_grad()
@@ -269,9 +270,11 @@ class MaskedAutoencoder(nn.Module):
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
         """
         last = len(self.decoder_blocks)
-        if block is not None and not 1 <= block <= last:
+        if block is None:
+            block = last
+        if not 1 <= block <= last:
             raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
-        return self.decode(images, noise, block or last)[0]
+        return self.decode(images, noise, block)[0]
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         features, mask = self.decode(images, noise, len(self.decoder_blocks))

@@ -24,6 +24,7 @@ from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -195,7 +196,7 @@ class RefinedViT(DenseHeadViT):
     ) -> tuple[Tensor, Any]:
         return self.call_block(i, x, maps, grid_size)
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
@@ -284,16 +285,16 @@ class ReleasedRefinedViT(DenseHeadViT):
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
-def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _refiner_tensors(model: nn.Module) -> State:
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
-def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
+def is_plain_vit(state: State, model: nn.Module) -> bool:
     """Return True if the model has refiners and the checkpoint is a plain ViT's, with queries and keys in block 1."""
     refiners = _refiner_tensors(model)
     if not refiners or "blocks.1.attn.qkv.weight" not in state:
@@ -302,16 +303,14 @@ def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
 
 
 def checkpoint_filter_fn(
-    state_dict: dict[str, Tensor],
+    state_dict: State,
     model: RefinedViT | ReleasedRefinedViT,
-) -> dict[str, Tensor]:
+) -> State:
     """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
     """
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(
-        unwrap_state_dict(state_dict), model
-    )
+    state: State = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     if isinstance(model, ReleasedRefinedViT):
         if model.dense_head:
             return state

@@ -56,9 +56,8 @@ class Flow(TorchFunctionMode):
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
         self.given_out: set[TensorVersion] = set()
-        self.tensors: dict[
-            TensorVersion, Tensor
-        ] = {}  # kept: the identity of a tensor is its own only while it lives
+        # kept: the identity of a tensor is its own only while it lives
+        self.tensors: dict[TensorVersion, Tensor] = {}
         # The names of every parameter and buffer by its identity.
         self.names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in constants.items():
@@ -199,9 +198,8 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return True
     if torch.Tag.data_dependent_output in func.tags:
         return True
-    if (
-        func is torch.ops.aten.index.Tensor
-    ):  # by numbers the form is that of the indices, by a mask it is not
+    # by numbers the form is that of the indices, by a mask it is not
+    if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if torch.Tag.dynamic_output_shape in func.tags:
         return True

@@ -16,7 +16,7 @@ from isomorph.spec import record_config, spec_of
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.modules import list_names
-from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padding
+from isomorph.surgery.plain_layers import conv_like, layer_mismatch, plain_layer, same_padding
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, check_number, copy_model
@@ -141,9 +141,8 @@ class Absorb(Rule):
         scale = self.scale * torch.tensor(self.std, dtype=torch.float64, device=device)
         mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
         channels = torch.arange(conv.in_channels, device=device)
-        read = channels.view(conv.groups, -1).repeat_interleave(
-            conv.out_channels // conv.groups, 0
-        )  # (out, in / groups)
+        # (out, in / groups)
+        read = channels.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
         weight = conv.weight.double() / scale[read][..., None, None]
         if conv.groups != 1:
             return weight, mean, read
@@ -168,21 +167,11 @@ def pads_with_zeros(module: nn.Module) -> bool:
 
 def _like(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     """Return a convolution with other filters, in the precision of the first."""
-    window: dict[str, Any] = {
-        name: getattr(conv, name)
-        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-    }
-    new = nn.Conv2d(
-        weight.shape[1] * conv.groups,
-        conv.out_channels,
-        bias=bias is not None,
-        device="meta",
-        **window,
-    )
-    new.weight = nn.Parameter(weight.to(conv.weight), conv.weight.requires_grad)
-    if bias is not None:
-        new.bias = nn.Parameter(bias.to(conv.weight), conv.weight.requires_grad)
-    return new.train(conv.training)
+    is_trained = conv.weight.requires_grad
+    filters = nn.Parameter(weight.to(conv.weight), is_trained)
+    if bias is None:
+        return conv_like(conv, filters, None)
+    return conv_like(conv, filters, nn.Parameter(bias.to(conv.weight), is_trained))
 
 
 def absorb(

@@ -468,9 +468,8 @@ class AffineValues:
     def _multiplied(self, value: TensorVersion) -> Affine | None:
         """Return a value of layers that the model's own code multiplies by a number, or None."""
         made = self.flow.made.get(value)
-        if (
-            self.flow.branches_on_data or self.flow.reads_parameters
-        ):  # numbers may not be those of the code
+        # numbers may not be those of the code
+        if self.flow.branches_on_data or self.flow.reads_parameters:
             return None
         if (
             made is None

@@ -63,9 +63,8 @@ def mask_unit_places(
     in_unit = layer.window_size
     pooled = math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
-    places = (
-        mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
-    )  # a query is the maximum of pooled^2 tokens
+    # a query is the maximum of pooled^2 tokens
+    places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
     return places, mask_unit_order(keys // math.prod(units), units)
 
 

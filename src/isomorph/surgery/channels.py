@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from isomorph.layers.modes import noise
 from isomorph.operations import Flow, Operation, TensorVersion, tensors_in
 from isomorph.surgery.layer_calls import is_unchanged
 
@@ -173,16 +174,13 @@ def _other_attention_weights(flow: Flow, value: TensorVersion) -> Tensor:
     made = flow.made[value]
     source = made.inputs[0]
     if made.name == "softmax":
-        return _run(made, {source: _random(flow.tensors[source])})[0]
+        return _run(made, {source: _noise_like(flow.tensors[source])})[0]
     before = _other_attention_weights(flow, source)
     return _run(made, {source: before})[made.outputs.index(value)]
 
 
-def _random(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        like.device
-    )
+def _noise_like(tensor: Tensor) -> Tensor:
+    return noise(*tensor.shape).to(tensor.device)
 
 
 def _run(operation: Operation, given: dict[TensorVersion, Tensor]) -> list[Tensor]:
@@ -205,7 +203,7 @@ def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
         scores = {
             other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]
         }
-        given |= {other: _random(flow.tensors[other]) for other in scores - {step.value}}
+        given |= {other: _noise_like(flow.tensors[other]) for other in scores - {step.value}}
     elif step.kind == "attention":
         (weights,) = set(step.operation.inputs) - {step.value}
         given[weights] = _other_attention_weights(flow, weights)
@@ -216,9 +214,8 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
-        if bool(
-            _run_step(flow, step, torch.zeros_like(tensor)).any()
-        ):  # padded with another number than 0
+        # padded with another number than 0
+        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None

@@ -184,9 +184,8 @@ class _Repeater(_Recorder):
             if result.shape != x.shape:
                 changed = True
                 return result.to(x.dtype, copy=True)
-            if not (
-                jumps or _is_chosen(x)
-            ):  # the largest values are nearly the same, whichever they are
+            # the largest values are nearly the same, whichever they are
+            if not (jumps or _is_chosen(x)):
                 return x
             changed |= not torch.equal(result.to(x.dtype), x)
             return x.copy_(result)  # of an operation in place it is the tensor that was given

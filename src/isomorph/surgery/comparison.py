@@ -299,9 +299,8 @@ class _Compared:
             ends = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
             bounds = [0, *ends.tolist(), len(scales)]
             for start, end in pairwise(bounds[1:]):
-                rounding = noises[
-                    : bounds[1]
-                ].max()  # 0 of constants or integers, of which it shows nothing
+                # 0 of constants or integers, of which it shows nothing
+                rounding = noises[: bounds[1]].max()
                 rounds_less = not rounding or noises[start:end].max() <= rounding / _GAP
                 if rounds_less and scales[start] <= scales[0] / _SMALLER:
                     yield axis, order[start:end].sort().values

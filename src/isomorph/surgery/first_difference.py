@@ -117,17 +117,19 @@ class _Side:
                 apart = (marks - self.marks[number]).abs().amax(1)
                 scale = float(self.marks[number][-1])
                 near = (apart <= 2 * tolerance * scale).nonzero().flatten().tolist()
-                match = self._best(number, other, [candidates[i] for i in near], tolerance, scale)
+                match = self._first_equal(
+                    number, other, [candidates[i] for i in near], tolerance, scale
+                )
                 if match is not None:
                     self.matches[number] = match
         self.joined = self._before(self.matches)
         outputs = [number for number in self.run.outputs if number in self.marks]
         self.relevant = self._before(number for number in outputs if number not in self.matches)
 
-    def _best(
+    def _first_equal(
         self, number: int, other: "_Side", candidates: list[int], tolerance: float, scale: float
     ) -> _Match | None:
-        """Return the first of the candidates that equals a value."""
+        """Return the first of the candidates that equals a value, in any order of its axes."""
         value = self.run.values[number]
         for candidate in candidates:
             _, difference = in_layout(other.run.values[candidate].to(value), value, tolerance)

@@ -202,7 +202,8 @@ def fuse_with_report(
     names = fusible_modules(plain)
     exact = copy_model(model)
     exact.eval()
-    calls, problem = None, "the weights have no values (device meta)"
+    calls: ReferenceCalls | None = None
+    problem = "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
         calls, problem = _reference_calls(exact, model, example, only_forward)

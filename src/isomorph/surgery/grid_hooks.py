@@ -39,9 +39,8 @@ class _Grids:
     def __init__(self) -> None:
         self.seen: dict[GridSize, None] = {}  # an ordered set
         self.traced: GridSize | None = None  # under a compiler, which sees no thread
-        self.thread = (
-            threading.local()
-        )  # its `image`: the grid of the last one, and the backward pass or -1
+        # its `image`: the grid of the last one, and the backward pass or -1
+        self.thread = threading.local()
 
     def __reduce__(self) -> Any:
         return _Grids, ()

@@ -198,9 +198,8 @@ def insert(
         raise UserError(
             "give an example, a batch as the model reads it: the shapes are those of its outputs"
         )
-    example = map_tensors(
-        to_model(example, model), torch.clone
-    )  # inference tensors have no gradients
+    # inference tensors have no gradients
+    example = map_tensors(to_model(example, model), torch.clone)
     name = _registered_name(block)
     seen: dict[str, list[Any]] = {place: [] for place in _places(model, after)}
 
@@ -213,19 +212,17 @@ def insert(
         if what == "another size":
             with suppress(UserError):  # it runs at one size only
                 _outputs(copy_model(model), other, seen, after=note)
-    rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
+    rules = {place: _make_rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
         places = tuple(place for place in rules if rules[place] == rule)
         new = apply_edit(new, Edit(rule, places))
-    for (
-        place,
-        rule,
-    ) in rules.items():  # also in a frozen model, and after a module without parameters
+    for place, rule in rules.items():
         features = _entry(seen[place][0], rule.entry)
-        new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(
-            True
-        )
+        inserted = new.get_submodule(f"{place}.inserted")
+        inserted.to(features.device, features.dtype)
+        # also in a frozen model, and after a module without parameters
+        inserted.requires_grad_(True)
     called = copy_model(new)
     outputs = _check_blocks(called, counts, example)
     if not all(a.is_meta or torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
@@ -282,10 +279,8 @@ def _outputs(
     after: Notice | None = None,
 ) -> list[Tensor]:
     """Return the outputs of a model while modules are observed; it may keep a part of this call: give a copy."""
-    with (
-        eval_mode(model),
-        observing(model, before, after, names),
-    ):  # with gradients: the same kernels with blocks
+    # with gradients: the same kernels with blocks
+    with eval_mode(model), observing(model, before, after, names):
         return tensors_in(run_model(model, example))
 
 
@@ -293,9 +288,13 @@ def _is_features(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
-def _rule(
+def _make_rule(
     model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None
 ) -> Insert:
+    """Return the rule that inserts a block after a module: of which entry of its output, in which layout.
+
+    `outputs` are those of the module: first of the example, last of images of another size where the model takes them.
+    """
     if not outputs:
         raise UserError(
             f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
@@ -303,12 +302,12 @@ def _rule(
         )
     output = outputs[0]
     if entry is None and not isinstance(output, Tensor):
-        fitting = [key for key, value in _items_of(output) if _is_features(value)]
-        if len(fitting) != 1:
+        feature_keys = [key for key, value in _items_of(output) if _is_features(value)]
+        if len(feature_keys) != 1:
             raise UserError(
-                f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key"
+                f"the output of {place} has {len(feature_keys)} maps or tokens; give entry, its index or key"
             )
-        entry = fitting[0]
+        entry = feature_keys[0]
     try:
         features = _entry(output, entry)
     except (KeyError, IndexError, TypeError):
@@ -317,7 +316,8 @@ def _rule(
         shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UserError(f"{place} returns no map or tokens, but {shown}; choose a module that does")
     layout = _layout(model, place, features, _entry(outputs[-1], entry))
-    return Insert(block, features.shape[1 if layout == "map" else -1], layout, entry)
+    channel_axis = 1 if layout == "map" else -1
+    return Insert(block, features.shape[channel_axis], layout, entry)
 
 
 def _items_of(output: Any) -> list[tuple[Any, Any]]:
@@ -327,17 +327,19 @@ def _items_of(output: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(output)) if isinstance(output, tuple | list) else []
 
 
-def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Tensor) -> Layout:
+def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tensor) -> Layout:
     """Return the layout of a module's output: channels are the axis that is the same at another size of the image.
 
-    Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
+    Where the model has one size, and `other_features` that too: by how often the module's own parameters, or for a map
+    those of the model, have each axis' size.
     """
     votes: list[list[int]] = [
-        [features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]
+        [features.shape[axis] == other_features.shape[axis] for axis in (1, -1)]
     ]
-    for module in (model.get_submodule(place), model)[
-        : features.ndim - 2
-    ]:  # of three axes by its own alone
+    asked = [model.get_submodule(place)]
+    if features.ndim > 3:
+        asked.append(model)
+    for module in asked:
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = features.ndim > 3  # if nothing tells

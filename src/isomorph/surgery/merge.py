@@ -273,9 +273,8 @@ def merge(
     found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans), wholes)
     if not any(group.kind == "readers" for group in good):
         return found
-    return _joined(
-        found, merge(new, calls, affine, across, avoid)
-    )  # layers of two norms may read one value now
+    # layers of two norms may read one value now
+    return _joined(found, merge(new, calls, affine, across, avoid))
 
 
 def _joined(first: Merged, second: Merged) -> Merged:

@@ -248,9 +248,8 @@ class ModelPair:
             name = call.name
             module = recast.get_submodule(name)
             args, kwargs = given.pop(name)
-            if (
-                type(module) is Attention
-            ):  # it has no use for the grid that a hook passes to gated attention
+            # it has no use for the grid that a hook passes to gated attention
+            if type(module) is Attention:
                 kwargs.pop("grid_size", None)
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             largest = tensors[0].abs().max().item() if tensors else 0.0
@@ -263,9 +262,8 @@ class ModelPair:
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]
-        run_model(
-            recast, batch
-        )  # sets grid_size of the layers that are called outside their model below
+        # sets grid_size of the layers that are called outside their model below
+        run_model(recast, batch)
         with observing(original, before=keep, after=compare, names=names):
             run_model(original, batch)
         return tuple(found[name] for name in names if name in found)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import first_float
+from isomorph.layers.modes import first_float, noise
 from isomorph.operations import FollowMaps, FusedCall, observing
 from isomorph.operations.observe import Running
 from isomorph.spec import image_size, spec_of
@@ -141,10 +141,9 @@ def _trials(
     if width is None:
         return
     like = first_float(layer)
-    generator = torch.Generator().manual_seed(0)
     for (H, W), prefix in grids:
         for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
-            x = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64).to(like)
+            x = noise(*shape).to(like)
             more = _further_arguments(layer, x, (H, W))
             if more is not None:
                 yield x, more
@@ -165,14 +164,15 @@ def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int
 
 
 def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ()) -> Scores | None:
-    """Return the scores of a trial call of a layer, with shapes alone where that is enough, or None.
+    """Return the attention scores that a copy of a layer computes of made-up inputs, or None.
 
-    `grids` are sizes that the tokens of the layer may have, and numbers of tokens before them.
+    First tensors have shapes alone (device meta), then values in float64, which some layers need. `grids` are sizes
+    that the tokens of the layer may have, and numbers of tokens before them.
     """
-    makers = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
-    for make in makers:
+    ways_to_copy = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
+    for copy_layer in ways_to_copy:
         try:
-            copied = _silence(make(layer))
+            copied = _silence(copy_layer(layer))
         except Exception:  # a layer that cannot be copied
             return None
         for x, more in _trials(copied, _grids_of(grids)):

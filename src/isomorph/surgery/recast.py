@@ -99,32 +99,21 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     for name, module in root.model.named_modules():
         if matches_where(where, name, module):
             sites.append(root.at(name))
-    return _judge(rule, sites).names
+    return _judge(rule, sites)
 
 
-class _Judgement(NamedTuple):
-    """The sites that a rule accepts, and the reason for each one of its kind that it rejects, by name."""
-
-    accepted: list[Site]
-    rejected: dict[str, str]
-
-    @property
-    def names(self) -> Acceptance:
-        return Acceptance([site.name for site in self.accepted], self.rejected)
-
-
-def _judge(rule: Rule, sites: Sequence[Site]) -> _Judgement:
-    accepted: list[Site] = []
+def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
+    accepted: list[str] = []
     rejected: dict[str, str] = {}
     for site in sites:
         reason = rule.reason(site)
         if reason is None:
-            accepted.append(site)
+            accepted.append(site.name)
         elif _is_of_kind(rule, site):
             if hasattr(site.module, "inserted"):
                 reason += "; a block is inserted after it, recast before you insert"
             rejected[site.name] = reason
-    return _Judgement(accepted, rejected)
+    return Acceptance(accepted, rejected)
 
 
 def _is_of_kind(rule: Rule, site: Site) -> bool:
@@ -146,7 +135,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
     >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
     ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
     """
-    return _select(model, rule, where, exclude).names.accepted
+    return _select(model, rule, where, exclude).accepted
 
 
 class _Choice(NamedTuple):
@@ -163,8 +152,8 @@ class _Choice(NamedTuple):
         return [site.name for site in self.sites if site.name and _is_of_kind(self.rule, site)]
 
 
-def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> _Judgement:
-    """Return the sites that a rule recasts, and the others of its kind. Raises: UserError, as `targets`."""
+def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
+    """Return which modules a rule recasts, and why not the others of its kind. Raises: UserError, as `targets`."""
     if not isinstance(rule, Rule):
         like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
         raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
@@ -183,13 +172,11 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> _Judg
         )
     if where == "*":
         return found._replace(accepted=_outermost(found.accepted))
-    for site in found.accepted:
+    for name in found.accepted:
         for outer in found.accepted:
-            if _is_inside(site, outer):
-                around = outer.name or "the model itself"
-                raise UserError(
-                    f"target {site.name} is inside target {around}; select only one of them"
-                )
+            if _is_inside(name, outer):
+                around = outer or "the model itself"
+                raise UserError(f"target {name} is inside target {around}; select only one of them")
     return found
 
 
@@ -222,16 +209,14 @@ def _selected(choice: _Choice) -> list[Site]:
     return list(selected.values())
 
 
-def _is_inside(site: Site, outer: Site) -> bool:
-    if not outer.name:
-        return bool(site.name)
-    return site.name.startswith(f"{outer.name}.")
+def _is_inside(name: str, outer: str) -> bool:
+    return name.startswith(f"{outer}.") if outer else bool(name)
 
 
-def _outermost(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites that are inside no other; the model itself only if it is alone."""
-    inner = [site for site in sites if site.name] or list(sites)
-    return [site for site in inner if not any(_is_inside(site, outer) for outer in inner)]
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Return the names of modules that are inside no other; the model itself, "", only if it is alone."""
+    inner = [name for name in names if name] or list(names)
+    return [name for name in inner if not any(_is_inside(name, outer) for outer in inner)]
 
 
 def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
@@ -257,7 +242,7 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
         return "; exclude leaves out the others"
     around = tuple(f"{site.name}." for site in selected)
     inside = [site for site in choice.sites if site.name.startswith(around)]
-    accepted = _judge(choice.rule, inside).names.accepted
+    accepted = _judge(choice.rule, inside).accepted
     if accepted:
         return f"; name what is inside: {list_names(accepted)}"
     return nearest_names(choice.where, choice.own)
@@ -275,7 +260,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}"
+                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.own or names)}"
             )
 
 
@@ -330,10 +315,12 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     ('Conv2d', 'GPSA2d')
     """
     found = _select(model, rule, where, exclude)
-    for site in found.accepted:
+    root = Site(check_model(model))
+    for name in found.accepted:
+        site = root.at(name)
         if not site.part:
-            check_finite(site.module, site.name)
-    new = apply_edit(copy_model(model), Edit(rule, tuple(found.names.accepted)))
+            check_finite(site.module, name)
+    new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
     skipped = [f"{name} ({reason})" for name, reason in found.rejected.items()]
     if skipped:
         add_notes(

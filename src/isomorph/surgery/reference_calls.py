@@ -11,6 +11,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
+from isomorph.layers.modes import noise
 from isomorph.operations import (
     Flow,
     copy_module,
@@ -51,8 +52,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
-    generator = torch.Generator().manual_seed(0)
-    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+    return to_model(noise(1, *size), model)
 
 
 class Call(NamedTuple):
@@ -126,9 +126,8 @@ class ReferenceCalls:
             raise NotFinite(
                 "the model's outputs are not finite; check its weights and statistics, and the example"
             )
-        self.calls = [
-            call for call in self.calls if _is_finite(call)
-        ]  # at other sizes a model may divide by 0
+        # at other sizes a model may divide by 0
+        self.calls = [call for call in self.calls if _is_finite(call)]
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 

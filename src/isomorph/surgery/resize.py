@@ -204,9 +204,8 @@ def _for_sizes(
         )
     by_timm: Any = copy_module(original)
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # timm warns when it interpolates relative positions
+        # timm warns when it interpolates relative positions
+        with warnings.catch_warnings(action="ignore"):
             by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error

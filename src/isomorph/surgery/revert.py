@@ -92,9 +92,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         for name, module in model.named_modules(remove_duplicate=False)
         if module in layers.values()
     }
-    for name, layer in sorted(
-        layers.items(), key=lambda item: -item[0].count(".")
-    ):  # inner ones first
+    # inner ones first
+    for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):
         original = _original_of(name, layer, atol, alone=len(layers) == 1)
         model = replace_module(model, name, layer, original)
     add_notes(model, *ties.restore(model))

@@ -169,7 +169,7 @@ def _compare_int8(
     found = measure_fidelity(pairs, getattr(original, "num_classes", None))
     said = []
     if not found.is_like(stored):
-        said.append("give images as those that it was calibrated on, or atol")
+        said.append("give images as those that it was calibrated on, or `atol`")
         said.append(
             "layers of an int8 file are rounded, so no operation is the first after which it differs; with atol it is "
             "the first that differs by more"

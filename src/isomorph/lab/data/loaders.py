@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
-from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
 from isomorph.lab.data.label_maps import MapLabels
 from isomorph.lab.data.sampler import SeededIndex, TrainSampler
 from isomorph.lab.data.sources import Examples, Source, with_changes
+from isomorph.lab.distributed import Runtime, seed_generators
 from isomorph.process import SafeChildProcesses, handler_kept
 from isomorph.terminal_tables import count_of
 
@@ -30,9 +30,8 @@ ImageConfig = dict[str, Any]
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
-Example = tuple[
-    Tensor, int | MapLabels, list[str]
-]  # image, label, errors of unreadable images skipped before it
+# image, label, errors of unreadable images skipped before it
+Example = tuple[Tensor, int | MapLabels, list[str]]
 
 _NO_AUGMENTATION: dict[str, Any] = dict(
     scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0
@@ -285,9 +284,8 @@ def ignore_stop_signals(worker: int) -> None:
     """Make a worker ignore signals to stop: the main process handles them, and ends its workers once it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if hasattr(
-        signal, "sigwaitinfo"
-    ):  # some systems lack it: there, a SIGTERM to all processes ends the workers
+    # some systems lack it: there, a SIGTERM to all processes ends the workers
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_when_parent_asks, daemon=True).start()
 

@@ -129,9 +129,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
-    if (
-        image.mode == "I" and image.format == "PPM"
-    ):  # Pillow scales these to 16 bits, whatever their white
+    # Pillow scales these to 16 bits, whatever their white
+    if image.mode == "I" and image.format == "PPM":
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("F", "I"):
         low, high = image.getextrema()

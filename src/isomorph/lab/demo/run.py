@@ -97,9 +97,8 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
     """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # threads that wait for each other come to a standstill next to other busy processes
+    # threads that wait for each other come to a standstill next to other busy processes
+    torch.set_num_threads(1)
     try:
         with TemporaryDirectory(prefix="isomorph-demo-") as runs:
             demo = _run_steps(folder, Path(runs), show, list(overrides))

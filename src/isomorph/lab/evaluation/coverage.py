@@ -12,6 +12,7 @@ from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isomorph.analysis.cost import count_parameters
 from isomorph.errors import UserError
 from isomorph.surgery.fuse import fuse_with_report
 from isomorph.surgery.recast import acceptance
@@ -61,7 +62,7 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
             accepted, rejected = acceptance(model, rule)
             reasons = _count_reasons(rejected.values())
             counts[kind] = [len(accepted), len(accepted) + len(rejected), reasons]
-        return {"parameters": _count(model), "rules": counts}
+        return {"parameters": count_parameters(model), "rules": counts}
 
     return _rows(names, measure)
 
@@ -99,7 +100,7 @@ def _merged_norms(name: str) -> dict[str, Any]:
     fused, report = fuse_with_report(model)
     left = {key: reason for key, reason in report.left.items() if key in norms}
     alone = [reason for reason in left.values() if not reason.startswith(_NOT_ALONE)]
-    others = _count(reparameterize_model(model))
+    others = count_parameters(reparameterize_model(model))
     return {
         "norms": len(norms),
         "merged": len(norms - _norms_of(fused)),
@@ -116,10 +117,6 @@ _NOT_ALONE = (
     "it reads the model's input",
     "the output of the layer before it is read elsewhere",
 )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _norms_of(model: nn.Module) -> set[str]:

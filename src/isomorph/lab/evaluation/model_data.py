@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import DataWarning, UserError
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
@@ -29,6 +28,7 @@ from isomorph.lab.data.sources import (
     spaced_indices,
     with_changes,
 )
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.accuracy import (
     MultiLabelCounts,
     PredictionCounts,
@@ -54,9 +54,8 @@ def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = spec_of(model).config
     source = config.get("source")
-    named = (
-        source in registry.SOURCES or not Path(str(source)).exists()
-    )  # a file may name no folder of this machine
+    # a file may name no folder of this machine
+    named = source in registry.SOURCES or not Path(str(source)).exists()
     if source and source not in _WEIGHT_LOCATIONS and named:
         return source
     if "cifar10" in (config.get("tag") or ""):
@@ -131,8 +130,8 @@ def open_split(
                 return part
             if part.classes == tuple(map(composed, label_names(model))):
                 warnings.warn(
-                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
-                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    f"the folder has {now} images, that of training had {images}: those that "
+                    f"test_fraction={fraction:g} gives to {split}ing are used ({len(part)}); test_fraction=1 takes all",
                     DataWarning,
                     stacklevel=2,
                 )
@@ -161,8 +160,8 @@ def _check_unseen(source: Source, model: nn.Module) -> None:
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(
-            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
-            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+            f"the model was trained on a folder of {images} images like this one; give "
+            f"test_fraction={fraction:g} to test on the images left out, or test_fraction=1 for all of them"
         )
 
 
@@ -273,9 +272,8 @@ def evaluate_classifier(
 
 
 Size = tuple[int, int]
-BatchProgress = Callable[
-    [Iterable[Any], str, int], Iterable[Any]
-]  # batches, title, number of batches
+# batches, title, number of batches
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 @dataclass(frozen=True)

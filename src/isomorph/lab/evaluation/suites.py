@@ -62,7 +62,7 @@ class Suite:
                 return path, form or detect_format(path)
         searched = ", ".join(name for name in self.folders if name != ".")
         where = f"no folder of {self.name} in {top} (searched {searched})"
-        raise UserError(f"{where}; give --suite {self.name}=FOLDER or another --root")
+        raise UserError(f"{where}; give suite={self.name}=FOLDER or another `root`")
 
     def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
         """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""
@@ -88,11 +88,7 @@ class Suite:
     ) -> None:
         if count == expected or (count < expected and partial):
             return
-        hint = (
-            "; to evaluate on a part of it, give --partial (partial=True)"
-            if count < expected
-            else ""
-        )
+        hint = "; to evaluate on a part of it, give partial=True" if count < expected else ""
         raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
 
 

@@ -21,6 +21,9 @@ Fields = dict[str, Any]
 # All recipes by name, which are read when they are first asked for.
 RECIPES: dict[str, Fields]
 
+# Groups that are shown before all other fields.
+_FIRST = ("task", "model", "data")
+
 _FOLDER = Path(__file__).with_name("named")
 _PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
 _FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
@@ -40,7 +43,13 @@ def _named_recipes() -> dict[str, Fields]:
     for file in _FILES:
         text = (_FOLDER / f"{file}.yaml").read_text(encoding="utf-8")
         entries |= yaml.load(text, loader)
-    return {name: _fields_of(name, entries) for name in entries if not name.startswith(".")}
+    recipes: dict[str, Fields] = {}
+    for name in entries:
+        if not name.startswith("."):
+            fields = _fields_of(name, entries)
+            first = {group: fields[group] for group in _FIRST if group in fields}
+            recipes[name] = first | fields
+    return recipes
 
 
 def _fields_of(name: str, entries: Mapping[str, Fields]) -> Fields:

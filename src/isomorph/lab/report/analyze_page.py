@@ -22,6 +22,7 @@ from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.cost import count_once, count_parameters, static_cost
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.report import guides
 from isomorph.lab.report.attention_viewer import (
     EQUAL_BOUNDS,
@@ -232,7 +233,7 @@ def _gating_section(charts: Sequence[Dots]) -> Section:
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
-def _cost(subject: PageModel) -> dict[str, Any]:
+def _cost(subject: PageModel) -> JsonObject:
     if subject.inputs is None:
         return static_cost(subject.model, subject.config["input_size"])
     image = torch.zeros(1, *subject.config["input_size"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
+from isomorph.json_values import JsonObject
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import (
     Chart,
@@ -77,9 +78,9 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
     return tables
 
 
-def histories_json(histories: MeasureHistories) -> dict[str, Any]:
+def histories_json(histories: MeasureHistories) -> JsonObject:
     """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, NaN where unknown."""
-    plain: dict[str, Any] = {}
+    plain: JsonObject = {}
     for measure, runs in histories.items():
         plain[measure] = {}
         for run, history in runs.items():

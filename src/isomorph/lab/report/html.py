@@ -136,21 +136,21 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
 
 def write_page(
-    path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = ""
+    path: str | Path, title: str, lead: str, sections: Sequence[Section], footer: str = ""
 ) -> int:
     """Write sections as one HTML page, completely or not at all, and return its size in bytes.
 
     The lead, under the title, is the finding of the page in a sentence; what follows the first line of the footer is
     shown as code, with a button that copies it.
 
-    >>> from pathlib import Path
     >>> gates = iso.report.Section("Gates", "Of every head.")
-    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "All gates are 0.73.", [gates])
-    >>> Path("page.html").stat().st_size == size
+    >>> size = iso.report.write_page("page.html", "My T-CNN", "All gates are 0.73.", [gates])
+    >>> import os
+    >>> os.path.getsize("page.html") == size
     True
 
     Raises: UserError when the page cannot be written.
     """
     page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
-    write_atomically(path, lambda file: file.write_bytes(page))
+    write_atomically(Path(path), lambda file: file.write_bytes(page))
     return len(page)

@@ -49,14 +49,13 @@ def normalise_images(images: Sequence[PageImage], config: ImageConfig) -> Tensor
     return (batch - mean) / std
 
 
-def open_images(paths: Sequence[Path], config: ImageConfig) -> list[PageImage]:
+def open_images(paths: Sequence[str | Path], config: ImageConfig) -> list[PageImage]:
     """Read image files, resized and cropped by a model's data config, as timm's `resolve_data_config` returns it.
 
     >>> from PIL import Image
-    >>> from pathlib import Path
     >>> Image.new("RGB", (60, 40)).save("black.png")
     >>> config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
-    >>> iso.report.open_images([Path("black.png")], config)[0].pixels.shape
+    >>> iso.report.open_images(["black.png"], config)[0].pixels.shape
     torch.Size([3, 32, 32])
 
     Raises: UserError naming a file that cannot be read.
@@ -67,4 +66,5 @@ def open_images(paths: Sequence[Path], config: ImageConfig) -> list[PageImage]:
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform = eval_transform(unnormalised)
     mode = "L" if channels == 1 else "RGB"
-    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in paths]
+    files = map(Path, paths)
+    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in files]

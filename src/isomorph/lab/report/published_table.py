@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isomorph.json_values import JsonObject
 from isomorph.lab.report.charts import Chart, Line, Panel, Scatter, is_number
 from isomorph.lab.report.run_files import RunLog
 from isomorph.terminal_tables import Row, Table, interval_text
@@ -131,7 +132,7 @@ class RunResult:
             images=log.test_images,
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return run, numbers, difference, epochs and hours as plain values, for JSON."""
         return {
             "run": self.run,
@@ -159,7 +160,7 @@ class TableRow:
     """Commands that make the row, first to last; none for a quoted number."""
     runs: Sequence[RunResult] = field(default=())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the row as plain values, for JSON."""
         return {
             "row": self.label,

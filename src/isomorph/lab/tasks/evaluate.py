@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source
+from isomorph.lab.distributed import open_runtime
 from isomorph.lab.evaluation.model_data import data_root, evaluate_classifier
 from isomorph.lab.training.task import EvaluationOptions, task_of
 from isomorph.layers.modes import first_float

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.open import build_own, load, local_file
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource
@@ -27,6 +26,7 @@ from isomorph.lab.data.loaders import (
 from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.lab.data.sources import Source, class_fraction, drawn_once, first_classes
 from isomorph.lab.data.streams import Stream, open_stream, stream_loader, stream_test_loader
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.open import open_with_classes
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.recipe.recipe import Recipe
@@ -111,7 +111,7 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     if ignored:
         names = " and ".join(ignored)
         raise UserError(
-            f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE"
+            f"{names} cannot be passed to {part.name}; give its arguments as model.kwargs.NAME=VALUE"
         )
     model = build_own(part.name, part.kwargs)
     if part.weights is None:

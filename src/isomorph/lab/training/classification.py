@@ -9,12 +9,12 @@ from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.distributed import Runtime
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.label_maps import random_label_maps
 from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
 from isomorph.lab.evaluation.classes import check_image_size, class_count, class_logits, class_namer
 from isomorph.lab.training.build import (
@@ -127,9 +127,8 @@ def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) 
 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
-    logits = (
-        output[0] if isinstance(output, tuple) else output
-    )  # of the class token, not of a distillation token
+    # of the class token, not of a distillation token
+    logits = output[0] if isinstance(output, tuple) else output
     if target.ndim > 1:
         target = target.argmax(1)
     return (logits.argmax(1) == target).float().mean()

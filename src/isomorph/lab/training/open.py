@@ -48,13 +48,13 @@ def open_model(
     """
     if is_checkpoint_or_run(name):
         if weights:
-            raise UserError(f"{name} has weights already; --weights applies to timm models by name")
+            raise UserError(f"{name} has weights already; `weights` applies to timm models by name")
         return open_trained(Path(name), options)
     if is_function(name):
         model = build_own(name, options.arguments() | arguments)
         return open_contents(read_contents(weights, options.ema), base=model) if weights else model
     if options.arch:
-        raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
+        raise UserError(f"`base` is for checkpoints; {name!r} is not a file")
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
@@ -62,7 +62,7 @@ def open_model(
         return open_contents(read_contents(weights, options.ema)._replace(header={}), named)
     public = _pretrained_cfg(name)
     if pretrained and not (public and public.has_weights):
-        raise UserError(f"{name} has no public weights; give --weights")
+        raise UserError(f"{name} has no public weights; give `weights`")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # random weights are the same at every call
         return create(name, pretrained=pretrained, **arguments).eval()
@@ -112,10 +112,10 @@ def needs_options(name: str) -> bool:
 
 
 def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrained: bool) -> None:
-    """Raise UserError if --no-pretrained, which asks for random weights, is given for models that have weights."""
+    """Raise UserError if random weights are asked for, for models that have weights."""
     if not pretrained and (weights or all(map(is_checkpoint_or_run, names))):
         raise UserError(
-            "--no-pretrained asks for random weights; give a timm model by name and no --weights"
+            "pretrained=False asks for random weights; give a timm model by name and no `weights`"
         )
 
 

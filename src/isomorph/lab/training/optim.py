@@ -107,9 +107,8 @@ def parameter_groups(
     )
     decays = dict(weight_decay=weight_decay, layer_decay=layer_decay)
     groups = scaled_groups(model, check_part(OptimPart, "parameter_groups", rates | decays))
-    for (
-        group
-    ) in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
+    # without lr_scale, by which timm's schedulers would multiply the rate again
+    for group in groups:
         group["lr"] = lr * group.pop("lr_scale")
     return groups
 

@@ -13,10 +13,10 @@ from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import (
     SyntheticData,

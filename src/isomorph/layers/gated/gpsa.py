@@ -10,7 +10,6 @@ be rectangular.
 Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
-import copy
 import math
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import copy_parts
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
 from isomorph.layers.grid import GridSize
@@ -178,11 +178,9 @@ class GPSA(TokenHeads):
                 queries, keys = joint.chunk(2)
                 getattr(layer.q, kind).copy_(queries)
                 getattr(layer.k, kind).copy_(keys)
-            layer.q_norm = copy.deepcopy(self.q_norm)
-            layer.k_norm = copy.deepcopy(self.k_norm)
+            copy_parts(self, layer, ("q_norm", "k_norm"))
         layer.position.copy_(self.position)
-        for name in ("v", "proj", "proj_drop"):
-            setattr(layer, name, copy.deepcopy(getattr(self, name)))
+        copy_parts(self, layer, ("v", "proj", "proj_drop"))
         return layer.train(self.training)
 
 
@@ -220,8 +218,7 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         if self.qk.bias is not None and self.v.bias is not None:
             bias = torch.cat([self.qk.bias, self.v.bias])
             attention.qkv.bias.copy_(bias)
-        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
-            setattr(attention, name, copy.deepcopy(getattr(self, name)))
+        copy_parts(self, attention, ("proj", "proj_drop", "q_norm", "k_norm"))
         tokens = self.prefix_tokens + math.prod(self.grid_size)
         advice = "keep it, or open the gates with set_gating(gate=-15)"
         require_same(self, attention, (1, tokens, dim), atol, advice)

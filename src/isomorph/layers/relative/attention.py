@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
 from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
-from isomorph.layers.modes import KeepsInEval, constant, is_eager, is_functorch_tensor
+from isomorph.layers.modes import (
+    KeepsInEval,
+    at_least_float32,
+    constant,
+    is_eager,
+    is_functorch_tensor,
+)
 
 
 def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
@@ -29,7 +35,7 @@ def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
     # sizes that an export leaves open are not known to be equal, and are interpolated
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
-    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    exact = table.to(at_least_float32(table))
     # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
     exact = exact.unsqueeze(0)
     resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
@@ -194,16 +200,21 @@ class RelativeAttention(AttentionBase, KeepsInEval):
                 f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
             )
         grid_size = (x.shape[1], x.shape[2])
-        tokens = x.flatten(1, 2)  # (B, N, C)
-        q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
-        mixed = self.attend(q, k, v, grid_size)
-        return self.project_output(mixed, tokens).unflatten(1, grid_size)
+        return self.mix_tokens(x.flatten(1, 2), grid_size).unflatten(1, grid_size)
+
+    def mix_tokens(self, x: Tensor, grid_size: GridSize) -> Tensor:
+        """Return what `forward` computes of the tokens of a grid. Shape: x (B, N, C) -> (B, N, C)"""
+        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
+        return self.project_output(self.attend(q, k, v, grid_size), x)
+
+    def token_scores(self, x: Tensor, grid_size: GridSize) -> tuple[Tensor, Tensor, Any]:
+        """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, self.position_bias(grid_size, q.dtype)
 
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
-        q, k, _v = self.queries_keys_values(x.flatten(1, 2))
-        bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
-        return q * self.scale, k, bias
+        return self.token_scores(x.flatten(1, 2), (x.shape[1], x.shape[2]))
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
@@ -314,10 +325,7 @@ class ViTRelativeAttention(RelativeAttention):
         is_causal: bool = False,
         grid_size: GridSize | None = None,
     ) -> Tensor:
-        grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
-        mixed = self.attend(q, k, v, grid_size)
-        return self.project_output(mixed, x)
+        return self.mix_tokens(x, self.check_call(x, attn_mask, is_causal, grid_size))
 
     def attention(
         self,
@@ -328,16 +336,14 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, bias = self.content_scores(x, grid_size=grid_size)
+        q, k, bias = self.token_scores(x, grid_size)
         return (q @ k.mT + bias).softmax(-1)
 
     def content_scores(
         self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
     ) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
-        q, k, _v = self.queries_keys_values(x)
-        bias = self.position_bias(grid_size or self.grid_size, q.dtype)
-        return q * self.scale, k, bias
+        return self.token_scores(x, grid_size or self.grid_size)
 
     def check_call(
         self,

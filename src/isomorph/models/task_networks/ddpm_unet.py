@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -138,7 +139,7 @@ def sinusoids(steps: int, width: int) -> Tensor:
     return waves.flatten(1)  # (steps, width)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a checkpoint of diffusers, or of the code that TDRL names: same order, 1x1 convolutions for matrices."""
     state = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if "conv_in.weight" in state:

@@ -31,9 +31,10 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.modes import require_finite
+from isomorph.layers.modes import at_least_float32, require_finite
 from isomorph.models.base import (
     Mixin,
+    State,
     Variant,
     image_cfg,
     own_filter,
@@ -57,7 +58,7 @@ _RATIOS = (0.5, 1.0, 2.0)
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))
 
 
 class Float32Outputs(Mixin):
@@ -173,10 +174,10 @@ def fixed_boxes(x: Tensor) -> Tensor:
             top = row * height
             left = column * width
             boxes.append((left, top, left + width, top + height))
-    return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return torch.tensor(boxes, dtype=at_least_float32(x), device=x.device)
 
 
-def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_prefix_tokens(state: State) -> State:
     """Drop a ViT's prefix tokens and their positions; those of patches are the largest square."""
     tokens = ("cls_token", "reg_token", "dist_token")
     state = {name: tensor for name, tensor in state.items() if name not in tokens}
@@ -243,7 +244,7 @@ class WindowedViT(nn.Module):
             else:
                 block.attn = DecomposedAttention.from_attention(block.attn, (window, window))
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_foreign(self, state: State) -> State:
         """Return a plain ViT's weights without prefix tokens, under the backbone's names."""
         return self.source_filter(_without_prefix_tokens(state), self)
 

@@ -258,8 +258,10 @@ def _compare_inputs(
         _note_constants(source, target, theirs, settings)
     elif len(mine) == len(theirs):
         _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
-    shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
-    what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    what = f"the {other.kind} reads other values"
+    if mine or theirs:
+        shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
+        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, found)
 
 

@@ -53,7 +53,7 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
     except UserError as error:
         raise UserError(
             f"the {which} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
-            f"images of its own size (--size); {error}"
+            f"images of its own `size`; {error}"
         ) from error
     if which == "target":
         return FittedPair(source, size.model, size, None)

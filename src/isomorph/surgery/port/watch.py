@@ -60,17 +60,19 @@ class Call:
                 return value.clone()
             return value
 
-        return self.function(*swap(Ref, given, self.args), **swap(Ref, given, self.kwargs))
+        return self.function(
+            *map_nested(Ref, given, self.args), **map_nested(Ref, given, self.kwargs)
+        )
 
 
-def swap(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+def map_nested(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     """Return arguments with those of a kind changed, also in containers."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)([swap(kind, change, each) for each in value])
+        return type(value)([map_nested(kind, change, each) for each in value])
     if type(value) is dict:
-        return {name: swap(kind, change, each) for name, each in value.items()}
+        return {name: map_nested(kind, change, each) for name, each in value.items()}
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | Ref | Tensor):
         return value
     return tree_map_only(kind, change, value)  # torch knows further containers
@@ -178,7 +180,7 @@ class Watch(TorchFunctionMode):
         name = name_of(func)
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
-        kept = swap(
+        kept = map_nested(
             Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": given}
         )
         writes = bool(read) and _writes(name, args, given)

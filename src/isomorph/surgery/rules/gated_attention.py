@@ -1,6 +1,5 @@
 """Rule that replaces the attention of a ViT by gated positional self-attention (GPSA)."""
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
-from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
+from isomorph.layers.attention_base import ATTENTION_PARTS, copy_parts, has_usual_scale
 from isomorph.layers.grid import GridSize
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
@@ -166,6 +165,5 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
                 gpsa.v.bias.zero_()
         for part in (gpsa.qk, gpsa.v):
             part.requires_grad_(qkv.weight.requires_grad)
-        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
-            setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
+        copy_parts(module, gpsa, ("proj", "proj_drop", "q_norm", "k_norm"))
         return gpsa

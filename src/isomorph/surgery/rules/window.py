@@ -1,7 +1,7 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -76,10 +76,8 @@ class _Attend(FollowMaps):
         has_open_size = not all(isinstance(side, int) for side in grid)
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and has_open_size
         if layer.pruned and not is_open:
-            grid = (
-                int(grid[0]),
-                int(grid[1]),
-            )  # the number of windows is a constant of a traced graph
+            # the number of windows is a constant of a traced graph
+            grid = (int(grid[0]), int(grid[1]))
         windows = TokenWindows(grid, layer.window, prefix)
         scale = call.scale if layer.fused_scale is None else layer.fused_scale
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
@@ -102,7 +100,8 @@ def _with_four_axes(call: FusedCall) -> FusedCall:
             return x
         return x[:, None] if axes == 3 else x.flatten(0, axes - 4)
 
-    return call._replace(
+    return replace(
+        call,
         query=reshaped(call.query),
         key=reshaped(call.key),
         value=reshaped(call.value),

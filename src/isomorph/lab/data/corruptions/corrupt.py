@@ -63,9 +63,8 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
-    seeded = (
-        {"seed": seed} if corruption == "impulse_noise" else {}
-    )  # it has its own random generator
+    # it has its own random generator
+    seeded = {"seed": seed} if corruption == "impulse_noise" else {}
     state = np.random.get_state()
     np.random.seed(seed)
     try:
@@ -113,9 +112,8 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]
-IMAGENET_C_CROP = dict(
-    crop_pct=224 / 256, crop_mode="center", interpolation="bilinear"
-)  # of ImageNet-C's files
+# of ImageNet-C's files
+IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
 
 
 def image_transform(config: ImageConfig) -> ImageTransform:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
@@ -42,7 +43,7 @@ _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictur
 
 def measure_classifier(
     model: nn.Module, source: Source | None, options: RobustnessOptions
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
     Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
@@ -67,9 +68,8 @@ def measure_classifier(
     if options.out and runtime.is_main:
         out = Path(options.out).expanduser()
     file = CellFile(out, identity)
-    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[
-        0
-    ]  # of the process with the file
+    # of the process with the file
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
         left = tuple(severity for severity in own if (name, severity) not in cells)
@@ -135,9 +135,8 @@ def _measure_group(
         for own, own_logits in zip(counts, logits.unbind(1), strict=True):
             own.add(own_logits, labels)
         report(together * done / len(batches))
-    shares = [
-        share for share in options.runtime.gather(counts) if share
-    ]  # some are empty if batches are few
+    # some are empty if batches are few
+    shares = [share for share in options.runtime.gather(counts) if share]
     return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
 
 
@@ -216,12 +215,12 @@ class CellFile:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(
-                    f"{path} has cells of {saved.identity['model']} with other weights; use another --out"
+                    f"{path} has cells of {saved.identity['model']} with other weights; use another `out`"
                 )
             differences = _differences(saved.identity, identity)
             if differences:
                 raise UserError(
-                    f"{path} has cells of other images: {differences}; use another --out"
+                    f"{path} has cells of other images: {differences}; use another `out`"
                 )
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
@@ -247,13 +246,13 @@ class CellFile:
 class SavedResult(NamedTuple):
     """The identity of an evaluation, its finished cells with the clean one, and the bytes in complete lines."""
 
-    identity: dict[str, Any]
+    identity: JsonObject
     cells: Cells
     complete: int
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
+    """Read a file of results, without an incomplete last line. Raises: UserError for a file that is not one."""
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1

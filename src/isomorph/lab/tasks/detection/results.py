@@ -15,10 +15,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     FitTransform,
@@ -131,7 +132,7 @@ def as_results(
     return entries
 
 
-def encode_mask(mask: Tensor) -> dict[str, Any]:
+def encode_mask(mask: Tensor) -> JsonObject:
     """Return a mask as COCO's RLE, size and counts. Shape: (H, W) bool"""
     return pycocotools("mask").encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
 
@@ -151,16 +152,15 @@ def metric_rows(source: DetectionSource, results: Results) -> Rows:
     names = {"bbox": "box"}
     if source.masks and all("segmentation" in entry for entry in results.entries):
         names["segm"] = "mask"
-    overall: dict[str, Any] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    overall: JsonObject = {}
+    rows: dict[str, JsonObject] = {}
     for iou_type, name in names.items():
         run = _evaluate(truth, results, iou_type)
         for statistic, share in zip(STATISTICS, run.stats, strict=False):
             if share >= 0:
                 overall[f"{name}_{statistic}"] = 100 * float(share)
-        precision = run.eval["precision"][
-            :, :, :, 0, -1
-        ]  # (IoU, recall, class), all sizes, most detections
+        # (IoU, recall, class), all sizes, most detections
+        precision = run.eval["precision"][:, :, :, 0, -1]
         for label, title in enumerate(source.classes):
             of_class = precision[:, :, label]
             if (of_class >= 0).any():
@@ -201,9 +201,8 @@ def ground_truth(source: DetectionSource) -> Any:
 
 
 def _evaluate(truth: Any, results: Results, iou_type: str) -> Any:
-    other = (
-        "bbox" if iou_type == "segm" else "segmentation"
-    )  # pycocotools would take the size of a mask from its box
+    # pycocotools would take the size of a mask from its box
+    other = "bbox" if iou_type == "segm" else "segmentation"
     given = [
         {key: value for key, value in entry.items() if key != other} for entry in results.entries
     ]

@@ -12,12 +12,12 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.classes import check_image_size, check_same_classes
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,

@@ -28,8 +28,8 @@ from isomorph.spec import ImageSize
 INCEPTION = "inception"
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 NO_INCEPTION = (
-    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
-    "the features of another network as --features"
+    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as `weights`, or "
+    "the features of another network as `features`"
 )
 # Fewest images of a set: precision and recall look at three neighbours of each.
 MIN_IMAGES = 5
@@ -56,12 +56,11 @@ class InceptionFeatures(nn.Module):
         cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
         if weights is not None:
             try:
-                torch.load(
-                    weights, map_location="meta", weights_only=True
-                )  # torch-fidelity would run any code in it
+                # torch-fidelity would run any code in it
+                torch.load(weights, map_location="meta", weights_only=True)
             except Exception:
                 what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
-                raise UserError(f"--weights {weights} {what}") from None
+                raise UserError(f"weights {weights} {what}") from None
         elif not cached.is_file() and not is_reachable(inception.URL_INCEPTION_V3):
             raise UserError(NO_INCEPTION)
         path = None if weights is None else str(weights)

@@ -20,9 +20,9 @@ from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
-from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
 from isomorph.lab.data.loaders import batch_ranges
+from isomorph.lab.distributed import derive_seed
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery import fuse, fusible_modules

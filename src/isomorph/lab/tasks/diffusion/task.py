@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torchvision import transforms
 
-from isomorph.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.loaders import (
     ImageConfig,
@@ -22,6 +21,7 @@ from isomorph.lab.data.loaders import (
 )
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import Source, spaced_images, with_changes
+from isomorph.lab.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.lab.evaluation.model_data import open_split
 from isomorph.lab.tasks.diffusion.sampling import (
     NoiseSchedule,

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.parquet import import_pyarrow
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, to_device
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule

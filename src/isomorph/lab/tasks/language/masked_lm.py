@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
@@ -228,9 +228,8 @@ class MaskedLM(LanguageTask):
         }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
-        if (
-            source == "glue" and not root.is_file()
-        ):  # a text file also after a pre-training on GLUE's sentences
+        # a text file also after a pre-training on GLUE's sentences
+        if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
             whole = True
         else:

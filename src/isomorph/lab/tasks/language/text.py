@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.distributed import Runtime, derive_seed
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Task
@@ -235,7 +235,7 @@ class LanguageTask(Task):
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
-            raise UserError("--size is for images; leave it out for this model")
+            raise UserError("`size` is for images; leave it out for this model")
         source = spec_of(model).config.get("source") or self.sources[0]
         folder: Any = options.root
         if options.data in self.sources:

@@ -382,9 +382,7 @@ def open_splits(
             raise UserError(f"{root} has test images of its own; leave data.split out")
         return train, test
     if fraction is None:
-        raise UserError(
-            f"{root} has no test images; give --data.split, the fraction to test on, like 0.2"
-        )
+        raise UserError(f"{root} has no test images; give data.split=0.2, the fraction to test on")
     names = [files.image.relative_to(root).as_posix() for files in train.samples]
     places = np.array([hash_to_unit(name) for name in names])
     held_out = places < fraction

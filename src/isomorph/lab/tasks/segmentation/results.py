@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart
 from isomorph.lab.tasks.segmentation.data import IGNORE
 from isomorph.layers.modes import eval_mode, require_finite

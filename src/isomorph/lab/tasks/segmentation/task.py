@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once, read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.lab.tasks.segmentation.data import (
@@ -174,7 +174,9 @@ class Segmentation(Task):
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if not isinstance(model, UPerNet):
-            instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
+            instead = (
+                "give model.name=upernet, and the network inside it as model.kwargs.backbone=NAME"
+            )
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         reason = input_size_problem(model, config["input_size"])
         if reason:
@@ -242,7 +244,7 @@ class Segmentation(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
             raise UserError(
-                "--size does not apply to segmentation, which resizes images as in training; leave it out"
+                "`size` does not apply to segmentation, which resizes images as in training; leave it out"
             )
         images = self._test_images(model, options)
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as meta_config
 
-from isomorph.distributed import Runtime, open_runtime
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import Runtime, open_runtime
 from isomorph.lab.training.build import plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run.h100 import FuseAttention, RecordOperations, StepCost
@@ -109,7 +110,7 @@ class DryRun:
         shown += [("note" if i == 0 else "", line) for i, line in enumerate(self.notes)]
         return [["", self.recipe.name], *([name, text] for name, text in shown)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the facts as plain values, for JSON."""
         return {
             "recipe": self.recipe.name,
@@ -374,7 +375,9 @@ def _measure(
             seconds = _train_steps(run, steps)
     except torch.OutOfMemoryError:
         whole = f"a step of {part:,} samples does not fit the GPU's memory"
-        raise UserError(f"{whole}; give --scale.accumulate, or activation_checkpointing") from None
+        raise UserError(
+            f"{whole}; give `scale.accumulate`, or `scale.activation_checkpointing`"
+        ) from None
     memory = None
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(runtime.device) / GIB

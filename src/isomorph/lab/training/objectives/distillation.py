@@ -67,9 +67,8 @@ class _Teacher(DistillationTeacher):
     def normalize_input(
         self, input: Tensor, student_mean: Any = None, student_std: Any = None
     ) -> Tensor:
-        return (
-            input * student_std + student_mean - self.mean_kd
-        ) / self.std_kd  # timm's waits for the GPU to compare
+        # timm's waits for the GPU to compare
+        return (input * student_std + student_mean - self.mean_kd) / self.std_kd
 
 
 class SoftDistillationLoss(LogitDistillationTask):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isomorph.checkpoints.autoencoder import load_autoencoder
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.recipe.fields import MaskPart
 from isomorph.lab.training.task import Objective

@@ -75,7 +75,7 @@ class ModelPart(Part):
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default the number in the data."""
     kwargs: Fields = {}
-    """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
+    """More arguments of timm.create_model, e.g. {img_size: 32}, or model.kwargs.img_size alone."""
     weight_init: Literal["mae"] | None = None
     """mae: random weights by MAE's rule, Xavier in every matrix, recast layers included; by default each network's."""
     head_std: Positive | None = None

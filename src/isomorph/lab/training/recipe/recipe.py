@@ -140,7 +140,7 @@ class Recipe(Part):
         source = self.data.source
         if self.task is None:
             if source not in (*SOURCES, *STREAMS):
-                yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
+                yield f"data.source {source} needs a task; give task.name={' or '.join(task_names(source))}"
             return
         task = self.task.task
         name = self.task.name
@@ -237,9 +237,8 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     *groups, last = place or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = [
-            name for name in _fields_of(groups, part) if name != last
-        ]  # which may be of another task
+        # which may be of another task
+        names = [name for name in _fields_of(groups, part) if name != last]
         close = difflib.get_close_matches(last, names, n=1)
         if close:
             return f"{field} is not a field (did you mean {close[0]}?)"
@@ -276,8 +275,7 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             groups.append(f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{inside}")
         else:
             default = "" if field.is_required() else f" [{field.default}]"
-            text = (field.description or "").replace(
-                "*", r"\*"
-            )  # the help is Markdown, and globs are not emphasis
+            # the help is Markdown, and globs are not emphasis
+            text = (field.description or "").replace("*", r"\*")
             lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join([*lines, *groups])

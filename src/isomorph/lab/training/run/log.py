@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError, optional_module
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.terminal_tables import Row, Rows, count_of, printable
 
@@ -65,7 +66,7 @@ class Journal:
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", self._environment())
 
-    def _environment(self) -> dict[str, Any]:
+    def _environment(self) -> JsonObject:
         device = self.runtime.device
         name = platform.processor()
         if device.type == "cuda":

@@ -21,8 +21,9 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import open_runtime, seed_everything, to_device
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe
@@ -126,9 +127,8 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
     _say_if_worse(run, journal)
     save_autoencoder(run)
-    save_model(
-        run, run.recipe.folder / "model.safetensors"
-    )  # last: this file marks the run as complete
+    # last: this file marks the run as complete
+    save_model(run, run.recipe.folder / "model.safetensors")
 
 
 def _log_start(run: Run, journal: Journal) -> None:
@@ -194,7 +194,7 @@ def recast_when_due(run: Run, journal: Journal) -> None:
         journal.show(*describe_groups(run.trained, run.optimizer, run.recipe.optim))
 
 
-def printed(run: Run, metrics: dict[str, Any]) -> str:
+def printed(run: Run, metrics: Row) -> str:
     """Return the metrics that the task prints, as text."""
     text = ""
     for name, form in run.task.printed.items():
@@ -438,9 +438,8 @@ class StepMonitor:
         progress = run.progress
         step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
-        speed = (
-            (step - self.first) * run.order.batch / seconds
-        )  # since the run resumed, if that was later
+        # since the run resumed, if that was later
+        speed = (step - self.first) * run.order.batch / seconds
         row = {
             "epoch": progress.closed + 1,
             "step": step,
@@ -540,13 +539,13 @@ def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
 _GATING_MEASURES = (("gates", gates, 3), ("spans", attention_spans, 2), ("centres", centres, 2))
 
 
-def gating_row(run: Run) -> dict[str, Any]:
+def gating_row(run: Run) -> JsonObject:
     """Return {"gating": {layer: {gates, spans, centres}}}, by head, and {"gamma": {layer: largest}}, for log.jsonl.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
     model = run.eval_model
-    gating: dict[str, dict[str, Any]] = {}
+    gating: dict[str, JsonObject] = {}
     row: Row = {}
     with unsharded(model):
         with suppress(UserError):  # no gated layer

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 
 from isomorph.errors import UserError, short_reason
+from isomorph.json_values import JsonObject
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
 from isomorph.terminal_tables import METRIC_FORMATS, Row
@@ -15,7 +16,7 @@ from isomorph.terminal_tables import METRIC_FORMATS, Row
 _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 
 
-def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
+def read_training(run: Path) -> tuple[JsonObject, dict[str, float]]:
     """Return a run's recipe, less its defaults, and its last metrics (of the folder and its model.safetensors only).
 
     Raises: UserError when there is no readable run.
