@@ -197,8 +197,8 @@ class Pairing:
 def pair(source: list[Joint], target: list[Joint]) -> Pairing:
     """Return which joints belong together.
 
-    First by colours of the whole graph; what those leave by colours of what lies before, then of what lies after, then
-    by matched neighbours, and last by order.
+    First by colours of the whole graph; what those leave by colours of what lies before, then of what lies after, and
+    last by order.
     """
     found: dict[int, int] = {}
     alike: list[list[int]] = []
@@ -207,7 +207,6 @@ def pair(source: list[Joint], target: list[Joint]) -> Pairing:
         _match_classes(source, target, colours, found, alike)
         if len(found) == len(source) == len(target):
             break
-    _match_neighbours(source, target, found)
     _match_in_order(source, target, found)
     pairs = [(source[one], target[other]) for one, other in sorted(found.items())]
     place = {one.index: i for i, (one, _) in enumerate(pairs)}
@@ -276,33 +275,6 @@ def _match_classes(
         found.update((one.index, other.index) for one, other in zip(ones, others, strict=True))
         if len(ones) > 1:
             alike.append([one.index for one in ones])
-
-
-def _match_neighbours(source: list[Joint], target: list[Joint], found: dict[int, int]) -> None:
-    """Match joints of one label that alone have matched neighbours in common."""
-    is_new = True
-    while is_new:
-        is_new = False
-        taken = set(found.values())
-        free = [joint for joint in target if joint.index not in taken]
-        for one in source:
-            if one.index in found:
-                continue
-            fitting = [other for other in free if _are_neighbours(one, other, found)]
-            if len(fitting) == 1:
-                found[one.index] = fitting[0].index
-                free.remove(fitting[0])
-                is_new = True
-
-
-def _are_neighbours(one: Joint, other: Joint, found: dict[int, int]) -> bool:
-    if one.label != other.label:
-        return False
-    read = {found[each] for each in one.sources if each in found}
-    readers = {found[each] for each in one.readers if each in found}
-    same_sources = bool(read) and read == {each for each in other.sources if each in read}
-    same_readers = bool(readers) and readers == {each for each in other.readers if each in readers}
-    return same_sources and same_readers
 
 
 def _match_in_order(source: list[Joint], target: list[Joint], found: dict[int, int]) -> None:

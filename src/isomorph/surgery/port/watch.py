@@ -268,6 +268,16 @@ def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
     return form
 
 
+def _add_product(
+    input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
+) -> Callable[[], Any]:
+    def form() -> Tensor:
+        product = tensor1 * tensor2
+        return input + (product if value == 1 else value * product)
+
+    return form
+
+
 def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -302,6 +312,8 @@ def _explicit_multi_head(given: dict[str, Any]) -> tuple[Tensor, None]:
 EXPLICIT: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     F.scaled_dot_product_attention: _attend,
     F.multi_head_attention_forward: _multi_head,
+    torch.addcmul: _add_product,
+    Tensor.addcmul: _add_product,
 }
 
 
