@@ -459,9 +459,8 @@ def study_figure(method: str, runs: Path) -> Any:
         for arm in setting.arms:
             tests = [row["test"] for row in tested(setting, arm, rows).values()]
             if tests:
-                panel.setdefault(
-                    arm + longer, tests
-                )  # the setting with the whole grid of rates comes first
+                # the setting with the whole grid of rates comes first
+                panel.setdefault(arm + longer, tests)
     panels = {title: arms for title, arms in panels.items() if arms}
     heights = [len(arms) for arms in panels.values()]
     size = (4.2, 0.2 * sum(heights) + 0.55 * len(panels))

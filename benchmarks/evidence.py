@@ -204,9 +204,8 @@ class Training:
         self.generator = torch.Generator().manual_seed(1_000 + cell.seed)
         self.model = study.build(cell, images).to(images.device)
         self.optimizer = study.optimizer(self.model, cell)
-        self.captures_update = self.on_gpu and isinstance(
-            self.optimizer, torch.optim.AdamW
-        )  # timm's LAMB cannot be
+        # timm's LAMB cannot be
+        self.captures_update = self.on_gpu and isinstance(self.optimizer, torch.optim.AdamW)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
         self.pixels = images.normalise(images.splits["val"][0][:64])
@@ -742,9 +741,8 @@ def build_tcnn(cell: Cell, images: Images) -> nn.Module:
     form = cell.arm.split(", ")[0]
     public = cell.arm.endswith("public start")
     model = timm.create_model("cifar_resnet20", pretrained=public).eval()
-    model = model.to(
-        memory_format=torch.channels_last
-    )  # the same sums, and a fifth less time on a CPU
+    # the same sums, and a fifth less time on a CPU
+    model = model.to(memory_format=torch.channels_last)
     if not public:
         model = trained_base("tcnn", model, Cell("base", 20_000, 20, 4e-3, 0), images)
     if cell.arm.endswith("stride 1"):

@@ -31,8 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved_rounds, show, write
+from isomorph.lab.evaluation.coverage import family_of, timm_models
 from isomorph.surgery import fuse_with_report
-from isomorph.surgery.coverage import family_of, timm_models
 
 SIZES = (64, 96, 160)
 """Image sizes that are tried before a model's own."""

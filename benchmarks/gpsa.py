@@ -33,9 +33,8 @@ class Square(torch.nn.Module):
         self.layer = layer
         side = int(tokens**0.5)
         self.exact = side * side == tokens
-        if (
-            not self.exact
-        ):  # it would build side x side indices and fail: give it a grid of the right count
+        # it would build side x side indices and fail: give it a grid of the right count
+        if not self.exact:
             indices = torch.zeros(1, tokens, tokens, 3)
             self.layer.get_rel_indices = lambda n: indices.to(self.layer.qk.weight.device)
 

@@ -110,9 +110,8 @@ def predict(name: str, costs: Costs) -> dict[str, Any]:
     weights = sum(p.numel() for p in model.parameters())
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
     steps = recipe.epochs * IMAGES * (recipe.data.fraction or 1) / recipe.data.batch_size
-    moved = (
-        28 * weights
-    )  # bytes of the update: weight, gradient and two moments are read, all but the gradient written
+    # bytes of the update: weight, gradient and two moments are read, all but the gradient written
+    moved = 28 * weights
     update = 1e3 * moved / BANDWIDTH / costs.reach
 
     def hours(costs: Costs) -> float:

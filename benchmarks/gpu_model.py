@@ -219,9 +219,8 @@ class Pass(NamedTuple):
         """Time if the host issues one operation after another; without host costs, of the pass as a CUDA graph."""
         host = costs.training if self.trains else costs.inference
         busy = np.maximum(np.maximum(self.work, self.traffic) / costs.reach, costs.kernel)
-        after = busy[::-1].cumsum()[
-            ::-1
-        ]  # from an operation's start to the end, if the device never waits again
+        # from an operation's start to the end, if the device never waits again
+        after = busy[::-1].cumsum()[::-1]
         return 1e3 * float((host * np.arange(1, len(busy) + 1) + after).max())
 
 

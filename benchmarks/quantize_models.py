@@ -15,7 +15,7 @@ from timm.models.byobnet import ByobNet, ByoModelCfg, MobileOneBlock, _mobileone
 from torch import nn
 
 import isomorph as iso
-from isomorph.lab.recipes.tdrl import CIFAR_MODEL
+from isomorph.lab.recipes import RECIPES
 
 WARM_UP = dict(warmup_epochs=0.5, schedule_from="start", min_lr=1e-5)
 
@@ -56,7 +56,7 @@ MOBILEONE_BLOCKS = dict(
     rule="LinearToPyramid", layout="P-W2S", init="paper", where=["stem", "stages.?.?"]
 )
 TCNN = dict(rule="ConvToGPSA", init="exact", locality=5.0, gate=6.0, where="layer3.*.conv?")
-VIT = CIFAR_MODEL | dict(patch_size=8)
+VIT = RECIPES["cifar_tdrl_scratch"]["model"]["kwargs"] | dict(patch_size=8)
 RUNS = {
     "tcnn": _run("cifar_resnet20", 2, 1e-3, 0.2, pretrained=True, recast=TCNN),
     "mobileone_pyramids": _run("mobileone_cifar", 6, 2e-3, recast=MOBILEONE_BLOCKS),

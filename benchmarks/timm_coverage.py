@@ -26,14 +26,14 @@ from timm.utils import reparameterize_model
 
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved
-from isomorph.surgery.attention_layers import FACTS
-from isomorph.surgery.coverage import (
+from isomorph.lab.evaluation.coverage import (
     cover_models,
     family_of,
     merge_norms,
     summarise_coverage,
     timm_models,
 )
+from isomorph.surgery.attention_layers import FACTS
 from isomorph.surgery.rule import RULES
 
 ODD, MOST = (97, 129), 6

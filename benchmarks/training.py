@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import interleaved, show, write
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.data.loaders import train_transform
 from isomorph.lab.training.build import data_config
 from isomorph.lab.training.optim import scaled_groups
@@ -32,6 +31,7 @@ from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import StopRequest
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.loop import StepMonitor, train_step
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.training.run.state import Run
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)

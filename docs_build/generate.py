@@ -102,7 +102,7 @@ OPTION = re.compile(r"^\* `(--[a-z-]+|[A-Z]+\b).*\n(?: +.*\n)*", re.MULTILINE)
 
 def name_rule_options(body: str) -> str:
     """Replace the texts of rules, and of their options, by their names and a link."""
-    from isomorph.surgery.rule_options import rule_options, rule_texts
+    from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 
     flags = {f"--{name.replace('_', '-')}" for name in rule_options()}
     before, start, rest = body.partition("\n## isomorph recast\n")
@@ -193,8 +193,8 @@ def field_line(name: str, field: Any, meaning: str = "") -> str:
 def group_lines(part: Any, prefix: str) -> str:
     """Return the fields of a group that are not groups themselves, as lists; those of rules and tasks by owner."""
     from isomorph.lab.training.recipe.fields import TaskPart, part_of
+    from isomorph.lab.training.recipe.rule_options import rule_texts
     from isomorph.lab.training.recipe.tasks import TASKS, find_task
-    from isomorph.surgery.rule_options import rule_texts
 
     lists: dict[str, list[str]] = {}
     if part is TaskPart:

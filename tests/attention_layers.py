@@ -17,9 +17,12 @@ from torchvision.models import maxvit
 
 from isomorph.layers.unfused_multihead import MultiheadLinears
 
-C, WINDOW = 16, (4, 4)
-TOKENS, WITH_CLASS = (2, 16, C), (2, 17, C)
-CHANNELS_FIRST, CHANNELS_LAST = (2, C, 4, 6), (2, 4, 6, C)
+C = 16
+WINDOW = (4, 4)
+TOKENS = (2, 16, C)
+WITH_CLASS = (2, 17, C)
+CHANNELS_FIRST = (2, C, 4, 6)
+CHANNELS_LAST = (2, 4, 6, C)
 
 
 class Layer(NamedTuple):
@@ -90,13 +93,13 @@ def in_linears() -> nn.Module:
 LARGER = dict(other=((1, C, 6, 8), ()), whole=True)
 MASK = dict(mask=hide(16, floating=True)[None].clamp(min=-100.0))
 POOLED = dict(mode="conv", stride_kv=(2, 2))
-vit, sam, sam2 = models.vision_transformer, models.vision_transformer_sam, models.hieradet_sam2
-swin, mvit, hiera, msra = (
-    models.swin_transformer,
-    models.mvitv2,
-    models.hiera,
-    models.efficientvit_msra,
-)
+vit = models.vision_transformer
+sam = models.vision_transformer_sam
+sam2 = models.hieradet_sam2
+swin = models.swin_transformer
+mvit = models.mvitv2
+hiera = models.hiera
+msra = models.efficientvit_msra
 LAYERS = {
     "beit": Layer(lambda: models.beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
     "eva": Layer(

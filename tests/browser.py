@@ -54,7 +54,8 @@ class Tab:
     """One page in the browser: what it logs, what its script gives, its keys and pointer, its picture."""
 
     def __init__(self, send, events) -> None:
-        self.send, self.events = send, events
+        self.send = send
+        self.events = events
         for domain in ("Page", "Runtime", "Log", "Network"):
             send(f"{domain}.enable")
 
@@ -167,7 +168,8 @@ class Tab:
         """Errors and warnings of the console, exceptions, and requests to anywhere but the page itself."""
         found = []
         for event in self.events:
-            given, kind = event["params"], event["method"]
+            given = event["params"]
+            kind = event["method"]
             if kind == "Runtime.exceptionThrown":
                 found.append(
                     given["exceptionDetails"].get("exception", {}).get("description", "exception")
@@ -211,7 +213,9 @@ def open_tab():
 def connect(out, back) -> Tab:
     """Speaks with the browser: each message is JSON and a zero byte."""
     events: list[dict] = []
-    number, session, text = 0, {}, bytearray()
+    number = 0
+    session = {}
+    text = bytearray()
 
     def next_message(seconds: float = 120) -> dict:
         """The browser's next message; a test fails rather than waits for ever."""

@@ -71,7 +71,8 @@ def isomorph(*arguments, folder=None, processes=1):
             for child in children:
                 child.kill()
             raise TimeoutError(f"isomorph {' '.join(arguments)} took more than {LONGEST} seconds")
-        stdout, stderr = (Path(file.name).read_text() for file in (out, err))
+        stdout = Path(out.name).read_text()
+        stderr = Path(err.name).read_text()
     worst = max((child.exitcode for child in children), key=abs)
     return subprocess.CompletedProcess(arguments, worst, stdout, stderr)
 

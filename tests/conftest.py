@@ -93,9 +93,8 @@ def public_weights(request, monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def unfilled_meta_tensors():
     """Fill no tensor on the meta device, which holds no values: timm's truncated normal takes 10 ms a tensor there."""
-    from timm.layers import (
-        weight_init,
-    )  # not above: xdist's first process would import it before the others start
+    # not above: xdist's first process would import it before the others start
+    from timm.layers import weight_init
     from torch.nn import init
 
     def unless_meta(fill):

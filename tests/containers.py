@@ -77,11 +77,10 @@ def as_shards(root, each=4, pattern="train-%04d.tar", kind="cls"):
 def as_plain_shards(root):
     for n in range(3):
         few = [s for s in SAMPLES if s[1] % 3 == n]
-        members = [
-            m
-            for label, i, data in few
-            for m in ((f"{label}{i}.cls", b"%d\n" % label), (f"{label}{i}.PNG", data))
-        ]
+        members = []
+        for label, i, data in few:
+            for m in ((f"{label}{i}.cls", b"%d\n" % label), (f"{label}{i}.PNG", data)):
+                members.append(m)
         write_tar(root / f"train/{n:03d}.tar", members)
     (root / "classnames.txt").write_text("\n".join(CLASSES))
 

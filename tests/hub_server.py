@@ -17,7 +17,9 @@ class Hub:
     """Repositories in memory: {name: {"private": bool, "branches": {branch: [commit, ...]}}}; a commit has files."""
 
     def __init__(self):
-        self.repositories, self.uploaded, self.requests = {}, {}, []
+        self.repositories = {}
+        self.uploaded = {}
+        self.requests = []
         handler = type("Handler", (_Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -78,7 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ")
 
     def handle_request(self):
-        data, path = self.body(), unquote(self.path.partition("?")[0])
+        data = self.body()
+        path = unquote(self.path.partition("?")[0])
         self.hub.requests.append(f"{self.command} {path}")
         for pattern, method in ROUTES.items():
             if match := re.fullmatch(pattern, f"{self.command} {path}"):
@@ -196,7 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if (files := self.hub.files(name, revision)) is None:
             return self.fail(404, "RevisionNotFound", "Invalid rev id")
-        commits = [c for all_ in found["branches"].values() for c in all_ if c["files"] is files]
+        commits = []
+        for all_ in found["branches"].values():
+            for c in all_:
+                if c["files"] is files:
+                    commits.append(c)
         if file not in files:
             missing = [("X-Error-Code", "EntryNotFound"), ("X-Repo-Commit", commits[-1]["oid"])]
             return self.answer(404, {"error": "Entry not found"}, missing)

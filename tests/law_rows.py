@@ -82,14 +82,18 @@ def disturb(model: nn.Module, spread: float = 0.3) -> nn.Module:
     return model
 
 
-TOKENS, MAP, OTHER_MAP = ((2, 7, 12),), ((2, 6, 7, 5),), ((1, 6, 4, 9),)
+TOKENS = ((2, 7, 12),)
+MAP = ((2, 6, 7, 5),)
+OTHER_MAP = ((1, 6, 4, 9),)
 GRID = dict(grid_size=(2, 3), prefix_tokens=1)
 VIT = dict(
     img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=4, num_classes=3, global_pool="avg"
 )
 VIT["dynamic_img_size"] = True
-IMAGES, OTHER_IMAGES = ((2, 3, 32, 32),), ((1, 3, 16, 40),)
-SHUT, OPEN = dict(locality=80.0, gate=60.0), dict(gate=-60.0)
+IMAGES = ((2, 3, 32, 32),)
+OTHER_IMAGES = ((1, 3, 16, 40),)
+SHUT = dict(locality=80.0, gate=60.0)
+OPEN = dict(gate=-60.0)
 """Gating in the limits of a convolution and of attention by content, in which nothing is left out."""
 
 
@@ -123,7 +127,8 @@ def gated_conv(
     make: Callable[[], nn.Module], content: str = "global", call: Call = MAP, **row: Any
 ) -> Row:
     limit = dict(locality=80.0) if content == "none" else SHUT
-    rule, limit = (iso.ConvToGPSA(content=content, **dials) for dials in ({}, limit))
+    rule = iso.ConvToGPSA(content=content)
+    limit = iso.ConvToGPSA(content=content, **limit)
     return Row(rule, make, call, row.pop("other", OTHER_MAP), leak=1e-5, limit=limit, **row)
 
 
@@ -221,39 +226,37 @@ def accepted(network: str, rule: Any) -> Callable[[str, nn.Module], bool]:
 def of_layer(name: str, rule: str) -> Row:
     """The row of a class of attention with one of the two rules that edit its map."""
     layer = LAYERS[name]
-    row = dict(
-        where="layer.attention" if name.startswith("multihead") else "layer",
-        other=None if layer.other is None else (layer.other[0], *layer.other[1]),
-        mask=layer.mask,
-        whole=layer.whole,
-    )
-    call, make = (layer.shape, *layer.more), alone(layer.make)
+    where = "layer"
+    if name.startswith("multihead"):
+        where = "layer.attention"
+    other = None
+    if layer.other is not None:
+        shape, more = layer.other
+        other = (shape, *more)
+    row = dict(where=where, other=other, mask=layer.mask, whole=layer.whole)
+    call = (layer.shape, *layer.more)
+    make = alone(layer.make)
     if rule == "gated":
         return gated(make, call, 0, **row)
     return refined(make, call, 0, ratio=1, **row)
 
 
-RULES |= {
-    f"linears, {name}": of_layer(name, "gated")._replace(
-        rule=iso.AttentionToLinears(), leak=1e-12, limit=None
-    )
-    for name in LAYERS
-    if name.startswith("multihead") and name != "multihead, in linears"
-}
+for _name in LAYERS:
+    if _name.startswith("multihead") and _name != "multihead, in linears":
+        _row = of_layer(_name, "gated")
+        _row = _row._replace(rule=iso.AttentionToLinears(), leak=1e-12, limit=None)
+        RULES[f"linears, {_name}"] = _row
 RULES |= {
     f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")
 }
 
-RULES |= {
-    f"{name}, {rule}": row(
-        alone(make), ((2, 3, 32, 32),), 0, where=accepted(name, kind()), whole="torchvision" in name
-    )
-    for name, make in NETWORKS.items()
-    for rule, row, kind in (
-        ("gated", gated, iso.AttentionToGPSA),
-        ("refined", refined, iso.AttentionToRefined),
-    )
-}
+for _name, _make in NETWORKS.items():
+    _whole = "torchvision" in _name
+    _image = ((2, 3, 32, 32),)
+    _where = accepted(_name, iso.AttentionToGPSA())
+    RULES[f"{_name}, gated"] = gated(alone(_make), _image, 0, where=_where, whole=_whole)
+    _where = accepted(_name, iso.AttentionToRefined())
+    RULES[f"{_name}, refined"] = refined(alone(_make), _image, 0, where=_where, whole=_whole)
 
 
 def values(call: Call, seed: int = 0) -> list[Any]:

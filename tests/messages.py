@@ -57,7 +57,7 @@ def idle_layers(folder, _):
 
 def process_alone(_, patch):
     """The second of three processes, of which no other starts."""
-    from isomorph import distributed
+    from isomorph.lab import distributed
 
     def wait(_):
         time.sleep(0.1)
@@ -89,10 +89,10 @@ MESSAGES = {
         "print `[n for n, _ in model.named_modules()]`; the message names the nearest",
         lambda *_: iso.targets(cnn(), iso.ConvToGPSA(), "layr3.*"),
     ),
-    "needs eval mode": (
-        "BatchNorm depends on the batch in train mode, so a merged layer could not be equal",
-        "`model.eval()` first",
-        lambda *_: iso.fuse(cnn().train()),
+    "of a loader": (
+        "a pair `(images, labels)`, or a loader, was given for a batch",
+        "the images alone: `images, labels = next(iter(loader))`; `recalibrate`, `quantize` and analysis take loaders",
+        lambda *_: iso.fuse(cnn(), [torch.randn(2, 3, 32, 32), torch.zeros(2).long()]),
     ),
     "NOT equal": (
         "the outputs differ by more than the tolerance, or a module that was recast does",
@@ -121,14 +121,14 @@ MESSAGES = {
             nn.Sequential(nn.Linear(4, 4)), lambda width: nn.Linear(width, width), after="0"
         ),
     ),
-    "give --overwrite": (
+    "exists; give": (
         "the file of `--out` exists",
         "another name, or `--overwrite`",
         existing_file,
     ),
     "does not say what model it is": (
         "a state dict names its tensors, not the network",
-        "`--arch NAME`, as in [your own model](your-own-model.md)",
+        "`base=NAME`, `--arch NAME`, as in [your own model](your-own-model.md)",
         state_dict_alone,
     ),
     "cannot download": (

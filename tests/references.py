@@ -18,7 +18,10 @@ def position_softmax(queries, keys, score):
 def gpsa(layer, x, grid_size):
     """ConViT eq. 7 on the dense map, head by head; a prefix token has no place and is no place."""
     H, W = grid_size
-    cells = [(r, c) for r in range(H) for c in range(W)]
+    cells = []
+    for r in range(H):
+        for c in range(W):
+            cells.append((r, c))
     v_pos = layer.position
 
     def score(dy, dx):
@@ -51,12 +54,14 @@ def psa(layer, x, grid_size):
     hd = x.shape[-1] // layer.num_heads
     heads = []
     for h in range(layer.num_heads):
-        part, v_pos = slice(h * hd, (h + 1) * hd), layer.position[h]
+        part = slice(h * hd, (h + 1) * hd)
+        v_pos = layer.position[h]
         rows = []
         for i, (qy, qx) in enumerate(cells):
             scores = []
             for j, (ky, kx) in enumerate(cells):
-                dy, dx = ky - qy, kx - qx
+                dy = ky - qy
+                dx = kx - qx
                 r = torch.tensor([dx, dy, dx**2 + dy**2], dtype=x.dtype)
                 scores.append((q[:, i, part] * k[:, j, part]).sum(-1) / hd**0.5 + v_pos @ r)
             rows.append(torch.softmax(torch.stack(scores, dim=-1), dim=-1))
@@ -67,10 +72,14 @@ def psa(layer, x, grid_size):
 def tap_positions(layer, H, W):
     """Keys and queries of an H x W map, padding included, and T-CNN eq. 4. -> lists of (row, column), (nh, Nq, Nk)"""
     k, (sh, sw) = layer.kernel_size, layer.stride
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
@@ -92,7 +101,8 @@ def gpsa2d_attention(layer, x):
     maps = []
     for h in range(nh):
         rows = slice(h, None, nh)
-        q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
+        q = standing @ layer.query.weight[rows].T
+        key = tokens @ layer.key.weight[rows].T
         content = content_of(layer, q / width**0.5, key, queries, keys)
         s = torch.sigmoid(layer.gate[h])
         maps.append((1 - s) * content + s * position[h])
@@ -103,10 +113,12 @@ def content_of(layer, q, key, queries, keys):
     """Softmax over all keys, or over those of a window. -> (B, Nq, Nk)"""
     if hasattr(layer, "window"):
         (wh, ww) = layer.window
-        near = [
-            [abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys]
-            for qr, qc in queries
-        ]
+        near = []
+        for qr, qc in queries:
+            row = []
+            for r, c in keys:
+                row.append(abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2)
+            near.append(row)
         return torch.softmax(
             (q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1
         )
@@ -115,13 +127,15 @@ def content_of(layer, q, key, queries, keys):
 
 def taps_of(layer):
     """The filters of all heads, with zeros between groups of channels. -> (C_out, C, nh)"""
-    taps, groups = layer.weight.flatten(2), layer.groups
+    taps = layer.weight.flatten(2)
+    groups = layer.groups
     whole = torch.zeros(layer.out_channels, layer.in_channels, taps.shape[2], dtype=taps.dtype)
     for g in range(groups):
-        out, within = layer.out_channels // groups, layer.in_channels // groups
-        whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[
-            g * out : (g + 1) * out
-        ]
+        out = layer.out_channels // groups
+        within = layer.in_channels // groups
+        rows = slice(g * out, (g + 1) * out)
+        columns = slice(g * within, (g + 1) * within)
+        whole[rows, columns] = taps[rows]
     return whole
 
 
@@ -131,9 +145,9 @@ def gpsa2d(layer, x):
     values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2)
     values = values if layer.value is None else values @ layer.value.weight.T
     taps = taps_of(layer)
-    out = sum(
-        a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1))
-    )
+    out = 0
+    for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1)):
+        out = out + a @ values @ taps[:, :, h].T
     if layer.bias is not None:
         out = out + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
@@ -183,12 +197,14 @@ def refined_maps(layer, x, real=None):
 
 def convolve_maps(maps, taps):
     """Refiner section 3.3 entry by entry: A*_ij = sum_ab w_ab A_(i - k/2 + a)(j - k/2 + b). taps (M, k, k)"""
-    N, k = maps.shape[-1], taps.shape[-1]
+    N = maps.shape[-1]
+    k = taps.shape[-1]
     rows = []
     for i, j in product(range(N), range(N)):
         total = torch.zeros_like(maps[:, :, 0, 0])
         for a, b in product(range(k), range(k)):
-            r, c = i - k // 2 + a, j - k // 2 + b
+            r = i - k // 2 + a
+            c = j - k // 2 + b
             if 0 <= r < N and 0 <= c < N:
                 total = total + taps[:, a, b] * maps[:, :, r, c]
         rows.append(total)
@@ -198,7 +214,8 @@ def convolve_maps(maps, taps):
 def convolve_pictures(maps, taps, grid_size, prefix):
     """Refiner Table 4 "Spatial": each row of the map is a picture of the keys, and that is convolved."""
     H, W = grid_size
-    k, out = taps.shape[-1], []
+    k = taps.shape[-1]
+    out = []
     for j in range(maps.shape[-1]):
         if j < prefix:
             out.append(taps[:, k // 2, k // 2, None] * maps[..., j])
@@ -206,7 +223,8 @@ def convolve_pictures(maps, taps, grid_size, prefix):
         y, x = divmod(j - prefix, W)
         total = torch.zeros_like(maps[..., 0])
         for a, b in product(range(k), range(k)):
-            r, c = y - k // 2 + a, x - k // 2 + b
+            r = y - k // 2 + a
+            c = x - k // 2 + b
             if 0 <= r < H and 0 <= c < W:
                 total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
         out.append(total)
@@ -224,8 +242,16 @@ def refined_attention(layer, x, real=None):
 def relative_scores(layer, H, W):
     """CoAtNet A.1, entry by entry: of query (i, j) and key (k, m) P[i - k + H - 1, j - m + W - 1]. -> (nh, N, N)"""
     table = bilinear(layer.relative_bias, 2 * H - 1, 2 * W - 1)
-    cells = [(i, j) for i in range(H) for j in range(W)]
-    rows = [[table[:, i - k + H - 1, j - m + W - 1] for k, m in cells] for i, j in cells]
+    cells = []
+    for i in range(H):
+        for j in range(W):
+            cells.append((i, j))
+    rows = []
+    for i, j in cells:
+        row = []
+        for k, m in cells:
+            row.append(table[:, i - k + H - 1, j - m + W - 1])
+        rows.append(row)
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
@@ -243,14 +269,16 @@ def bilinear(table, height, width):
         for j in range(width):
             c, d, t = neighbours(j, width, table.shape[2])
             top = (1 - t) * table[:, a, c] + t * table[:, a, d]
-            out.append((1 - s) * top + s * ((1 - t) * table[:, b, c] + t * table[:, b, d]))
+            bottom = (1 - t) * table[:, b, c] + t * table[:, b, d]
+            out.append((1 - s) * top + s * bottom)
     return torch.stack(out, dim=-1).unflatten(-1, (height, width))
 
 
 def relative_attention(layer, x, post=False):
     """CoAtNet eq. 3, head by head: w added before the softmax, or after it. x (B, H, W, C)"""
     H, W = x.shape[1:3]
-    w, hd = relative_scores(layer, H, W), layer.head_dim
+    w = relative_scores(layer, H, W)
+    hd = layer.head_dim
     q, k, v = (t.split(hd, dim=-1) for t in layer.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
     heads = []
     for h in range(layer.num_heads):
@@ -284,10 +312,12 @@ def mbconv(block, x, stride, stride_on):
     y = F.conv2d(y, block.project.weight, block.project.bias)
     if stride == 2:
         H, W = x.shape[-2:]
-        cells = [
-            [x[..., i : i + 2, j : j + 2].amax((2, 3)) for j in range(0, W, 2)]
-            for i in range(0, H, 2)
-        ]
+        cells = []
+        for i in range(0, H, 2):
+            row = []
+            for j in range(0, W, 2):
+                row.append(x[..., i : i + 2, j : j + 2].amax((2, 3)))
+            cells.append(row)
         x = torch.stack([torch.stack(row, dim=-1) for row in cells], dim=-2)
     if x.shape[1] != y.shape[1]:
         x = F.conv2d(x, block.shortcut[1].weight, block.shortcut[1].bias)
@@ -299,17 +329,22 @@ def positional_conv(layer, x):
     ph, pw = layer.padding
     padded = F.pad(x, (pw, pw, ph, ph))
     k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
-    keys = [(r, c) for r in range(H) for c in range(W)]
-    queries = [
-        (r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)
-    ]
+    keys = []
+    for r in range(H):
+        for c in range(W):
+            keys.append((r, c))
+    queries = []
+    for r in range(0, H - k + 1, sh):
+        for c in range(0, W - k + 1, sw):
+            queries.append((r + k // 2, c + k // 2))
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
 
     def score(dy, dx):
         return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
 
     maps = position_softmax(queries, keys, score)
-    taps, tokens = taps_of(layer), padded.flatten(2).transpose(1, 2)
+    taps = taps_of(layer)
+    tokens = padded.flatten(2).transpose(1, 2)
     out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
 
@@ -329,12 +364,12 @@ def decomposed_attention(layer, x):
             part = slice(head * hd, (head + 1) * hd)
             for number, (i, j) in enumerate(cells):
                 query = q[:, number, part]
-                scores = [
-                    (query * k[:, other, part]).sum(-1) / hd**0.5
-                    + query @ layer.rel_pos_h[i - a + h - 1]
-                    + query @ layer.rel_pos_w[j - b + w - 1]
-                    for other, (a, b) in enumerate(cells)
-                ]
+                scores = []
+                for other, (a, b) in enumerate(cells):
+                    content = (query * k[:, other, part]).sum(-1) / hd**0.5
+                    down = query @ layer.rel_pos_h[i - a + h - 1]
+                    across = query @ layer.rel_pos_w[j - b + w - 1]
+                    scores.append(content + down + across)
                 weights = torch.stack(scores, -1).softmax(-1)  # (B, N)
                 out[:, top + i, left + j, part] = torch.einsum("bn,bnc->bc", weights, v[..., part])
     return layer.proj(out[:, :H, :W])

@@ -436,7 +436,8 @@ class OwnViT(nn.Module):
         return layer["out"](out.flatten(2))
 
     def forward(self, x):
-        x = x.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 4, 5, 1).reshape(len(x), 16, 192)
+        patches = x.unfold(2, 8, 8).unfold(3, 8, 8)  # (B, C, 4, 4, 8, 8)
+        x = patches.permute(0, 2, 3, 4, 5, 1).reshape(len(x), 16, 192)
         x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.places
         for layer in self.layers:
             x = x + self.attend(layer, layer["a"](x))

@@ -129,7 +129,8 @@ def test_a_fused_model_takes_raw_images():
     model[1].running_mean.normal_()
     raw = draw("rgb", 33, 35, 255)
     new = iso.fuse(iso.absorb(model, MEAN, STD, images=raw), example=raw, only_forward=True)
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in new.modules())
+    for module in new.modules():
+        assert not isinstance(module, nn.BatchNorm2d)
     torch.testing.assert_close(new(raw), model(normalise(raw, "rgb", 255)), atol=1e-9, rtol=1e-9)
 
 
@@ -152,6 +153,24 @@ def test_what_cannot_be_absorbed_is_said():
     refused("channels 'rgg'", iso.absorb, cnn, MEAN, STD, channels="rgg")
     refused("a number for each channel", iso.absorb, cnn, MEAN, (1.0,))
     refused("reads 3 channels", iso.absorb, cnn, (0.5,), (0.5,))
+
+
+OWN_NET = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(196, 2))
+"""
+
+
+def test_a_network_of_one_s_own_is_exported_for_raw_images(tmp_path, monkeypatch):
+    (tmp_path / "own_raw_net.py").write_text(OWN_NET)
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "own_raw_net:build", "--raw-images", "--size", "16", "--out", "raw.pt2"]
+    with pytest.raises(SystemExit, match="0"):
+        main(command)
+    assert iso.deployment.open_artefact("raw.pt2").metadata["mean"] == (0.0, 0.0, 0.0)
 
 
 def test_an_exported_file_says_that_it_takes_raw_images(tmp_path):

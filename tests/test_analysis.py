@@ -1,5 +1,8 @@
 """Maps, gates and spans by layer name."""
 
+import itertools
+import math
+
 import pytest
 import timm
 import torch
@@ -24,11 +27,10 @@ def test_maps_are_those_of_the_inputs_the_layers_really_see():
 
 def test_gates_and_spans_are_the_dials():
     model = timm.create_model("t_cifar_resnet20", locality=4.0, gate=0.0)
-    assert all(torch.allclose(gate, torch.full((9,), 0.5)) for gate in iso.gates(model).values())
-    assert all(
-        torch.allclose(span, torch.full((9,), 0.25))
-        for span in iso.analysis.attention_spans(model).values()
-    )
+    for gate in iso.gates(model).values():
+        assert torch.allclose(gate, torch.full((9,), 0.5))
+    for span in iso.analysis.attention_spans(model).values():
+        assert torch.allclose(span, torch.full((9,), 0.25))
     assert iso.analysis.centres(model)["layer3.0.conv1"].tolist() == [
         [y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)
     ]
@@ -45,12 +47,10 @@ def test_looks_are_pictures_on_the_layers_own_map():
     assert pictures["layer3.0.conv1"].shape == (1, 9, 20, 12)
     assert pictures["layer3.2.conv2"].shape == (1, 9, 10, 6)
     peaks = pictures["layer3.2.conv2"][0].flatten(1).argmax(-1)
-    assert [(int(p) // 6, int(p) % 6) for p in peaks] == [
-        (r, c) for r in (4, 5, 6) for c in (2, 3, 4)
-    ]
-    tokens = timm.create_model(
-        "deit_tiny_patch16_224", img_size=(64, 96), depth=2
-    )  # without the class token
+    places = [divmod(int(peak), 6) for peak in peaks]
+    assert places == list(itertools.product((4, 5, 6), (2, 3, 4)))
+    # without the class token
+    tokens = timm.create_model("deit_tiny_patch16_224", img_size=(64, 96), depth=2)
     model = iso.recast(tokens, iso.AttentionToGPSA(locality=9.0, gate=30.0), "blocks.0.attn")
     pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 96), (0.5, 0.5))
     assert pictures["blocks.0.attn"].shape == pictures["blocks.1.attn"].shape == (1, 3, 4, 6)
@@ -59,7 +59,10 @@ def test_looks_are_pictures_on_the_layers_own_map():
 
 
 def grid_distances(H, W):
-    cells = [(r, c) for r in range(H) for c in range(W)]
+    cells = []
+    for r in range(H):
+        for c in range(W):
+            cells.append((r, c))
     return torch.tensor(
         [[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in cells] for a, b in cells]
     )
@@ -93,9 +96,8 @@ class TestNonlocality:
         mean = grid_distances(6, 4).mean()
         for i in range(2):
             torch.testing.assert_close(found[f"blocks.{i}.attn"], mean.expand(9))
-        torch.testing.assert_close(
-            found["blocks.2.attn"], mean.expand(9) * 24 / 25
-        )  # the class token takes its share
+        # the class token takes its share
+        torch.testing.assert_close(found["blocks.2.attn"], mean.expand(9) * 24 / 25)
         assert model.training
 
     def test_a_head_on_its_tap_is_as_far_as_its_centre(self):
@@ -105,7 +107,8 @@ class TestNonlocality:
         edge = (
             10 * 10
         )  # at the border the nearest key inside is taken: a straight tap falls back on the query itself
-        straight, corner = 9 * 10 / edge, (9 * 9 * 2**0.5 + 2 * 9 * 1) / edge
+        straight = 9 * 10 / edge
+        corner = (9 * 9 * 2**0.5 + 2 * 9 * 1) / edge
         expected = torch.tensor(
             [corner, straight, corner, straight, 0, straight, corner, straight, corner]
         )
@@ -114,7 +117,8 @@ class TestNonlocality:
     def test_it_is_the_sum_over_the_maps_of_every_kind_of_layer(self):
         batch = torch.randn(11, 3, 48, 48).double()
         for model in (self.convit().double(), timm.create_model("t_cifar_resnet20").double()):
-            maps, found = iso.attention_maps(model, batch), iso.nonlocality(model, batch)
+            maps = iso.attention_maps(model, batch)
+            found = iso.nonlocality(model, batch)
             assert set(maps) == set(found)
         torch.testing.assert_close(
             found["layer3.1.conv2"], by_hand(maps["layer3.1.conv2"], 12, 1, 1)
@@ -128,7 +132,8 @@ class TestNonlocality:
             "vit_tiny_patch16_224", depth=2, qk_norm=True, img_size=(64, 96), num_classes=3
         )
         batch = torch.randn(2, 3, 64, 96)
-        found, maps = iso.nonlocality(vit, batch), iso.attention_maps(vit, batch)
+        found = iso.nonlocality(vit, batch)
+        maps = iso.attention_maps(vit, batch)
         expected = (maps["blocks.1.attn"][:, :, 1:, 1:] * grid_distances(4, 6)).sum(-1).mean((0, 2))
         torch.testing.assert_close(found["blocks.1.attn"], expected)
 
@@ -136,9 +141,18 @@ class TestNonlocality:
 def by_hand(maps, queries, padding, stride):
     """Mean distance from each query of a padded, strided window to its keys. Shape: maps (B, nh, Nq, Nk) -> (nh,)"""
     keys = round(maps.shape[-1] ** 0.5)
-    q = [(1 + stride * r, 1 + stride * c) for r in range(queries) for c in range(queries)]
-    k = [(r, c) for r in range(keys) for c in range(keys)]
-    distances = torch.tensor([[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in k] for a, b in q])
+    q = []
+    for r in range(queries):
+        for c in range(queries):
+            q.append((1 + stride * r, 1 + stride * c))
+    k = []
+    for r in range(keys):
+        for c in range(keys):
+            k.append((r, c))
+    rows = []
+    for a, b in q:
+        rows.append([math.hypot(a - c, b - d) for c, d in k])
+    distances = torch.tensor(rows)
     return (maps * distances).sum(-1).mean((0, 2))
 
 
@@ -167,8 +181,10 @@ class TestEvolution:
 
     def test_cka_by_either_route(self):
         """More features than samples, or fewer: the same number."""
-        x, y = torch.randn(5, 9, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-        a, b = (t - t.mean(0) for t in (x, y))
+        x = torch.randn(5, 9, dtype=torch.float64)
+        y = torch.randn(5, 3, dtype=torch.float64)
+        a = x - x.mean(0)
+        b = y - y.mean(0)
         expected = (b.T @ a).norm() ** 2 / ((a.T @ a).norm() * (b.T @ b).norm())
         torch.testing.assert_close(iso.analysis.linear_cka(x, y), expected)
         torch.testing.assert_close(iso.analysis.linear_cka(y, x), expected)
@@ -178,14 +194,13 @@ class TestEvolution:
         )
 
     def test_maps_of_blocks_and_heads(self):
-        model, x = (
-            timm.create_model("deit_tiny_patch16_224", depth=3, img_size=64),
-            torch.randn(2, 3, 64, 64),
-        )
+        model = timm.create_model("deit_tiny_patch16_224", depth=3, img_size=64)
+        x = torch.randn(2, 3, 64, 64)
         a, b, _ = iso.attention_maps(model, x).values()
 
         def correlation(a, b):
-            a, b = (each - each.mean(-1, keepdim=True) for each in (a, b))
+            a = a - a.mean(-1, keepdim=True)
+            b = b - b.mean(-1, keepdim=True)
             return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean()
 
         torch.testing.assert_close(

@@ -13,7 +13,8 @@ from attention_layers import NETWORKS
 from command_line import isomorph
 from isomorph.analysis.batches import count_images, images_of, single_images, some_images
 from isomorph.analysis.windows import attention_windows, observed_windows
-from isomorph.models.input_sizes import config_labels, describe_images, evaluation_config
+from isomorph.lab.evaluation.classes import config_labels
+from isomorph.models.input_sizes import describe_images, evaluation_config
 from law_rows import noisy
 from refusals import refused
 
@@ -76,7 +77,7 @@ def test_images_of_a_batch_by_name():
     assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 12
     refused("the batch has no tensors", images_of, {"flag": True})
     refused(
-        "a batch is a str; give a tensor of images, a dict of inputs",
+        "give a batch as the model reads it, like a tensor .*, not a str",
         iso.nonlocality,
         nn.Identity(),
         ["x"],

@@ -51,31 +51,23 @@ def test_a_call_that_fails_leaves_no_hook(inputs):
     ):
         with suppress(Exception):  # whatever it is
             measure(model, inputs)
-        assert not any(
-            module._forward_hooks or module._forward_pre_hooks for module in model.modules()
-        )
+        for module in model.modules():
+            assert not (module._forward_hooks)
+            assert not (module._forward_pre_hooks)
 
 
 class TestSummaries:
     def test_uniform_attention(self):
-        model, x, N = uniform(vit()), torch.randn(3, 3, 32, 32), 17
-        for found, expected in (
-            (iso.analysis.attention_entropy(model, x), math.log(N)),
-            (
-                {
-                    name: stats.max_logit
-                    for name, stats in iso.analysis.logit_stats(model, x).items()
-                },
-                0.0,
-            ),
-            (
-                {
-                    name: stats.max_attention
-                    for name, stats in iso.analysis.logit_stats(model, x).items()
-                },
-                1 / N,
-            ),
-        ):
+        model = uniform(vit())
+        x = torch.randn(3, 3, 32, 32)
+        N = 17
+        logits = {}
+        shares = {}
+        for name, stats in iso.analysis.logit_stats(model, x).items():
+            logits[name] = stats.max_logit
+            shares[name] = stats.max_attention
+        entropy = iso.analysis.attention_entropy(model, x)
+        for found, expected in ((entropy, math.log(N)), (logits, 0.0), (shares, 1 / N)):
             assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
             torch.testing.assert_close(
                 found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4
@@ -85,7 +77,8 @@ class TestSummaries:
         )
 
     def test_the_share_of_tokens_before_the_patches(self):
-        x, five = torch.randn(3, 3, 32, 32), vit(reg_tokens=4)
+        x = torch.randn(3, 3, 32, 32)
+        five = vit(reg_tokens=4)
         share = iso.analysis.prefix_attention(uniform(five), [(x, None)])["blocks.1.attn"]
         torch.testing.assert_close(share, torch.full((3,), 5 / 21))
         among = iso.nonlocality(five, x)["blocks.1.attn"] / (1 - share)
@@ -97,10 +90,8 @@ class TestSummaries:
         class OwnViT(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.patches, self.token = (
-                    nn.Conv2d(3, 24, 8, 8),
-                    nn.Parameter(torch.zeros(1, 1, 24)),
-                )
+                self.patches = nn.Conv2d(3, 24, 8, 8)
+                self.token = nn.Parameter(torch.zeros(1, 1, 24))
                 self.block = nn.MultiheadAttention(24, 3, batch_first=True)
 
             def forward(self, x):
@@ -108,7 +99,8 @@ class TestSummaries:
                 x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
                 return self.block(x, x, x)[0]
 
-        model, x = OwnViT().eval(), torch.randn(2, 3, 24, 40)
+        model = OwnViT().eval()
+        x = torch.randn(2, 3, 24, 40)
         assert iso.analysis.attention_from(model, x)["block"].shape == (2, 3, 3, 5)
         model.patches = nn.Conv2d(3, 24, 9, 8, padding=4)
         refused("set the attribute grid_size", iso.nonlocality, model, x)
@@ -119,8 +111,10 @@ class TestSummaries:
         """Padded keys count with a logit of 0; the softmax is the map with gates open."""
         layer = iso.layers.GPSA2d(6, 4, 3, stride=2, padding=1)
         layer.set_gating(gate=-50.0)
-        model, x = nn.Sequential(layer), 3 * torch.randn(2, 6, 5, 7)
-        found, maps = iso.analysis.logit_stats(model, x)["0"], layer.attention(x)
+        model = nn.Sequential(layer)
+        x = 3 * torch.randn(2, 6, 5, 7)
+        found = iso.analysis.logit_stats(model, x)["0"]
+        maps = layer.attention(x)
         torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
         torch.testing.assert_close(found.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
         q, k, _ = layer.content_scores(x)
@@ -150,26 +144,26 @@ class TestSummaries:
         torch.testing.assert_close(stats.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
 
     def test_a_loader_is_the_mean_over_its_images(self):
-        model, x = vit().double(), torch.randn(10, 3, 32, 32)
+        model = vit().double()
+        x = torch.randn(10, 3, 32, 32)
         loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]
         assert entropy(torch.eye(9)).abs().max() == 0
         assert entropy(torch.tensor([1.5, -0.5])).isnan()
         for look in (iso.analysis.attention_entropy, iso.analysis.head_similarity, iso.nonlocality):
-            whole, streamed = look(model, x), look(model, loader)
+            whole = look(model, x)
+            streamed = look(model, loader)
             torch.testing.assert_close(
                 streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5
             )
-        streamed, whole = (
-            iso.analysis.logit_stats(model, loader),
-            iso.analysis.logit_stats(model, x),
-        )
+        streamed = iso.analysis.logit_stats(model, loader)
+        whole = iso.analysis.logit_stats(model, x)
         torch.testing.assert_close(
             streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy
         )
         torch.testing.assert_close(
             iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x)
         )
-        refused("no batch was given", iso.analysis.attention_entropy, model, [])
+        refused("there is no batch", iso.analysis.attention_entropy, model, [])
 
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.attention_logits import summarise_scores
@@ -187,11 +181,10 @@ class Two(nn.Module):
 
     def __init__(self, first, second):
         super().__init__()
-        self.a, self.b = (
-            nn.Linear(*first.shape[::-1], bias=False),
-            nn.Linear(*second.shape[::-1], bias=False),
-        )
-        self.a.weight.data, self.b.weight.data = first, second
+        self.a = nn.Linear(*first.shape[::-1], bias=False)
+        self.b = nn.Linear(*second.shape[::-1], bias=False)
+        self.a.weight.data = first
+        self.b.weight.data = second
 
     def forward(self, x):
         return self.a(x), self.b(x)
@@ -203,10 +196,13 @@ def rotation(n):
 
 class TestCKA:
     def test_rotated_features_are_the_same(self):
-        turn, x = rotation(6), torch.randn(40, 6, dtype=torch.float64)
-        a, b = Two(torch.eye(6).double(), 2 * turn), Two(turn.T, 3 * torch.eye(6).double())
+        turn = rotation(6)
+        x = torch.randn(40, 6, dtype=torch.float64)
+        a = Two(torch.eye(6).double(), 2 * turn)
+        b = Two(turn.T, 3 * torch.eye(6).double())
         for found in (iso.cka(a, b, x, "?"), iso.cka(a, b, x.split(8), "?")):
-            assert (found.rows, found.columns) == (["a", "b"], ["a", "b"])
+            assert found.rows == ["a", "b"]
+            assert found.columns == ["a", "b"]
             torch.testing.assert_close(found.matrix, torch.ones(2, 2).double())
 
     def test_the_layers_of_a_model_that_names_none_are_its_blocks(self):
@@ -220,25 +216,29 @@ class TestCKA:
             assert iso.cka(model, model, x).rows == rows
 
     def test_one_batch_is_the_formula(self):
-        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 7, dtype=torch.float64)
+        x = torch.randn(12, 5, dtype=torch.float64)
+        y = torch.randn(12, 7, dtype=torch.float64)
 
         def slow(k, m):
             n = len(k)
-            k, m = k - torch.diag(k.diag()), m - torch.diag(m.diag())
+            k = k - torch.diag(k.diag())
+            m = m - torch.diag(m.diag())
             one = torch.ones(n, 1, dtype=k.dtype)
             middle = (one.T @ k @ one) * (one.T @ m @ one) / ((n - 1) * (n - 2))
-            return ((k @ m).trace() + middle - 2 / (n - 2) * (one.T @ k @ m @ one)).item() / (
-                n * (n - 3)
-            )
+            last = 2 / (n - 2) * (one.T @ k @ m @ one)
+            total = (k @ m).trace() + middle - last
+            return total.item() / (n * (n - 3))
 
-        k, m = x @ x.T, y @ y.T
+        k = x @ x.T
+        m = y @ y.T
         both = torch.stack([gram.clone().fill_diagonal_(0) for gram in (k, m)])
         expected = [[slow(k, k), slow(k, m)], [slow(m, k), slow(m, m)]]
         torch.testing.assert_close(hsic(both, both), torch.tensor(expected, dtype=torch.float64))
         cross = torch.cat([x, y], 1)
         model = Two(torch.eye(12).double()[:5], torch.eye(12).double()[5:])
         found = iso.cka(model, model, cross, "?").matrix
-        assert found[0, 1].item() == pytest.approx(slow(k, m) / math.sqrt(slow(k, k) * slow(m, m)))
+        lengths = math.sqrt(slow(k, k) * slow(m, m))
+        assert found[0, 1].item() == pytest.approx(slow(k, m) / lengths)
         torch.testing.assert_close(found.diagonal(), torch.ones(2).double())
 
     def test_unrelated_features_are_near_0_where_the_biased_form_is_not(self):
@@ -249,15 +249,18 @@ class TestCKA:
         assert iso.analysis.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
 
     def test_a_batch_for_each_model(self):
-        x, shift = torch.randn(16, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-        a, b = Two(rotation(6)[:3], rotation(6)[3:]), Two(rotation(6), rotation(6)[:2])
+        x = torch.randn(16, 6, dtype=torch.float64)
+        shift = torch.randn(6, dtype=torch.float64)
+        a = Two(rotation(6)[:3], rotation(6)[3:])
+        b = Two(rotation(6), rotation(6)[:2])
         found = cka_of_pairs(a, b, [(part, 2 * part + shift) for part in x.split(8)], "?").matrix
         torch.testing.assert_close(found, iso.cka(a, b, x.split(8), "?").matrix)
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
 
     def test_what_cannot_be_known_is_said(self):
         """Features of a tiny batch may tell nothing of similarity, and features that are always the same never do."""
-        model, x = Two(rotation(6)[:5], rotation(6)[1:]), torch.randn(8, 6, dtype=torch.float64)
+        model = Two(rotation(6)[:5], rotation(6)[1:])
+        x = torch.randn(8, 6, dtype=torch.float64)
         for tiny in (x[:1].expand(4, -1), torch.zeros(5, 6).double()):
             refused(
                 "the CKA of a, b is unknown .* give larger batches",
@@ -267,10 +270,10 @@ class TestCKA:
                 tiny,
                 "?",
             )
+        half = Two(rotation(6), torch.zeros(2, 6).double())
+        full = Two(rotation(6), rotation(6))
         with pytest.warns(DataWarning, match=r"CKA of b is unknown \(NaN\): in batches of 8"):
-            found = iso.cka(
-                Two(rotation(6), torch.zeros(2, 6).double()), Two(rotation(6), rotation(6)), x, "?"
-            ).matrix
+            found = iso.cka(half, full, x, "?").matrix
         assert found.isnan().tolist() == [[False, False], [True, True]]
         with pytest.warns(DataWarning, match="the same for all samples"):
             assert iso.analysis.linear_cka(x, torch.ones(8, 2)).isnan()
@@ -279,7 +282,8 @@ class TestCKA:
 
 def test_no_more_than_a_layers_pieces_exist(monkeypatch):
     """Largest number of map entries alive at any time, counted when a piece is made; 12 blocks."""
-    alive, peaks = weakref.WeakValueDictionary(), []
+    alive = weakref.WeakValueDictionary()
+    peaks = []
     formed = AppliedAttention.map
 
     def counted(self):
@@ -290,7 +294,8 @@ def test_no_more_than_a_layers_pieces_exist(monkeypatch):
 
     monkeypatch.setattr(AppliedAttention, "map", counted)
     model = vit(depth=12, img_size=192, patch_size=8)
-    N, x = 24 * 24 + 1, torch.randn(1, 3, 192, 192)
+    N = 24 * 24 + 1
+    x = torch.randn(1, 3, 192, 192)
     for look in (iso.nonlocality, iso.analysis.attention_entropy, iso.analysis.head_similarity):
         peaks.clear()
         look(model, x)

@@ -37,7 +37,8 @@ def built(name):
 
 def factors(model, x):
     """Both factors of every product with a softmax's shape behind it that the model's plain form really takes."""
-    seen, plain = [], torch.Tensor.__matmul__
+    seen = []
+    plain = torch.Tensor.__matmul__
 
     def noted(a, b):
         seen.append((a.detach().clone(), b.detach().clone()))
@@ -62,18 +63,21 @@ def set_fused(model, fused):
 def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(name):
     model, x = built(name)
     set_fused(model, False)
-    maps, taken = iso.attention_maps(model, x), factors(model, x)
+    maps = iso.attention_maps(model, x)
+    taken = factors(model, x)
     assert maps
     for layer, found in maps.items():
-        same = [
-            a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]
-        ]
-        same += [
-            b.mT
-            for _, b in taken
-            if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]
-        ]
-        like = [form for a in same for form in as_laid_out(a, found.shape)]
+        same = []
+        for a, _ in taken:
+            if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]:
+                same.append(a)
+        for _, b in taken:
+            if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]:
+                same.append(b.mT)
+        like = []
+        for a in same:
+            for form in as_laid_out(a, found.shape):
+                like.append(form)
         assert any(torch.allclose(a, found, atol=1e-6) for a in like), (
             f"{layer} {tuple(found.shape)}"
         )
@@ -97,7 +101,8 @@ class TestWhere:
         )
 
     def test_only_what_is_asked_for_is_formed(self):
-        model, x = self.model(), torch.randn(2, 3, 32, 32)
+        model = self.model()
+        x = torch.randn(2, 3, 32, 32)
         everything = iso.attention_maps(model, x)
         one = iso.attention_maps(model, x, where="blocks.1.*")
         assert list(one) == ["blocks.1.attn"]
@@ -114,7 +119,8 @@ class TestWhere:
 def test_padding_of_windows_is_no_query_and_no_key():
     windows = WindowMembers((1, 3), torch.tensor([[0, 1], [2, -1]]))
     distances, tokens = windows.distances(range(2, 4))  # those of the second image
-    assert (distances.tolist(), tokens) == ([[[0, 1], [1, 0]], [[0, 0], [0, 0]]], 3)
+    assert distances.tolist() == [[[0, 1], [1, 0]], [[0, 0], [0, 0]]]
+    assert tokens == 3
 
 
 def test_attention_without_a_map_is_refused_with_its_reason():
@@ -126,7 +132,6 @@ def test_attention_without_a_map_is_refused_with_its_reason():
     ):
         refused(said, iso.attention_maps, timm.create_model(name), x)
     xcit = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
-    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {
-        (1, 3, 1, 17)
-    }  # of the class
+    # of the class
+    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {(1, 3, 1, 17)}
     refused(r"XCA.*channels", iso.attention_maps, xcit, x, "blocks.*")

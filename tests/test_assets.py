@@ -104,7 +104,10 @@ def lab(rgb):
     )
     t = xyz / (0.9505, 1, 1.089)
     f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+    lightness = 116 * f[1] - 16
+    red_or_green = 500 * (f[0] - f[1])
+    yellow_or_blue = 200 * (f[1] - f[2])
+    return np.array([lightness, red_or_green, yellow_or_blue])
 
 
 def contrast(a, b):
@@ -117,10 +120,11 @@ def contrast(a, b):
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_colours_stay_apart_for_the_colour_blind_and_are_readable(scheme):
-    colours = {
-        k: v if len(v) == 7 else "#" + "".join(2 * c for c in v[1:])
-        for k, v in SCHEMES[scheme].items()
-    }
+    colours = {}
+    for name, colour in SCHEMES[scheme].items():
+        if len(colour) < 7:
+            colour = "#" + "".join(2 * digit for digit in colour[1:])
+        colours[name] = colour
     series = [colours[f"s{i}"] for i in range(6)]
     for sight in COLOUR_BLIND.values():
         seen = [lab(np.clip(sight @ linear_rgb(colour), 0, 1)) for colour in series]
@@ -128,4 +132,5 @@ def test_colours_stay_apart_for_the_colour_blind_and_are_readable(scheme):
     for ground in ("page", "card"):
         assert contrast(colours["ink"], colours[ground]) > 7
         assert contrast(colours["quiet"], colours[ground]) > 4.5
-        assert all(contrast(colour, colours[ground]) > 2.8 for colour in series)
+        for colour in series:
+            assert contrast(colour, colours[ground]) > 2.8

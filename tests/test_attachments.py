@@ -11,7 +11,8 @@ from torch import nn
 import isomorph as iso
 from hostile import ALTERATIONS, BRIEF, attachments
 
-TOKENS, MAP = (2, 7, 12), (2, 4, 6, 5)
+TOKENS = (2, 7, 12)
+MAP = (2, 4, 6, 5)
 PLACED = dict(grid_size=(2, 3), prefix_tokens=1)
 LAYERS = {
     "pair": lambda: iso.layers.AnnealedPair(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 5, 1), slope=1.0),
@@ -43,7 +44,9 @@ def alter(model, path, alteration):
 
 def check_nothing_is_lost(model, operate, shape):
     """Every alteration of every part of a model: it is said to be lost, or it is kept."""
-    x, kept, refused = torch.randn(shape), 0, []
+    x = torch.randn(shape)
+    kept = 0
+    refused = []
     paths = [name for name, _ in model.named_modules() if name]
     for path in paths:
         for alteration in ALTERATIONS if len(paths) < 10 or path == "0" else BRIEF:
@@ -64,11 +67,8 @@ def check_nothing_is_lost(model, operate, shape):
                 assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
     assert kept
     assert refused
-    words = (
-        "0",
-        "the model cannot be copied",
-        "LinearToPyramid recasts",
-    )  # an altered pair is not a target
+    # an altered pair is not a target
+    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")
     assert all(said.startswith(words) and "\n" not in said for said in refused), refused
 
 
@@ -76,10 +76,8 @@ def check_nothing_is_lost(model, operate, shape):
 @pytest.mark.parametrize(("name", "rule", "back"), CASES)
 def test_hostile_layers_keep_what_they_have_or_are_refused(name, rule, back):
     """There, and back."""
-    model, shape = (
-        nn.Sequential(LAYERS[name]()).eval(),
-        TOKENS if name in ("attention", "linear") else MAP,
-    )
+    model = nn.Sequential(LAYERS[name]()).eval()
+    shape = TOKENS if name in ("attention", "linear") else MAP
     check_nothing_is_lost(model, lambda altered: iso.recast(altered, rule, "0"), shape)
     if back:
         check_nothing_is_lost(iso.recast(model, rule, "0"), back, shape)
@@ -104,7 +102,8 @@ def test_no_class_of_timm_or_torch_is_taken_for_what_it_is_not(rule, layer, shap
     """A layer of a derived class is refused, or computes what the layer of its base computes."""
     import torch.ao.nn.intrinsic.qat  # registers classes that are trained to be quantised
 
-    x, plain = torch.randn(shape), type(layer)
+    x = torch.randn(shape)
+    plain = type(layer)
     found = sorted(subclasses(plain), key=str)
     taken = []
     for kind in found:

@@ -16,11 +16,9 @@ class LowRank(nn.Module):
 
     def __init__(self, base):
         super().__init__()
-        self.base, self.down, self.up = (
-            base,
-            nn.Linear(base.in_features, 2),
-            nn.Linear(2, base.out_features),
-        )
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2)
+        self.up = nn.Linear(2, base.out_features)
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))

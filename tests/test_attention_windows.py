@@ -58,7 +58,8 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
     """The Jacobian of the block's own attention is the reference: where it is zero, the map has nothing."""
-    net, x = block(kind), torch.randn(2, 10, 12, 8, dtype=torch.float64)
+    net = block(kind)
+    x = torch.randn(2, 10, 12, 8, dtype=torch.float64)
     last = (0, 2, 3, 1) if "convolved" in kind else (0, 1, 2, 3)  # of the axes, channels last
     x = x.permute(0, 3, 1, 2) if "convolved" in kind else x
     windows = attention_windows(net, x)["attn"]
@@ -70,10 +71,10 @@ def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
     y = partition(z).permute(last).flatten(1, 2)
     for query in (0, 37, 64, 119):
         (slope,) = torch.autograd.grad(y[1, query].square().sum(), z, retain_graph=True)
-        reference = (
-            slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25
-        )  # masks are -100: e^-100 is let through
-        keys, seen = windows.keys_of(query), torch.zeros(120, dtype=torch.bool)
+        # masks are -100: e^-100 is let through
+        reference = slope.permute(last)[1].flatten(0, 1).abs().sum(-1) > 1e-25
+        keys = windows.keys_of(query)
+        seen = torch.zeros(120, dtype=torch.bool)
         seen[keys[keys >= 0]] = (maps[1, :, query] > 1e-30).any(0)[keys >= 0]
         assert seen.equal(reference)
         assert not slope[0].any()
@@ -82,9 +83,11 @@ def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
 @pytest.mark.parametrize("kind", ["swin shifted", "maxvit convolved grid"])
 def test_nonlocality_is_in_steps_of_the_map(kind):
     """Query by query over the map: attention times distance, padding left out, mean."""
-    net, x = block(kind), torch.randn(2, 10, 12, 8, dtype=torch.float64)
+    net = block(kind)
+    x = torch.randn(2, 10, 12, 8, dtype=torch.float64)
     x = x.permute(0, 3, 1, 2) if "convolved" in kind else x
-    windows, total = attention_windows(net, x)["attn"], 0.0
+    windows = attention_windows(net, x)["attn"]
+    total = 0.0
     maps = windows.on_grid(iso.attention_maps(net, x)["attn"])
     for query in range(120):
         for k, key in enumerate(windows.keys_of(query).tolist()):

@@ -22,7 +22,8 @@ BOXES = torch.tensor(
 def detect(boxes, scores, threshold=0.5, most=4):
     """Boxes as a detector chooses them."""
     kept = (scores > 0.05).nonzero().flatten()
-    boxes, scores = boxes[kept], scores[kept]
+    boxes = boxes[kept]
+    scores = scores[kept]
     labels = (scores * 4).floor().long()
     kept = batched_nms(boxes, scores, torch.zeros_like(labels), threshold)[:most]
     return {"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]}
@@ -54,7 +55,10 @@ class Chooser(nn.Module):
 
     def __init__(self, choose, order, scale=1.0, wrong=0.0):
         super().__init__()
-        self.choose, self.order, self.scale, self.wrong = choose, order, scale, wrong
+        self.choose = choose
+        self.order = order
+        self.scale = scale
+        self.wrong = wrong
         self.weight = nn.Parameter(torch.rand(3, generator=torch.Generator().manual_seed(1)) + 0.1)
 
     def forward(self, x):
@@ -91,10 +95,8 @@ def test_rounding_may_decide_between_equal_numbers(what):
 def test_what_choices_are_made_from_is_compared(what):
     """Scores that are wrong by a thousandth, whatever comes out of the choice."""
     for x in inputs(CHOOSERS[what])[:4]:
-        a, b = (
-            Chooser(CHOOSERS[what], (0, 1, 2)),
-            Chooser(CHOOSERS[what], (0, 1, 2), scale=1.001, wrong=0.001),
-        )
+        a = Chooser(CHOOSERS[what], (0, 1, 2))
+        b = Chooser(CHOOSERS[what], (0, 1, 2), scale=1.001, wrong=0.001)
         report = compare_outputs(a, b, x)
         outputs = [str(copy.deepcopy(each)(x)) for each in (a, b)]
         assert outputs[0] == outputs[1] or not report.passed, report
@@ -117,7 +119,8 @@ def test_a_call_repeats_the_choices_of_another():
     def call(scores):
         return lambda: [model(scores).argsort(), scores.topk(1).indices]
 
-    first, second = torch.tensor([0.1, 0.3, 0.2]), torch.tensor([0.3, 0.1, 0.2])
+    first = torch.tensor([0.1, 0.3, 0.2])
+    second = torch.tensor([0.3, 0.1, 0.2])
     made = record_choices(model, call(first))
     again = repeat_choices(model, call(second), made)
     assert [y.tolist() for y in again.output] == [[0, 2, 1], [1]]

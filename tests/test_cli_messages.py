@@ -1,5 +1,7 @@
 """What the command line says: names of options, progress, control characters, machines without a network."""
 
+import ast
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,7 @@ from cyclopts import CycloptsError
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
@@ -32,7 +35,7 @@ from refusals import refused
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
         (
             "train",
-            "give --weights FILE, or --no-pretrained",
+            "give weights=FILE, or pretrained=False",
             "give --model.weights FILE, or --model.pretrained false",
         ),
         (
@@ -42,18 +45,113 @@ from refusals import refused
         ),
         (
             "train",
-            "give --size 224, or --model-kwargs img_size=32",
+            "give size=224, or img_size=32",
             "give --data.size 224, or --model.kwargs.img_size 32",
         ),
         (
             "analyze",
-            "give --size 224, or --model-kwargs img_size=32",
-            "give --size 224, or --model-kwargs img_size=32",
+            "give size=224, leave `size` out, or give img_size=(96, 128)",
+            "give --size 224, leave --size out, or give --model-kwargs img_size=96,128",
         ),
+        ("evaluate", "give checkpoint_path=FILE (partial=True)", "give --weights FILE (--partial)"),
+        (
+            "verify",
+            "thorough=True tries them; ema=False takes",
+            "--thorough tries them; --no-ema takes",
+        ),
+        ("fuse", "(across=False); only_forward=True", "(--no-across); only_forward=True"),
+        ("fuse", "base=NAME or base=Net(3) of", "--arch NAME or --arch package.module:function of"),
+        ("train", "model.kwargs.NAME=VALUE", "--model.kwargs.NAME VALUE"),
+        ("quantize", "iso.load(path, size=3), size=(4, 8)", "iso.load(path, size=3), --size 4x8"),
+        ("recast", "where=['a.*', 'b'] matches", "--where a.* b matches"),
+        ("evaluate", "test_fraction=0.2 gives", "--split 0.2 gives"),
+        ("train", "leave `test_fraction` out", "leave --data.split out"),
+        ("fuse", "call `frobnicate`, other=3", "call `frobnicate`, other=3"),
+        ("", "size=3", "size=3"),
     ],
 )
 def test_messages_name_options_as_they_are_typed(command, message, expected):
     assert name_options(message, command) == expected
+
+
+OPTION = re.compile(r"(?<![\w-])--[a-z]")
+# Texts that give a whole command, of isomorph or another program.
+COMMAND = re.compile(r"\b(isomorph|hf|tar|torchrun|pip) ")
+
+
+def texts_of(file):
+    """Yield the strings in a file, whole where they are formatted, but docstrings."""
+    tree = ast.parse(file.read_text())
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(node.value)
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(node.values)
+            parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+            yield node.lineno, "VALUE".join(parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            yield node.lineno, node.value
+
+
+def test_the_library_names_arguments_and_the_command_line_options():
+    """Errors raised in Python name no option; `name_options` puts options where they name arguments."""
+    top = Path(iso.__file__).parent
+    published = {top / "lab" / "training" / "dry_run" / "needs.py"}  # says how to repeat a run
+    found = []
+    for file in top.rglob("*.py"):
+        path = file.relative_to(top)
+        if path.parts[0] == "cli" or path.parts[:2] in {("lab", "recipes"), ("lab", "demo")}:
+            continue
+        if file not in published:
+            texts = [(line, text) for line, text in texts_of(file) if OPTION.search(text)]
+            found += [f"{path}:{line}: {text}" for line, text in texts if not COMMAND.search(text)]
+    assert found == []
+
+
+def write_state_dict(folder):
+    torch.save(timm.create_model("cifar_resnet20").state_dict(), folder / "my.pth")
+    return folder / "my.pth"
+
+
+def write_own(folder):
+    iso.save(nn.Sequential(nn.Linear(2, 2)), folder / "own.safetensors")
+    return folder / "own.safetensors"
+
+
+def write_named(folder):
+    iso.save(timm.create_model("cifar_resnet20"), folder / "named.safetensors")
+    return folder / "named.safetensors"
+
+
+SAID = {  # of a file: what Python says, what the command says, and the arguments of both
+    "no architecture": (write_state_dict, {}, "", "give base=NAME", "give --arch NAME"),
+    "a module": (
+        write_own,
+        {},
+        "",
+        r"give base=Sequential\(\)",
+        "give --arch package.module:function",
+    ),
+    "another architecture": (
+        write_named,
+        {"base": "resnet18"},
+        "--arch resnet18",
+        "leave base=resnet18 out",
+        "leave --arch resnet18 out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_python_is_told_of_arguments_and_the_command_of_options(case, tmp_path, capsys):
+    write, arguments, options, in_python, in_command = SAID[case]
+    path = write(tmp_path)
+    refused(in_python, iso.load, path, **arguments)
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(path), "--data", "digits", *options.split()])
+    assert in_command in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -96,10 +194,8 @@ def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_pa
 
 
 def test_weights_in_the_cache_are_read_without_asking_a_server(monkeypatch, tmp_path):
-    model, folder = (
-        timm.create_model("test_resnet"),
-        tmp_path / "models--timm--test_resnet.r160_in1k",
-    )
+    model = timm.create_model("test_resnet")
+    folder = tmp_path / "models--timm--test_resnet.r160_in1k"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")

@@ -57,7 +57,8 @@ class TestPublishedSizes:
             "TransformerBlock"
         ] * 42
         assert stage[8].norm1.normalized_shape == (1024,)
-        assert (stage[8].attn.proj.out_features, stage[8].attn.head_dim) == (2048, 128)
+        assert stage[8].attn.proj.out_features == 2048
+        assert stage[8].attn.head_dim == 128
 
     def test_the_printed_counts_ask_for_a_hidden_layer_in_the_head(self):
         """Tables 4 and 5: six of eight round to print with it, one without it (docs/decisions/019)."""
@@ -98,14 +99,15 @@ class TestPublishedSizes:
 def test_forms_learn(form):
     model = tiny(drop_path_rate=0.1, drop_rate=0.1, **form)
     model(torch.randn(2, 3, 40, 70)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.isfinite().all()
 
 
 class TestLayout:
     def test_paper_and_written_out(self):
-        paper, written = (
-            parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T")
-        )
+        paper = parse_layout("C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5)
+        written = parse_layout("S-C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5)
         assert paper == written
         resolutions = {"C-C-T-T": 5, "S-C-C-T-T": 5, "SC-C-T-T": 4, "C-C-CT-T": 5, "PT": 1}
         assert {name: len(split_layout(name)) for name in resolutions} == resolutions
@@ -131,13 +133,17 @@ def test_pruned():
     model = tiny()
     assert model.prune_intermediate_layers([0, 2]) == [0, 2]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
-    assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
+    assert model.num_classes == 0
+    assert model.num_features == 16
+    assert model.head_hidden_size == 16
     model.set_input_size(96)
 
 
 def test_tables_follow_the_size_of_the_image():
     """Read at every call, resized in place, or from a checkpoint of another size: the same."""
-    model, other, x = settled(tiny()), tiny(seed=1, img_size=(96, 128)), torch.randn(2, 3, 96, 128)
+    model = settled(tiny())
+    other = tiny(seed=1, img_size=(96, 128))
+    x = torch.randn(2, 3, 96, 128)
     given = {
         "state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     }
@@ -160,10 +166,9 @@ def test_fused_after_pyramids(where):
     fused = iso.fuse(wide.eval())
     x = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-3)
-    assert not any(
-        isinstance(m, torch.nn.BatchNorm2d | MBConv) or "Pyramid" in type(m).__name__
-        for m in fused.modules()
-    )
+    for m in fused.modules():
+        assert not (isinstance(m, torch.nn.BatchNorm2d | MBConv))
+        assert "Pyramid" not in type(m).__name__
 
 
 def test_logits_include_the_table():
@@ -197,10 +202,8 @@ def from_timm(state):
             name = f"stages.{int(stage) + 1}.{rest}"
         if "relative_position_bias_table" in name:
             side = int(len(tensor) ** 0.5)
-            name, tensor = (
-                name.replace("rel_pos.relative_position_bias_table", "relative_bias"),
-                tensor.T,
-            )
+            name = name.replace("rel_pos.relative_position_bias_table", "relative_bias")
+            tensor = tensor.T
             tensor = tensor.unflatten(1, (side, side))
         if ".attn." in name or ".mlp." in name:
             tensor = tensor.flatten(1) if tensor.ndim == 4 else tensor
@@ -228,7 +231,8 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     ours.load_state_dict(from_timm(theirs.state_dict()))
     x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
     for training in (False, True):
-        theirs, ours = (model.double().train(training) for model in (theirs, ours))
+        theirs = theirs.double().train(training)
+        ours = ours.double().train(training)
         torch.testing.assert_close(
             ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10
         )
@@ -263,7 +267,8 @@ def test_the_head_is_recorded_and_comes_back(hidden, how, tmp_path):
 
 def test_records_from_before_the_hidden_layer_open(tmp_path):
     """A record that leaves the argument out was written when there was no hidden layer."""
-    old, x = tmp_path / "old.safetensors", torch.randn(2, 3, 64, 64)
+    old = tmp_path / "old.safetensors"
+    x = torch.randn(2, 3, 64, 64)
     model = settled(timm.create_model("coatnet_0", num_classes=4, head_hidden=False, **HEADS))
     header = describe_model(model)
     base = json.loads(header["base"])

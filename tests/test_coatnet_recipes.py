@@ -7,14 +7,17 @@ import torch.nn.functional as F
 
 import isomorph as iso
 from isomorph.analysis.cost import count_macs, count_parameters
-from isomorph.lab.recipes import coatnet
+from isomorph.lab.recipes import RECIPES
 from isomorph.lab.training.build import build_model, data_config
 from isomorph.lab.training.objectives.supervised import build_criterion
 from isomorph.lab.training.recipe.fields import AugmentPart
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 
+COATNETS = [name for name in RECIPES if name.startswith("coatnet_")]
+LAYOUTS = ("c_c_c_c", "c_c_c_t", "c_c_t_t", "c_t_t_t", "vit_rel")
 
-@pytest.mark.parametrize("name", coatnet.RECIPES)
+
+@pytest.mark.parametrize("name", COATNETS)
 def test_is_built_as_the_table_says(name):
     recipe = iso.load_recipe(name)
     with torch.device("meta"):
@@ -60,7 +63,8 @@ TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
 @pytest.mark.parametrize("name", TABLE_10)
 def test_table_10(name):
     recipe, (column, drop_path, magnitude, top1) = iso.load_recipe(name), TABLE_10[name]
-    optim, augment = recipe.optim, recipe.augment
+    optim = recipe.optim
+    augment = recipe.augment
     found = (
         optim.lr,
         optim.min_lr,
@@ -90,7 +94,7 @@ def test_table_10(name):
 
 
 def test_figure_1_is_bare():
-    for name in coatnet.FIGURE_1_LAYOUTS:
+    for name in LAYOUTS:
         for recipe in (
             iso.load_recipe(f"coatnet_layout_{name}"),
             iso.load_recipe(f"coatnet_layout_{name}_jft"),
@@ -104,10 +108,10 @@ def test_figure_1_is_bare():
 def test_layouts_are_matched():
     """In parameters, and less so in multiply-accumulates, to C-C-T-T."""
     with torch.device("meta"):
-        models = {
-            name: timm.create_model("coatnet_0", **kwargs)
-            for name, kwargs in coatnet.FIGURE_1_LAYOUTS.items()
-        }
+        models = {}
+        for name in LAYOUTS:
+            kwargs = RECIPES[f"coatnet_layout_{name}"]["model"]["kwargs"]
+            models[name] = timm.create_model("coatnet_0", **kwargs)
     wanted = count_parameters(models["c_c_t_t"]), count_macs(models["c_c_t_t"], (3, 224, 224))
     for name, model in models.items():
         assert count_parameters(model) == pytest.approx(wanted[0], rel=0.05)
@@ -117,12 +121,14 @@ def test_layouts_are_matched():
 
 
 def test_sigmoids_sum_over_classes():
-    logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, 3])
+    logits = torch.randn(4, 7)
+    labels = torch.tensor([1, 0, 6, 3])
     loss = build_criterion(AugmentPart(), "sigmoid")
     for given, hot in ((labels, F.one_hot(labels, 7).float()), (soft := torch.rand(4, 7), soft)):
         wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
         torch.testing.assert_close(loss(logits, given), wanted)
-    smooth, few = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid"), logits.bfloat16()
+    smooth = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid")
+    few = logits.bfloat16()
     torch.testing.assert_close(smooth(few, labels), smooth(few.float(), labels), rtol=1e-7, atol=0)
 
 

@@ -103,7 +103,8 @@ def test_no_shard_is_for_training_and_for_testing(tmp_path):
 
 def test_what_is_left_out_is_said(tmp_path):
     as_folder(tmp_path)
-    top, elsewhere = tmp_path / "train", tmp_path / "elsewhere"
+    top = tmp_path / "train"
+    elsewhere = tmp_path / "elsewhere"
     shutil.move(top / "bee", elsewhere)
     (top / "bee").mkdir()
     (top / "bee/linked").symlink_to(elsewhere)

@@ -29,7 +29,8 @@ def rectangular_peer(peer, size):
         peer.pos_embed.data, list(grid), [14, 14], num_prefix_tokens=0
     )
     rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
-    dy, dx = (t.flatten()[None, :] - t.flatten()[:, None] for t in (rows, columns))
+    dy = rows.flatten()[None, :] - rows.flatten()[:, None]
+    dx = columns.flatten()[None, :] - columns.flatten()[:, None]
     for block in peer.blocks[:10]:
         block.attn.rel_indices = torch.stack([dx, dy, dx**2 + dy**2], dim=-1)[None].float()
     return peer
@@ -40,12 +41,12 @@ def test_public_checkpoints_give_timms_logits_at_any_size(tmp_path):
     name = "convit_ti"
     peer = noisy(timm.create_model(PEERS[name], num_classes=20), 0.03).eval()
     torch.save({"model": peer.state_dict()}, tmp_path / "public.pth")
-    born, resized = (
-        timm.create_model(name, num_classes=20, img_size=size).eval() for size in ((288, 192), 224)
-    )
+    born = timm.create_model(name, num_classes=20, img_size=(288, 192)).eval()
+    resized = timm.create_model(name, num_classes=20, img_size=224).eval()
     for model in (born, resized):
         load_weights(model, tmp_path / "public.pth")
-    x, wide = torch.randn(1, 3, 224, 224), torch.randn(2, 3, 288, 192)
+    x = torch.randn(1, 3, 224, 224)
+    wide = torch.randn(2, 3, 288, 192)
     with torch.no_grad():
         expected = peer(x)
         assert expected.std() > 0.1
@@ -96,7 +97,8 @@ def test_without_gpsa_it_is_a_plain_vit():
 
 def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them():
     """The network spelt out block by block from its parts, on a rectangle."""
-    model, x = noisy(small(), 0.05), torch.randn(2, 3, 64, 96)
+    model = noisy(small(), 0.05)
+    x = torch.randn(2, 3, 64, 96)
     grid = (4, 6)
     embedding = resample_abs_pos_embed(model.pos_embed, list(grid), [14, 14], num_prefix_tokens=0)
     h = model.patch_embed.proj(x).flatten(2).transpose(1, 2) + embedding
@@ -121,7 +123,8 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
 
 def test_no_norm_has_to_copy_its_tokens():
     """Patches come with channels outermost; a norm copies such tokens first, in every block."""
-    model, seen = small(), []
+    model = small()
+    seen = []
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.register_forward_pre_hook(
@@ -137,7 +140,9 @@ def test_set_input_size_changes_the_patch_too():
     assert model.patch_embed.grid_size == (4, 4)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
     assert {info["reduction"] for info in model.feature_info} == {8}
-    assert all(m.grid_size == (4, 4) for m in model.modules() if isinstance(m, GPSA))
+    for m in model.modules():
+        if isinstance(m, GPSA):
+            assert m.grid_size == (4, 4)
 
 
 def test_any_rectangle_without_positions():
@@ -151,7 +156,8 @@ def test_any_rectangle_without_positions():
     assert not {"pos_embed", "cls_token"} & model.state_dict().keys()
     for size in ((16, 16), (48, 32)):
         y = model(torch.randn(2, 3, *size, dtype=torch.bfloat16))
-        assert (y.shape, y.dtype) == ((2, 5), torch.bfloat16)
+        assert y.shape == (2, 5)
+        assert y.dtype == torch.bfloat16
 
 
 def test_born_convolutional_or_not():
@@ -173,9 +179,11 @@ def test_born_convolutional_or_not():
 
 
 def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
-    model, x = small(local_attention="psa", locality_strength=3.0), torch.randn(2, 3, 48, 32)
+    model = small(local_attention="psa", locality_strength=3.0)
+    x = torch.randn(2, 3, 48, 32)
     layers = [block.attn for block in model.blocks[:3]]
-    assert all(type(layer) is PSA for layer in layers)
+    for layer in layers:
+        assert type(layer) is PSA
     gated = small(locality_strength=3.0, gate=50.0)
     missing, unexpected = gated.load_state_dict(model.state_dict(), strict=False)
     assert unexpected == []

@@ -7,7 +7,7 @@ import pytest
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.surgery.coverage import cover_models
+from isomorph.lab.evaluation.coverage import cover_models
 
 TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/coverage.json").read_text())
 SAMPLE = list(TABLE["sample"])

@@ -53,7 +53,8 @@ def test_imagefolder(folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_named(folder, workers):
     """Also one that Pillow refuses in its own way: a text chunk too long for it is a ValueError from deep inside."""
-    path, about = folder / "val/black/1.png", PngInfo()
+    path = folder / "val/black/1.png"
+    about = PngInfo()
     about.add_text("note", "x" * 2_000_000, zip=True)
     Image.new("RGB", (8, 8)).save(path, pnginfo=about)
     for said in (r"cannot read .*1\.png: Decompressed data too large", r"cannot read .*1\.png"):
@@ -78,7 +79,10 @@ def test_a_killed_worker_is_an_error_of_the_next_batch_only():
 
 def test_a_fraction_of_each_class():
     source = open_source("digits", "train")
-    a, b, other, first = (class_fraction(source, 0.1, seed) for seed in (0, 0, 1, None))
+    a = class_fraction(source, 0.1, 0)
+    b = class_fraction(source, 0.1, 0)
+    other = class_fraction(source, 0.1, 1)
+    first = class_fraction(source, 0.1, None)
     assert a.ids.tolist() == b.ids.tolist() != other.ids.tolist()
     assert np.bincount(a.labels).tolist() == [
         int(0.1 * count) for count in np.bincount(source.labels)
@@ -103,9 +107,8 @@ def test_classes_are_numbered_as_in_train(folder):
     (folder / "val/.cache").mkdir()
     test = open_source("imagefolder", "test", folder)
     assert test.classes == ("black", "grey", "white")
-    assert (
-        len(open_source("imagefolder", "test", folder / "val")) == 6
-    )  # a folder of its own is for testing
+    # a folder of its own is for testing
+    assert len(open_source("imagefolder", "test", folder / "val")) == 6
     assert sorted(set(test.labels)) == [0, 2]
     (folder / "val/pink").mkdir()
     refused(r"has classes that .*train lacks: pink", open_source, "imagefolder", "test", folder)
@@ -138,7 +141,8 @@ def test_an_epoch_sees_every_image_once_and_epochs_and_seeds_differ():
     orders = [
         BatchOrder(48, 16, seed).epoch(epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))
     ]
-    assert all(images.sort().values.tolist() == list(range(48)) for images, _ in orders)
+    for images, _ in orders:
+        assert images.sort().values.tolist() == list(range(48))
     assert len({tuple(images.tolist()) for images, _ in orders}) == 3
     assert len(orders[0][1].unique()) == 48
 
@@ -167,9 +171,8 @@ def test_evaluation_follows_the_models_own_config(tmp_path):
     source = open_source("imagefolder", "test", tmp_path)
     images, _ = next(iter(eval_loader(source, config, 2)))
     pixels = torch.from_numpy(np.array(source.image(1))).permute(2, 0, 1) / 255
-    mean, std = (
-        torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    )
+    mean = torch.tensor((0.485, 0.456, 0.406))[:, None, None]
+    std = torch.tensor((0.229, 0.224, 0.225))[:, None, None]
     torch.testing.assert_close(images[1], (pixels - mean) / std)
 
 
@@ -255,7 +258,9 @@ def test_policies_survive_their_strongest_posterize(policy):
     assert posterizing
     for op in posterizing:
         for level in (0, 5, 10):
-            op.magnitude, op.magnitude_std, op.prob = level, 0, 1.0
+            op.magnitude = level
+            op.magnitude_std = 0
+            op.prob = 1.0
             assert op(source.image(0)).size == (8, 8)
 
 
@@ -271,13 +276,15 @@ class TestReceptiveFieldCalibration:
         return next(iter(eval_loader(source, self.config, 1, **calibration)))[0][0]
 
     def test_zero_and_black(self):
-        zero, black = (self.batch((40, 40), rfc=1.5, rfc_fill=fill) for fill in ("zero", "black"))
+        zero = self.batch((40, 40), rfc=1.5, rfc_fill="zero")
+        black = self.batch((40, 40), rfc=1.5, rfc_fill="black")
         inner = slice(4, 20)  # 24 / 1.5 = 16 pixels in the middle
         torch.testing.assert_close(zero[:, inner, inner], black[:, inner, inner])
         rim = torch.ones(24, 24, dtype=torch.bool)
         rim[inner, inner] = False
         assert not zero[:, rim].any()
-        mean, std = (torch.tensor(self.config[name]) for name in ("mean", "std"))
+        mean = torch.tensor(self.config["mean"])
+        std = torch.tensor(self.config["std"])
         torch.testing.assert_close(black[:, rim], (-mean / std)[:, None].expand(-1, int(rim.sum())))
 
     def test_one_and_below_is_a_plain_crop(self):

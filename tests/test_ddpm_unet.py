@@ -62,7 +62,8 @@ class Resample(nn.Module):
 
     def __init__(self, width, up):
         super().__init__()
-        self.up, self.main = up, nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
+        self.up = up
+        self.main = nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
 
     def forward(self, x, time):
         return self.main(F.interpolate(x, scale_factor=2, mode="nearest") if self.up else x)
@@ -73,14 +74,19 @@ class ReleasedUNet(nn.Module):
 
     def __init__(self, channels, blocks, attention, groups, time_steps):
         super().__init__()
-        base, time, last = channels[0], 4 * channels[0], len(channels) - 1
+        base = channels[0]
+        time = 4 * channels[0]
+        last = len(channels) - 1
         table = nn.Embedding.from_pretrained(sinusoids(time_steps, base).float())
         self.time_embedding = nn.Module()
         self.time_embedding.timembedding = nn.Sequential(
             table, nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time)
         )
         self.head = nn.Conv2d(3, base, 3, padding=1)
-        self.downblocks, self.upblocks, widths, now = nn.ModuleList(), nn.ModuleList(), [base], base
+        self.downblocks = nn.ModuleList()
+        self.upblocks = nn.ModuleList()
+        widths = [base]
+        now = base
         for level, width in enumerate(channels):
             for _ in range(blocks):
                 self.downblocks.append(Residual(now, width, time, groups, level in attention))
@@ -122,7 +128,8 @@ def test_its_inputs_are_drawn_on_the_cpu_whatever_the_default_device_is():
     model = timm.create_model("ddpm_unet", **SMALL)
     with torch.device("meta"):
         found = random_inputs(2, model)
-    assert all(torch.equal(found[name], x) for name, x in random_inputs(2, model).items())
+    for name, x in random_inputs(2, model).items():
+        assert torch.equal(found[name], x)
 
 
 def test_it_has_the_published_size_with_and_without_pyramids():
@@ -147,7 +154,8 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
     )
     model = timm.create_model("ddpm_unet", **SMALL).double().eval()
     assert iso.load_weights(model, tmp_path / "released.pt") == []
-    x, t = torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 7, 19])
+    x = torch.randn(3, 3, 8, 12, dtype=torch.float64)
+    t = torch.tensor([0, 7, 19])
     torch.testing.assert_close(model(x, t), released(x, t), atol=1e-12, rtol=1e-12)
     for m in (model, released):
         m(x, t).square().sum().backward()
@@ -158,16 +166,15 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
 
 def test_the_initialisation_is_that_of_the_released_code():
     model = timm.create_model("ddpm_unet", **SMALL)
-    conv, middle = model.unet.down_blocks[1].resnets[1].conv1.weight, model.unet.mid_block
+    conv = model.unet.down_blocks[1].resnets[1].conv1.weight
+    middle = model.unet.mid_block
     bound = (6 / (9 * (conv.shape[0] + conv.shape[1]))) ** 0.5
     assert 0.98 * bound < conv.abs().max() <= bound
     for last in (model.unet.conv_out, middle.attentions[0].to_out[0], middle.resnets[0].conv2):
         assert 0 < last.weight.abs().max() < 1e-5
-    assert all(
-        not layer.bias.any()
-        for layer in model.modules()
-        if isinstance(layer, nn.Conv2d | nn.Linear)
-    )
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            assert not layer.bias.any()
     assert not model.unet.time_proj.weight.requires_grad
     angle = 3 * 10_000 ** (-2 / 6)  # the second of three frequencies
     torch.testing.assert_close(sinusoids(5, 6)[3, 2:4].tolist(), [math.sin(angle), math.cos(angle)])

@@ -116,7 +116,8 @@ class TestData:
             write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True
         )
         (first, crowd) = ground_truth(source).dataset["annotations"]
-        assert (first["iscrowd"], crowd["iscrowd"]) == (0, 1)
+        assert first["iscrowd"] == 0
+        assert crowd["iscrowd"] == 1
         assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
         assert (
             first["area"]
@@ -241,9 +242,9 @@ def random_results(source, seed=0):
         objects = source.objects(index)
         n = len(objects["labels"])
         boxes = objects["boxes"] + 6 * torch.randn(n, 4, generator=generator)
-        boxes = torch.cat([torch.minimum(boxes[:, :2], boxes[:, 2:] - 1), boxes[:, 2:]], 1).clamp(
-            min=0
-        )
+        ends = boxes[:, 2:]
+        starts = torch.minimum(boxes[:, :2], ends - 1)
+        boxes = torch.cat([starts, ends], 1).clamp(min=0)
         wrong = torch.rand(n, generator=generator) < 0.2
         labels = torch.where(
             wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"]
@@ -257,26 +258,32 @@ def random_results(source, seed=0):
 
 def scattered(images=30, seed=0):
     """Annotations of rectangles and triangles of many sizes, some of them crowds, some images without any."""
-    rng, content = np.random.default_rng(seed), coco(images, annotations=[])
+    rng = np.random.default_rng(seed)
+    content = coco(images, annotations=[])
     content["images"] = [{**image, "width": 320, "height": 240} for image in content["images"]]
     for number in range(6 * images):
-        left, top = rng.integers(0, 250), rng.integers(0, 180)
-        width, height = (int(rng.integers(4, 4 + room)) for room in (320 - left - 4, 240 - top - 4))
-        left, top = int(left), int(top)
+        left = rng.integers(0, 250)
+        top = rng.integers(0, 180)
+        width = int(rng.integers(4, 4 + (320 - left - 4)))
+        height = int(rng.integers(4, 4 + (240 - top - 4)))
+        left = int(left)
+        top = int(top)
         outline = [left, top, left + width, top, left, top + height]
         if number % 2:
             outline += [left + width, top + height]
-        content["annotations"].append(
-            {
-                "id": number + 1,
-                "image_id": int(rng.integers(0, images - 2)),
-                "category_id": (7, 3)[number % 3 > 0],
-                "bbox": [left, top, width, height],
-                "area": width * height / (1 if number % 2 else 2),
-                "segmentation": [outline],
-                "iscrowd": 0,
-            }
-        )
+        area = float(width * height)
+        if number % 2 == 0:
+            area = area / 2
+        annotation = {
+            "id": number + 1,
+            "image_id": int(rng.integers(0, images - 2)),
+            "category_id": 3 if number % 3 else 7,
+            "bbox": [left, top, width, height],
+            "area": area,
+            "segmentation": [outline],
+            "iscrowd": 0,
+        }
+        content["annotations"].append(annotation)
     return content
 
 
@@ -384,9 +391,11 @@ class TestDistillation:
         }
         task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart())
         pixels = torch.rand(2, 3, 64, 64)
-        images, theirs = (
-            normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
-            for net in (student, teacher)
+        images = normalize(
+            pixels, list(student.pretrained_cfg["mean"]), list(student.pretrained_cfg["std"])
+        )
+        theirs = normalize(
+            pixels, list(teacher.pretrained_cfg["mean"]), list(teacher.pretrained_cfg["std"])
         )
         torch.testing.assert_close(task.teacher.images(images), theirs)
 
@@ -398,9 +407,11 @@ class TestDistillation:
         for b, i, j in np.ndindex(2, 4, 5):
             m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
             bottom += m
-            top += m * sum((theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2 for c in range(3))
+            for c in range(3):
+                top += m * (theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2
             for a in range(2):
-                s, t = scores[b, a, i, j].sigmoid(), wanted[b, a, i, j].sigmoid()
+                s = scores[b, a, i, j].sigmoid()
+                t = wanted[b, a, i, j].sigmoid()
                 below -= m * (t * s.log() + (1 - t) * (1 - s).log())
         features, objectness = guided_losses(adapted, scores, theirs, wanted)
         assert features.item() == pytest.approx((top / bottom).item(), rel=1e-5)
@@ -417,8 +428,10 @@ class TestDistillation:
         losses = [task(x, targets) for _ in range(3)]
         assert [each["loss_features"].item() > 0 for each in losses] == [False, True, True]
         losses[-1]["loss"].backward()
-        assert all(p.grad is not None for p in task.trainable_module.parameters())
-        assert all(p.grad is None for p in teacher.parameters())
+        for p in task.trainable_module.parameters():
+            assert p.grad is not None
+        for p in teacher.parameters():
+            assert p.grad is None
         scales = learning_rate_scales(task.trainable_module, 0.5)
         assert scales.keys() == dict(task.trainable_module.named_parameters()).keys()
         assert scales["adapt.0.weight"] == 1
@@ -441,7 +454,9 @@ def test_anchors_lie_where_the_positions_do():
     maps = list(model.pyramid_maps(x).values())
     boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
     last = boxes[3 * maps[0][0, 0].numel() - 3]  # three anchors a position of the finest map
-    assert ((last[:2] + last[2:]) / 2).tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
+    centre = (last[:2] + last[2:]) / 2
+    assert centre.tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
     padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
-    here, there = model.detect(x)[0], model.detect(padded, [(200, 168)])[0]
+    here = model.detect(x)[0]
+    there = model.detect(padded, [(200, 168)])[0]
     torch.testing.assert_close(here["boxes"], there["boxes"])

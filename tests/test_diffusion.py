@@ -12,9 +12,9 @@ from torch import nn
 import isomorph as iso
 from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
-from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
-from isomorph.lab.recipes.diffusion import PYRAMIDS
+from isomorph.lab.distributed import ALONE
+from isomorph.lab.recipes import RECIPES
 from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
 from isomorph.lab.tasks.diffusion.image_distance import (
     Extractor,
@@ -47,7 +47,8 @@ class PixelNoise(nn.Module):
 
     def __init__(self, schedule, image=0.5):
         super().__init__()
-        self.schedule, self.time_steps = schedule, schedule.time_steps
+        self.schedule = schedule
+        self.time_steps = schedule.time_steps
         self.image = nn.Parameter(torch.tensor(image))
 
     def forward(self, x, t):
@@ -56,9 +57,10 @@ class PixelNoise(nn.Module):
 
 
 def wide_recipe(folder):
+    pyramids = RECIPES["ddpm_cifar10_tdrl"]["model"]["recast"]
     recast = [
         "model.recast.rule=LinearToPyramid",
-        f"model.recast.where={json.dumps(PYRAMIDS['where'])}",
+        f"model.recast.where={json.dumps(pyramids['where'])}",
         "ema=0.5",
     ]
     return iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"])
@@ -73,22 +75,24 @@ def run(tmp_path_factory):
 
 class TestLoss:
     def test_it_is_the_sum_over_a_batch_divided_by_1000_whichever_part_is_taken(self):
-        net, images = PixelNoise(NoiseSchedule(10)), torch.zeros(6, 1, 4, 4)
+        net = PixelNoise(NoiseSchedule(10))
+        images = torch.zeros(6, 1, 4, 4)
         torch.manual_seed(3)
         loss = DenoisingLoss(net, net.schedule, 1, torch.device("cpu"))(images)["loss"]
         torch.manual_seed(3)
-        t, noise = torch.randint(10, (6,)), torch.randn(6, 1, 4, 4)
+        t = torch.randint(10, (6,))
+        noise = torch.randn(6, 1, 4, 4)
         expected = (net(net.schedule.add_noise(images, noise, t), t) - noise).square().sum() / 1000
         torch.testing.assert_close(loss, expected)
         torch.manual_seed(3)
         half = DenoisingLoss(net, net.schedule, 2, torch.device("cpu"))(images)["loss"]
-        torch.testing.assert_close(
-            half, 2 * expected
-        )  # the mean of two such parts is the sum over twelve images
+        # the mean of two such parts is the sum over twelve images
+        torch.testing.assert_close(half, 2 * expected)
 
     def test_errors_on_test_images_depend_on_the_image_alone(self):
         net = PixelNoise(NoiseSchedule(10), 0.25)
-        images, labels = torch.rand(11, 1, 4, 4), torch.zeros(11, dtype=torch.long)
+        images = torch.rand(11, 1, 4, 4)
+        labels = torch.zeros(11, dtype=torch.long)
 
         def errors(*sizes):
             return denoising_errors(
@@ -116,7 +120,8 @@ class TestSampling:
         """DDIM where their steps meet our times: theirs have equal lengths."""
         from diffusers import DDIMScheduler, DDPMScheduler
 
-        schedule, x = NoiseSchedule(12, 0.01, 0.3), torch.randn(2, 1, 4, 4)
+        schedule = NoiseSchedule(12, 0.01, 0.3)
+        x = torch.randn(2, 1, 4, 4)
         times = spaced_times(12, steps)
         if sampler == "ddim":
             theirs = DDIMScheduler(12, 0.01, 0.3, "linear", clip_sample=False)
@@ -130,7 +135,8 @@ class TestSampling:
         ours, other = ([torch.Generator().manual_seed(seed) for seed in range(2)] for _ in range(2))
         signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
         for number, t in enumerate(times):
-            noise, t_each = torch.randn(2, 1, 4, 4), torch.tensor([t, t])
+            noise = torch.randn(2, 1, 4, 4)
+            t_each = torch.tensor([t, t])
             torch.testing.assert_close(
                 schedule.add_noise(x, noise, t_each), theirs.add_noise(x, noise, t_each)
             )
@@ -186,9 +192,9 @@ def write_images(folder, count, seed, size=(8, 8)):
     folder.mkdir()
     for i in range(count):
         blocks = rng.integers(0, 256, (2, 2, 3)).repeat(size[0] // 2, 0).repeat(size[1] // 2, 1)
-        Image.fromarray(
-            np.clip(blocks + rng.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)
-        ).save(folder / f"{i:03d}.png")
+        noisy = blocks + rng.integers(-20, 20, (*size, 3))
+        pixels = np.clip(noisy, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:03d}.png")
     return folder
 
 
@@ -230,7 +236,8 @@ class TestDistance:
                 return (self.colours(x),)
 
         register_feature_extractor("colours", Registered)
-        one, two = write_images(tmp_path / "one", 30, 0), write_images(tmp_path / "two", 40, 1)
+        one = write_images(tmp_path / "one", 30, 0)
+        two = write_images(tmp_path / "two", 40, 1)
         theirs = calculate_metrics(
             **dict(
                 input1=str(one),
@@ -253,8 +260,10 @@ class TestDistance:
         ours = compare_folder(one, open_real_images(str(two), "train"), extractor, batch_size=7)
         assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], abs=1e-6)
         assert ours["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], abs=1e-6)
-        assert (ours["precision"], ours["recall"]) == (theirs["precision"], theirs["recall"])
-        assert (ours["images"], ours["real_images"]) == (30, 40)
+        assert ours["precision"] == theirs["precision"]
+        assert ours["recall"] == theirs["recall"]
+        assert ours["images"] == 30
+        assert ours["real_images"] == 40
 
     def test_other_features_are_not_called_fid(self):
         features = torch.randn(20, 3)
@@ -301,4 +310,5 @@ def test_a_grid_a_folder_and_their_distance(run, tmp_path, capsys):
     fid(tmp_path / "images", **shared, json_=True)
     found = json.loads(capsys.readouterr().out)
     assert found["features"] == str(weights)
-    assert (found["images"], found["real_images"]) == (6, 12)
+    assert found["images"] == 6
+    assert found["real_images"] == 12

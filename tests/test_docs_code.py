@@ -78,7 +78,8 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
 def test_the_report_in_readme_is_what_its_first_block_prints(capsys):
     text = (ROOT / "README.md").read_text()
     exec(blocks_of(ROOT / "README.md")[0][1], {})
-    printed, pasted = capsys.readouterr().out, re.search(r"(?ms)^```text\n(.*?)^```", text)[1]
+    printed = capsys.readouterr().out
+    pasted = re.search(r"(?ms)^```text\n(.*?)^```", text)[1]
     without_rounding = lambda report: re.sub(r"\d\.\d+e-\d+", "", report)  # noqa: E731
     assert without_rounding(printed).startswith(without_rounding(pasted))
 

@@ -148,7 +148,8 @@ class Squared(KeepsInEval):
 
 @torch.no_grad()
 def test_what_is_kept_has_the_precision_of_the_call():
-    layer, x = Squared().eval(), torch.randn(2, 4)
+    layer = Squared().eval()
+    x = torch.randn(2, 4)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert layer.cached((layer.weight,), layer.square).dtype == torch.bfloat16
@@ -201,7 +202,8 @@ class TestKept:
 
     def test_precision_and_inference_mode(self, name):
         layer, x, _ = build(name)
-        layer, x = layer.float(), x.float()
+        layer = layer.float()
+        x = x.float()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             low = layer(x)
         with torch.inference_mode():

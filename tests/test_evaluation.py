@@ -33,15 +33,16 @@ class Says(nn.Module):
 
 def slow_metrics(logits, labels):
     """Image by image, in float64, as the definitions read."""
-    right, near, nll, bins = 0, 0, 0.0, {}
+    right = 0
+    near = 0
+    nll = 0.0
+    bins = {}
     for row, label in zip(logits.double(), labels.tolist(), strict=True):
         p = (row - row.max()).exp() / (row - row.max()).exp().sum()
         ranked = sorted(range(len(row)), key=lambda c: -row[c])
-        right, near, nll = (
-            right + (ranked[0] == label),
-            near + (label in ranked[:5]),
-            nll - p[label].log().item(),
-        )
+        right = right + (ranked[0] == label)
+        near = near + (label in ranked[:5])
+        nll = nll - p[label].log().item()
         place = math.ceil(p.max().item() * 15)
         bins.setdefault(place, []).append((p.max().item(), ranked[0] == label))
     n = len(labels)
@@ -67,7 +68,8 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
         multiclass_calibration_error,
     )
 
-    logits, labels = scale * torch.randn(300, classes), torch.randint(classes, (300,))
+    logits = scale * torch.randn(300, classes)
+    labels = torch.randint(classes, (300,))
     labels[::7] = -1
     tallies = []
     for part in (slice(0, 110), slice(110, 111), slice(111, 300)):
@@ -75,7 +77,8 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
         for batch, answers in zip(logits[part].split(64), labels[part].split(64), strict=True):
             tallies[-1].add(batch, answers)
     real = labels >= 0
-    found, expected = sum_counts(tallies).metrics(), slow_metrics(logits[real], labels[real])
+    found = sum_counts(tallies).metrics()
+    expected = slow_metrics(logits[real], labels[real])
     assert found == pytest.approx(expected, rel=1e-5)
     theirs = multiclass_calibration_error(
         logits[real].softmax(-1), labels[real], classes, n_bins=15
@@ -117,7 +120,8 @@ def test_too_few_classes_and_empty_loaders_are_said():
 
 
 def test_batches_that_are_not_images_and_one_label_each_are_said():
-    images, labels = torch.zeros(2, 1), torch.zeros(2, dtype=torch.long)
+    images = torch.zeros(2, 1)
+    labels = torch.zeros(2, dtype=torch.long)
     for given, said in {
         "a Tensor": (images, labels),
         "a dict": [{"images": images, "labels": labels}],
@@ -135,19 +139,25 @@ def test_batches_that_are_not_images_and_one_label_each_are_said():
 
 def test_macs_count_convolutions_and_attention_in_any_form():
     assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
-    N, C, nh, hd = 64, 16, 9, 2
-    projections, attention = N * C * (2 * nh * hd + C), nh * N * ((N + 1) * hd + N * C)
-    assert (
-        count_macs(iso.layers.GPSA2d(C, 8, 3, 1, 1), (C, 8, 8))
-        == projections + attention + 8 * C * nh * N
-    )
-    N, C, hd = 24 * 24, 64, 8  # by position along rows and columns
-    projections, content = N * C * (2 * nh * hd + C), nh * N * (N + 1) * (hd + C)
+    N = 64
+    C = 16
+    nh = 9
+    hd = 2
+    projections = N * C * (2 * nh * hd + C)
+    attention = nh * N * ((N + 1) * hd + N * C)
+    taps = 8 * C * nh * N
+    layer = iso.layers.GPSA2d(C, 8, 3, 1, 1)
+    assert count_macs(layer, (C, 8, 8)) == projections + attention + taps
+    # by position along rows and columns
+    N = 24 * 24
+    C = 64
+    hd = 8
+    projections = N * C * (2 * nh * hd + C)
+    content = nh * N * (N + 1) * (hd + C)
     position = 2 * nh * 24 * N * C
-    assert (
-        count_macs(iso.layers.GPSA2d(C, C, 3, 1, 1), (C, 24, 24))
-        == projections + content + position + 2 * C * C * nh * N
-    )
+    taps = 2 * C * C * nh * N
+    layer = iso.layers.GPSA2d(C, C, 3, 1, 1)
+    assert count_macs(layer, (C, 24, 24)) == projections + content + position + taps
 
 
 def test_every_module_gets_its_own_mode_back():

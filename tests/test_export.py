@@ -74,10 +74,8 @@ def exported(request, tmp_path_factory):
         "onnx": lambda: iso.layers.GPSA(8, num_heads=4),
         "pt2": lambda: iso.layers.RelativeAttention(8, num_heads=2, grid_size=(8, 8)),
     }
-    path, model = (
-        tmp_path_factory.mktemp("exported") / f"m.{request.param}",
-        perturbed(Net(attention[request.param]())),
-    )
+    path = tmp_path_factory.mktemp("exported") / f"m.{request.param}"
+    model = perturbed(Net(attention[request.param]()))
     return path, iso.export(model, path, dynamic="batch,size"), model
 
 
@@ -98,7 +96,9 @@ def test_a_file_equals_the_model_at_any_size(exported):
     assert report.deviation.passed
     shapes = [row.name.split(",")[0].split()[-1] for row in report.deviation.inputs]
     assert shapes[:3] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
-    assert (report.axes, report.size_multiple, report.fused) == (("batch", "height", "width"), 1, 1)
+    assert report.axes == ("batch", "height", "width")
+    assert report.size_multiple == 1
+    assert report.fused == 1
     images = torch.randn(3, 3, 31, 22)
     with torch.no_grad():
         torch.testing.assert_close(open_artefact(path)(images), model(images), atol=1e-5, rtol=1e-5)
@@ -123,13 +123,13 @@ def test_the_metadata_says_how_to_use_the_file(exported):
     }.items() <= CONFIG.items()
     assert artefact.num_classes == 2
     assert artefact.metadata["dynamic"] == ["batch", "size"]
-    assert (
-        str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()
-    )  # of the machine that wrote it
+    # of the machine that wrote it
+    assert str(Path(iso.__file__).parent).encode() not in exported[0].read_bytes()
 
 
 def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
-    model, images = Scaled(), torch.randn(3, 3, 16, 16)
+    model = Scaled()
+    images = torch.randn(3, 3, 16, 16)
     model.pretrained_cfg = CONFIG
     iso.export(model, tmp_path / "m.onnx", dynamic="none")
     proto = onnx.load(tmp_path / "m.onnx")
@@ -152,7 +152,8 @@ class PadsToCells(nn.Module):
 
     def __init__(self, cell):
         super().__init__()
-        self.cell, self.conv = cell, nn.Conv2d(3, 8, 3, padding=1)
+        self.cell = cell
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.pretrained_cfg = {"input_size": (3, 32, 32)}
 
     def forward(self, x):
@@ -179,7 +180,8 @@ SIZES = {
 def test_the_sizes_that_are_claimed_are_right(tmp_path, case):
     """Also of networks that take another way for other sizes, which a graph cannot."""
     build, ending, multiple = SIZES[case]
-    model, path = build().eval(), tmp_path / f"m.{ending}"
+    model = build().eval()
+    path = tmp_path / f"m.{ending}"
     assert iso.export(model, path, dynamic="batch,size").size_multiple == multiple
     artefact = open_artefact(path)
     _, height, width = artefact.metadata["input_size"]
@@ -222,7 +224,8 @@ class Detects(nn.Module):
 
     def __init__(self, wrong):
         super().__init__()
-        self.conv, self.wrong = nn.Conv2d(3, 6, 4, 4), wrong
+        self.conv = nn.Conv2d(3, 6, 4, 4)
+        self.wrong = wrong
 
     def forward(self, images):
         y = self.conv(images).flatten(2)  # (B, 6, N)
@@ -248,7 +251,8 @@ def test_files_have_one_tolerance(tmp_path):
         vit.head.weight[0] *= 100  # a logit by which those of other classes are small
     iso.save(vit.eval(), tmp_path / "a.safetensors")
     report = iso.export(vit, tmp_path / "a.pt2")
-    artefact, images = open_artefact(tmp_path / "a.pt2"), torch.randn(2, 3, 32, 32)
+    artefact = open_artefact(tmp_path / "a.pt2")
+    images = torch.randn(2, 3, 32, 32)
     assert report.deviation.atol == iso.verify(vit, artefact, images).atol
     equal = json.loads(
         isomorph("verify", tmp_path / "a.safetensors", tmp_path / "a.pt2", "--json").stdout
@@ -260,6 +264,32 @@ def test_files_have_one_tolerance(tmp_path):
     with pytest.raises(iso.surgery.NotEqual):
         iso.verify(vit, artefact, images)
     assert isomorph("verify", tmp_path / "b.safetensors", tmp_path / "a.pt2").returncode == 2
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [("--size 48x32", "48x32"), ("--raw-images", "32x32"), ("--size 48 --raw-images", "48x48")],
+)
+def test_verify_takes_size_and_pixels_from_the_file(suffix, options, size, tmp_path):
+    small = dict(img_size=32, patch_size=16, depth=1, embed_dim=12, num_heads=3, num_classes=10)
+    torch.manual_seed(0)
+    iso.save(timm.create_model("vit_tiny_patch16_224", **small), tmp_path / "a.safetensors")
+    file = tmp_path / f"a.{suffix}"
+    made = isomorph("export", tmp_path / "a.safetensors", "--out", file, *options.split())
+    assert made.returncode == 0, made.stderr
+    equal = isomorph("verify", tmp_path / "a.safetensors", file)
+    assert equal.stdout.startswith("equal within 1e-05"), equal.stderr
+    assert f"input 2x3x{size}" in equal.stdout
+
+
+def test_verify_takes_the_size_of_another_program_s_file(tmp_path):
+    net = timm.create_model("cifar_resnet20").eval()
+    iso.save(net, tmp_path / "a.safetensors")
+    path = str(tmp_path / "theirs.onnx")
+    torch.onnx.export(net, (torch.randn(1, 3, 40, 24),), path, verbose=False)
+    equal = isomorph("verify", tmp_path / "a.safetensors", path, "--batch", 1)
+    assert "input 1x3x40x24" in equal.stdout, equal.stderr
 
 
 SWAPPED = {
@@ -345,22 +375,20 @@ def test_constants_stay_small_and_weights_are_constants():
     assert max(np.prod(tensor.dims) for tensor in weights.values()) <= 12 * 12 * 9
     products = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
     constant = [sum(name in weights for name in node.input[:2]) for node in products]
-    assert sorted(constant) == [
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]  # map, its product with the values; layers, chains merged
+    # map, its product with the values; layers, chains merged
+    assert sorted(constant) == [0, 0, 1, 1, 1]
 
 
 def test_export_leaves_the_model_alone():
     model = Net(iso.layers.GPSA(8, num_heads=4)).train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepared, _ = prepare(model, plan_shapes(model, "batch"))
-    assert not any(module.training for module in prepared.modules())
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    for module in prepared.modules():
+        assert not module.training
+    for module in model.modules():
+        assert module.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor)
 
 
 def test_the_command_line_exports_and_evaluates(tmp_path):

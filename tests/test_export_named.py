@@ -67,10 +67,10 @@ def test_a_text_network_in_onnx_takes_any_batch_and_length(text, tmp_path):
     assert {put.name: put.shape for put in session.get_inputs()} == {
         key: ["batch", "length"] for key in NAMES
     }
-    artefact, inputs = iso.deployment.open_artefact(tmp_path / "text.onnx"), sequences([7, 3, 1, 7])
-    inputs = {
-        name: values.flip(1) for name, values in inputs.items()
-    }  # padding on the left, which no check has
+    artefact = iso.deployment.open_artefact(tmp_path / "text.onnx")
+    inputs = sequences([7, 3, 1, 7])
+    # padding on the left, which no check has
+    inputs = {name: values.flip(1) for name, values in inputs.items()}
     with torch.no_grad():
         torch.testing.assert_close(artefact(**inputs), text(**inputs), atol=1e-5, rtol=1e-5)
     refused(f"the inputs are x; give {', '.join(NAMES)} by name", artefact, x=inputs["input_ids"])
@@ -93,7 +93,8 @@ def test_the_unet_as_a_program_takes_images_and_times(tmp_path):
     )
     artefact = iso.deployment.open_artefact(tmp_path / "net.pt2")
     assert artefact.metadata["inputs"] == ["x", "t"]
-    x, t = torch.randn(3, 3, 10, 14), torch.tensor([0, 500, 999])
+    x = torch.randn(3, 3, 10, 14)
+    t = torch.tensor([0, 500, 999])
     with torch.no_grad():
         torch.testing.assert_close(artefact(x=x, t=t), unet(x, t), atol=1e-4, rtol=1e-4)
     refused(

@@ -118,7 +118,9 @@ def test_the_first_operation_is_named(case):
     report = compare_outputs(*make(), X)
     first = report.first
     assert not report.passed
-    assert (first.module, first.operation, first.original_module) == (module, operation, original)
+    assert first.module == module
+    assert first.operation == operation
+    assert first.original_module == original
     assert first.before < 1e-6
     assert first.after > 1e-3
     assert reason in "; ".join(first.reasons)
@@ -189,21 +191,52 @@ def test_a_file_of_another_program_is_compared_by_its_modules(noted, tmp_path):
     with torch.no_grad():
         model.net["b"].bias += 1
     first = compare_outputs(model, artefact, x).first
-    assert (first.module, first.operation) == ("net.b", "Gemm")
-    assert (first.original_module, first.original_operation) == ("net.b", "linear")
+    assert first.module == "net.b"
+    assert first.operation == "Gemm"
+    assert first.original_module == "net.b"
+    assert first.original_operation == "linear"
     assert first.before < 1e-6
     assert first.after > 1e-2
 
 
 @pytest.mark.slow
-def test_an_exported_file_is_compared_by_its_modules(tmp_path):
+@pytest.mark.parametrize(("suffix", "operation"), [("onnx", "MatMul"), ("pt2", "linear")])
+def test_an_exported_file_is_compared_by_its_modules(suffix, operation, tmp_path):
     vit = give_random_weights(timm_vit())
-    iso.export(vit, tmp_path / "vit.onnx")
-    artefact = open_artefact(tmp_path / "vit.onnx")
+    iso.export(vit, tmp_path / f"vit.{suffix}")
+    artefact = open_artefact(tmp_path / f"vit.{suffix}")
     with torch.no_grad():
         vit.blocks[1].mlp.fc1.weight[3, 4] += 0.1
     first = compare_outputs(vit, artefact, X).first
-    assert (first.module, first.operation) == ("blocks.1.mlp.fc1", "MatMul")
+    assert (first.module, first.operation) == ("blocks.1.mlp.fc1", operation)
+
+
+def test_a_pt2_file_says_settings_and_weights_that_differ(tmp_path):
+    cnn = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+    cnn = give_random_weights(cnn)
+    iso.export(cnn, tmp_path / "cnn.pt2", size=(8, 8))
+    artefact = open_artefact(tmp_path / "cnn.pt2")
+    x = torch.randn(2, 3, 8, 8)
+    assert iso.verify(cnn, artefact, x).first is None
+    cnn[1].eps = 0.1
+    first = compare_outputs(cnn, artefact, x).first
+    assert (first.module, first.operation) == ("1", "group_norm")
+    assert any(reason.startswith("eps: 0.1 in the original") for reason in first.reasons)
+
+
+@pytest.mark.slow
+def test_an_int8_file_has_no_first_difference_but_by_a_tolerance(tmp_path):
+    cnn = give_random_weights(timm.create_model("cifar_resnet20"))
+    images = torch.randn(8, 3, 32, 32)
+    iso.quantize(cnn, [images], tmp_path / "int8.onnx", weights_only=True)
+    artefact = open_artefact(tmp_path / "int8.onnx")
+    with torch.no_grad():
+        cnn.layer2[1].conv2.weight.mul_(-1)
+    report = compare_outputs(cnn, artefact, images)
+    assert not report.passed
+    assert report.first is None
+    assert any("no operation is the first" in note for note in report.notes)
+    assert compare_outputs(cnn, artefact, images, atol=1e-5).first.module
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ from isomorph.layers import PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from small_models import MODELS, build
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:There is a performance drop"
-)  # torch's own, for timm's ViT too
+# torch's own, for timm's ViT too
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 def equal(found, expected):

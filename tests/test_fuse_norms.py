@@ -19,7 +19,10 @@ from isomorph.operations import tensors_in
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
 
-MAP, TOKENS, SIGNAL, VOLUME = (2, 4, 9, 8), (2, 7, 4), (2, 4, 11), (2, 4, 5, 6, 7)
+MAP = (2, 4, 9, 8)
+TOKENS = (2, 7, 4)
+SIGNAL = (2, 4, 11)
+VOLUME = (2, 4, 5, 6, 7)
 
 
 class Net(nn.Module):
@@ -65,13 +68,13 @@ def pad_odd(model, x):
     return model.norm(F.pad(y, (0, y.shape[-1] % 2, 0, y.shape[-2] % 2)))
 
 
-THREE, ONE, PLAIN = (
-    conv(4, 6, 3, padding=1, bias=False),
-    conv(4, 6, 1),
-    conv(4, 4, 3, padding=1, bias=False),
-)
-SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
-DOWN, UP = conv(4, 1, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
+THREE = conv(4, 6, 3, padding=1, bias=False)
+ONE = conv(4, 6, 1)
+PLAIN = conv(4, 4, 3, padding=1, bias=False)
+SAME = norm(4)
+LINEAR = conv(4, 6, kind=nn.Linear)
+DOWN = conv(4, 1, kind=nn.Linear)
+UP = conv(1, 6, kind=nn.Linear)
 MOVED = dict(fc=LINEAR, norm=norm(kind=nn.BatchNorm1d))
 THREE_BRANCHES = dict(three=PLAIN, one=conv(4, 4, 1), a=SAME, b=SAME, c=SAME)
 LOW_RANK = dict(a=THREE, n=norm(), down=conv(4, 2, 3, padding=1), up=conv(2, 6, 1))
@@ -145,18 +148,16 @@ def test_all_that_is_one_layer_is_merged(name):
     assert not report.left
     assert deviation(new(x), model(x)) < 1e-12
     assert report.difference < 1e-12
-    assert not any(
-        isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules()
-    )
-    assert all(
-        getattr(module, "weight", None) is None
-        for module in new.modules()
-        if "Norm" in type(module).__name__
-    )
+    for module in new.modules():
+        assert not isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale)
+    for module in new.modules():
+        if "Norm" in type(module).__name__:
+            assert getattr(module, "weight", None) is None
     assert (
         sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
     )
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
     layers = [module for module in new.modules() if getattr(module, "weight", None) is not None]
     assert len(layers) == 1 + (name == "before two readers")
     again = fuse_with_report(new, x, affine=name in AFFINE, only_forward=only_forward)[1]
@@ -286,13 +287,16 @@ def test_a_list_of_images_and_a_copy_in_another_mode():
     """Detectors of torchvision read lists; a copy of its feature extractors is in train mode."""
     model, x = made(net(lambda m, images: m.norm(m.conv(torch.stack(images))), **PAIR), MAP)
     report = fuse_with_report(model.float(), {"images": [*x.float()]})[1]
-    assert (report.left, report.inputs[0]) == ({}, "images.0 4x9x8, images.1 4x9x8")
+    assert report.left == {}
+    assert report.inputs[0] == "images.0 4x9x8, images.1 4x9x8"
     extractor = disturb(
         timm.create_model("resnet10t", features_only=True, feature_cls="fx", out_indices=(2,)), 0.1
     )
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new = iso.fuse(extractor.eval(), images)
-    assert not any(module.training or isinstance(module, _BatchNorm) for module in new.modules())
+    for module in new.modules():
+        assert not (module.training)
+        assert not (isinstance(module, _BatchNorm))
     assert deviation(new(images)[0], extractor(images)[0]) < 1e-12
 
 
@@ -413,10 +417,8 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     thin = iso.fuse(model, x)
     normed = iso.recast(thin, iso.ConvToConvNorm())
     assert deviation(normed(x), thin(x)) < 1e-12
-    for batches in (
-        [x],
-        [x[:1, :, :4, :4]],
-    ):  # the variance is unbiased, as torch's BatchNorm has it
+    # the variance is unbiased, as torch's BatchNorm has it
+    for batches in ([x], [x[:1, :, :4, :4]]):
         found = iso.recalibrate(normed, batches)[0].norm.running_var
         torch.testing.assert_close(found, thin[0](batches[0]).movedim(1, -1).flatten(0, -2).var(0))
     near = iso.recalibrate(normed, [x])
@@ -435,7 +437,9 @@ class Tapped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1)
+        self.conv = nn.Conv2d(4, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Conv2d(6, 3, 1)
 
     def forward_features(self, x):
         return self.conv(x.mul_(2))
@@ -453,7 +457,8 @@ def test_values_that_the_example_does_not_tell_apart():
     vit = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg"
     )
-    vit, x = disturb(vit, 0.1), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    vit = disturb(vit, 0.1)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new, report = fuse_with_report(vit, x, affine=True)
     assert report.merged
     features = [each.forward_head(each.forward_features(x), pre_logits=True) for each in (vit, new)]

@@ -31,9 +31,8 @@ def output_and_gradients(function, x, layer):
 
 def assert_equal(actual, expected):
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=1e-11, atol=1e-12
-        )  # float64: rounding of sums of a few hundred terms
+        # float64: rounding of sums of a few hundred terms
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,8 +90,10 @@ def test_the_mix_has_both_derivatives(prefix):
 
 def test_the_mix_keeps_nothing_but_its_arguments():
     """What GPSA keeps for the backward pass, in arrays of the size of x: x, q and k, v, content, the mix."""
-    layer, x = GPSA(36, 9, (14, 14)), torch.randn(4, 196, 36)
-    own, kept = {p.data_ptr() for p in layer.parameters()}, {}
+    layer = GPSA(36, 9, (14, 14))
+    x = torch.randn(4, 196, 36)
+    own = {p.data_ptr() for p in layer.parameters()}
+    kept = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -119,7 +120,8 @@ class TestTorchCitizens(TorchCitizens):
     @pytest.fixture(autouse=True)
     def prepare(self, name, monkeypatch):
         make, size, self.grid = CITIZENS[name]
-        self.layer, self.x = make(), torch.randn(size)
+        self.layer = make()
+        self.x = torch.randn(size)
         if "without" in name:
             monkeypatch.setattr(GPSA2d, "max_dense_pairs", 0)
 
@@ -133,7 +135,8 @@ class TestTorchCitizens(TorchCitizens):
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(self.x), self.layer(self.x))
         compiled(self.x).sum().backward()
-        assert all(parameter.grad is not None for parameter in self.layer.parameters())
+        for parameter in self.layer.parameters():
+            assert parameter.grad is not None
         batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
         exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch)
         torch.testing.assert_close(exported.module()(self.x[:1]), self.layer(self.x[:1]))

@@ -100,7 +100,8 @@ class TestTorchCitizens(TorchCitizens):
     @pytest.fixture(autouse=True)
     def prepare(self, name):
         make, shape = CITIZENS[name]
-        self.layer, self.x = perturbed(make()), torch.randn(shape)
+        self.layer = perturbed(make())
+        self.x = torch.randn(shape)
 
     def test_an_empty_batch(self):
         assert self.layer(self.x[:0]).shape == (0, *self.layer(self.x).shape[1:])
@@ -116,7 +117,8 @@ def test_windows_compile_as_one_graph_and_export_at_any_size(tmp_path):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
     compiled(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters())
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
     net = perturbed(
         nn.Sequential(WindowGPSA2d(3, 2, 1, 1, 0, window=3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     ).eval()
@@ -146,7 +148,8 @@ def test_functional_gradients_and_second_derivatives(kind):
 
 def test_windows_keep_no_maps():
     """What a window keeps for the backward pass, in numbers of the input: a map alone would be 9 x 1024 of them."""
-    layer, kept = WindowGPSA2d(16, 16, 3, 1, 1), {}
+    layer = WindowGPSA2d(16, 16, 3, 1, 1)
+    kept = {}
     for side in (16, 32):
         kept[side] = iso.evaluation.saved_bytes(layer, (16, side, side), 8) / (16 * side * side * 4)
     assert kept[32] < 1.2 * kept[16] < 20

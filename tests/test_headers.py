@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_trained
-from isomorph.checkpoints.snapshot import digest_of
 from isomorph.lab.evaluation.model_data import default_data
+from isomorph.lab.training.open import open_trained
+from isomorph.lab.training.run.snapshot import digest_of
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
 
@@ -63,9 +63,9 @@ FORGERIES = {
     "not JSON": ({"base": "{"}, "base is not JSON"),
     "huge argument": (
         base(img_size=[10**30, 3]),
-        "base.img_size holds 1e[+]30 and should not be above 16,777,216",
+        "base.img_size holds 1e[+]30 and must not be above 16,777,216",
     ),
-    "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
+    "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and must not be above 1,000"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
     "another file within": (
         upernet(checkpoint_path="/etc/passwd"),
@@ -129,7 +129,8 @@ def test_an_autoencoder_is_read_so_too(tmp_path):
     save_autoencoder(MaskedAutoencoder(encoder, 1, 8, 2), path)
     assert load_autoencoder(path).width == 8
     with safe_open(path, "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for sizes, said in (
         ({"mask": 2}, "autoencoder.mask is 2 and should be less than 1"),
         ({"depth": 40, "width": 8192}, "its header asks for"),
@@ -149,10 +150,8 @@ def test_a_forged_task_is_one_line():
 def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):
     pytest.importorskip("transformers")
     model = timm.create_model("bert_small", num_hidden_layers=1, num_classes=2)
-    lure, code = (
-        tmp_path / "lure",
-        {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}},
-    )
+    lure = tmp_path / "lure"
+    code = {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}}
     lure.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
         (lure / name).write_text(json.dumps(code | {"model_type": "evil"}))

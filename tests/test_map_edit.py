@@ -20,7 +20,8 @@ from isomorph.surgery.attention_layers import halo_places, mask_unit_places, row
 from isomorph.surgery.edited_attention import EditedAttention, edit_map
 from law_rows import noisy
 
-REFINED, GATED = iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()
+REFINED = iso.AttentionToRefined(ratio=1)
+GATED = iso.AttentionToGPSA()
 
 
 def build(name):
@@ -53,11 +54,10 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     kernel = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
     allowed = regions(2, 6).repeat(2, 1, 1)[:, None]
     slow = torch.zeros_like(maps)
-    for b, i, j in (
-        (b, i, j) for b in range(4) for i in range(6) for j in range(6) if allowed[b, 0, i, j]
-    ):
+    for b, i, j in allowed[:, 0].nonzero().tolist():
         for s, t in ((s, t) for s in (-1, 0, 1) for t in (-1, 0, 1)):
-            m, n = i + s, j + t
+            m = i + s
+            n = j + t
             inside = 0 <= m < 6 and 0 <= n < 6
             if inside and allowed[b, 0, i, m] and allowed[b, 0, j, n]:
                 value = torch.einsum("oh,h->o", kernel[:, :, s + 1, t + 1], maps[b, :, m, n])
@@ -86,12 +86,12 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
     allowed = regions(2, 16)
     mask = torch.zeros(2, 16, 16, dtype=torch.float64).masked_fill(~allowed, -100.0)
     x = torch.randn(4, 16, C, dtype=torch.float64)
-    other, first = (
-        x.clone(),
-        allowed[:, 0].repeat(2, 1),
-    )  # the tokens in the region of each window's first token
+    # the tokens in the region of each window's first token
+    other = x.clone()
+    first = allowed[:, 0].repeat(2, 1)
     other[~first] = torch.randn_like(other[~first])
-    y, z = new[0](x, mask=mask), new[0](other, mask=mask)
+    y = new[0](x, mask=mask)
+    z = new[0](other, mask=mask)
     torch.testing.assert_close(y[first], z[first])
     assert not torch.allclose(y[~first], z[~first])
     same = iso.recast(layer, rule, "0")
@@ -99,11 +99,10 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
 
 
 def test_a_refined_map_is_that_of_refined_attention():
-    plain, x = (
-        Attention(C, 4, qkv_bias=True).double().eval(),
-        torch.randn(2, 9, C, dtype=torch.float64),
-    )
-    fast, grads = iso.AttentionToRefined().build(iso.surgery.Site(plain)).double().eval(), []
+    plain = Attention(C, 4, qkv_bias=True).double().eval()
+    x = torch.randn(2, 9, C, dtype=torch.float64)
+    fast = iso.AttentionToRefined().build(iso.surgery.Site(plain)).double().eval()
+    grads = []
     noisy(fast.refine)
     for recompute in (False, True):
         edited = edit_map(
@@ -140,10 +139,8 @@ def test_a_gated_map_is_that_of_gpsa():
     cells = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
     torch.testing.assert_close(edit.place_map(cells, cells), edit.position_map((3, 4), (3, 4)))
     allowed = regions(2, 12)[:, None]
-    by_place, by_axis = (
-        edit.place_map(cells, cells, allowed),
-        edit.position_map((3, 4), (3, 4), allowed),
-    )
+    by_place = edit.place_map(cells, cells, allowed)
+    by_axis = edit.position_map((3, 4), (3, 4), allowed)
     torch.testing.assert_close(by_place, by_axis)
     pooled = edit.position_map((4, 6), (2, 3))  # each key is the mean of 2 x 2 positions
     torch.testing.assert_close(pooled.sum(-1), torch.ones(4, 24, dtype=torch.float64))
@@ -154,21 +151,20 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
     arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
     model = timm.create_model("hiera_tiny_224", **arguments).eval()
     H, W = (n // 4 for n in size)
-    coordinates = torch.cartesian_prod(
-        torch.arange(float(H)), torch.arange(float(W))
-    )  # (H W, 2), row by row
+    # (H W, 2), row by row
+    coordinates = torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
     unrolled = model.unroll(coordinates[None])[0]
     for block in model.blocks:
-        layer, count = block.attn, block.attn.window_size * block.attn.q_stride
+        layer = block.attn
+        count = block.attn.window_size * block.attn.q_stride
         units = (1, 1) if layer.use_mask_unit_attn else (H // 8, W // 8)
         tokens = (
             unrolled.unflatten(0, (-1, H // 8 * (W // 8)))[:, 0]
             if layer.use_mask_unit_attn
             else unrolled
         )
-        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(
-            0
-        )  # of the patches that a token stands for
+        # of the patches that a token stands for
+        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)
         queries, found = mask_unit_places(
             layer, [(H, W)], layer.window_size * math.prod(units), len(keys)
         )
@@ -182,25 +178,25 @@ def test_the_places_of_pooled_and_haloed_keys():
     pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
     queries, keys = row_mean_places(pooled, [(4, 6)], 24, 6)
     torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
-    torch.testing.assert_close(
-        keys[1] * 2, torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float().mean(0)
-    )
+    places = torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float()
+    torch.testing.assert_close(keys[1] * 2, places.mean(0))
     torch.testing.assert_close(
         queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
     )
     halo = HaloAttn(C, num_heads=4, block_size=4, halo_size=3, stride=2)
     queries, keys = halo_places(halo, (), 4, 100)
     assert queries.tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
-    assert (keys[0].tolist(), keys[-1].tolist()) == ([-3, -3], [6, 6])
+    assert keys[0].tolist() == [-3, -3]
+    assert keys[-1].tolist() == [6, 6]
 
 
 def test_a_class_token_that_is_the_only_query_is_in_the_middle():
     edit = GatedMap(4).double()
     edit.set_gating(locality=2.0, gate=30.0)
     maps = torch.full((1, 4, 1, 16), 1 / 16, dtype=torch.float64)
-    alone, with_itself = (
-        edit(m, MapCall(shapes=((3, 5),), prefix=1))[0, 0, 0] for m in (maps[..., 1:], maps)
-    )
+    call = MapCall(shapes=((3, 5),), prefix=1)
+    alone = edit(maps[..., 1:], call)[0, 0, 0]
+    with_itself = edit(maps, call)[0, 0, 0]
     torch.testing.assert_close(with_itself, F.pad(alone, (1, 0)))
     centre = edit.centre[0]
     offsets = torch.cartesian_prod(torch.arange(3.0) - 1, torch.arange(5.0) - 2).double()
@@ -226,7 +222,8 @@ def swin():
 def test_a_swin_is_verified_exported_and_compiled(swin, rule):
     new = iso.recast(swin, rule, "layers.*.attn")
     assert len(iso.verify(swin, new, torch.randn(2, 3, 32, 32)).targets) == 2
-    block, x = train_edits(new).layers[0].blocks[1].requires_grad_(False), torch.randn(2, 8, 8, 16)
+    block = train_edits(new).layers[0].blocks[1].requires_grad_(False)
+    x = torch.randn(2, 8, 8, 16)
     assert block.attn_mask is not None
     torch.testing.assert_close(torch.export.export(block, (x,)).module()(x), block(x))
     compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="eager")
@@ -250,19 +247,17 @@ def test_features_and_image_sizes_follow():
     for old, new in zip(pyramid(x), iso.recast(pyramid, GATED, "*.attn")(x), strict=True):
         torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
     pit = timm.create_model("pit_ti_224", num_classes=3, img_size=64, depth=(1, 1, 1)).eval()
-    for rule in (
-        GATED,
-        iso.AttentionToRefined(span="spatial"),
-    ):  # timm's Attention on an unknown grid
+    # timm's Attention on an unknown grid
+    for rule in (GATED, iso.AttentionToRefined(span="spatial")):
         new = iso.recast(pit, rule, "transformers.*.attn")
         iso.verify(pit, new, torch.randn(1, 3, 64, 64))
-        assert all(
-            isinstance(new.get_submodule(name), EditedAttention) for name in iso.edits(new)[0].names
-        )
+        for name in iso.edits(new)[0].names:
+            assert isinstance(new.get_submodule(name), EditedAttention)
 
 
 def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
-    new, ones = iso.recast(swin, GATED, "layers.*.attn"), torch.ones(1, 3, 32, 32)
+    new = iso.recast(swin, GATED, "layers.*.attn")
+    ones = torch.ones(1, 3, 32, 32)
     assert set(iso.gates(new)) == set(iso.edits(new)[0].names)
     groups = {group["name"]: group for group in iso.training.parameter_groups(new)}
     assert len(groups["gates"]["params"]) == 2
@@ -273,7 +268,8 @@ def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
         2.0,
         0.5,
     ] * 2
-    before, after = iso.attention_maps(swin, ones), iso.attention_maps(train_edits(new), ones)
+    before = iso.attention_maps(swin, ones)
+    after = iso.attention_maps(train_edits(new), ones)
     assert {name: m.shape for name, m in after.items()} == {
         name: m.shape for name, m in before.items()
     }
@@ -284,12 +280,12 @@ def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
 def test_timms_attention_with_another_scale_or_dropout_keeps_its_function(fused, training):
     """In training not the fused form, which draws its dropout in an order of its own."""
     layer = Attention(16, 4)
-    layer.fused_attn, layer.scale, layer.attn_drop = fused, 0.3, nn.AlphaDropout(0.5)
-    model, x, outputs = (
-        nn.Sequential(layer).double().train(training),
-        torch.randn(2, 9, 16, dtype=torch.float64),
-        [],
-    )
+    layer.fused_attn = fused
+    layer.scale = 0.3
+    layer.attn_drop = nn.AlphaDropout(0.5)
+    model = nn.Sequential(layer).double().train(training)
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    outputs = []
     edited = iso.recast(
         model, iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0), where="0"
     )

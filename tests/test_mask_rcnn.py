@@ -50,7 +50,9 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
         "loss_mask",
     }
     sum(losses.values()).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.isfinite().all()
     model.eval()
     found = model.detect(x, [(70, 45), (30, 45)])
     for each in found:
@@ -66,22 +68,16 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
 def test_a_backbone_keeps_one_map_of_each_resolution():
     cnn = detector("cifar_resnet20", masks=False)
     assert cnn.strides == (1, 2, 4, 8)
-    assert (
-        cnn.rpn.head.cls_logits.in_channels,
-        cnn.roi_heads.box_predictor.cls_score.in_features,
-    ) == (8, 16)
+    assert cnn.rpn.head.cls_logits.in_channels == 8
+    assert cnn.roi_heads.box_predictor.cls_score.in_features == 16
     with torch.device("meta"):
         blocks = timm.create_model(
             "mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=3)
         ).backbone.blocks
         assert [block.attn.window for block in blocks].count(None) == 4
         assert [len(blocks[i].attn.rel_pos_h) for i in (0, 2)] == [27, 127]
-        assert detector("t_resnet50d", masks=False).strides == (
-            4,
-            8,
-            16,
-            32,
-        )  # two stages have stride 16
+        # two stages have stride 16
+        assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)
         vit = detector("vit_tiny_patch16_224", img_size=(48, 64))
         assert isinstance(vit.backbone, WindowedViT)
         assert vit.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
@@ -142,9 +138,8 @@ class TestWeights:
         torch.testing.assert_close(
             model.backbone.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight
         )
-        torch.testing.assert_close(
-            model.backbone.pos_embed, vit.pos_embed[:, 1:]
-        )  # without the class token's
+        # without the class token's
+        torch.testing.assert_close(model.backbone.pos_embed, vit.pos_embed[:, 1:])
         larger = detector("vit_tiny_patch16_224")
         iso.load_weights(larger, tmp_path / "vit.safetensors", fresh_head=True)
         assert larger.backbone.pos_embed.shape == (1, 196, 12)

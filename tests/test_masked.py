@@ -60,18 +60,18 @@ def slow_loss(model, images, noise):
 
     In eval mode, where BatchNorm needs no batch.
     """
-    vit, errors, hidden_count = model.encoder, [], 0
+    vit = model.encoder
+    errors = []
+    hidden_count = 0
     (ph, pw), (H, W) = vit.patch_embed.patch_size, vit.patch_embed.grid_size
     prefix = vit.num_prefix_tokens
     for image, draw in zip(images, noise, strict=True):
-        visible = sorted(range(H * W), key=lambda i: draw[i].item())[
-            : math.floor(H * W * (1 - model.ratio))
-        ]
-        patches = [
-            image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw]
-            for r in range(H)
-            for c in range(W)
-        ]
+        order = sorted(range(H * W), key=lambda i: draw[i].item())
+        visible = order[: math.floor(H * W * (1 - model.ratio))]
+        patches = []
+        for r in range(H):
+            for c in range(W):
+                patches.append(image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw])
         own = vit.pos_embed[0, -H * W :]
         tokens = [
             vit.patch_embed.proj(patches[i][None]).flatten() + own[i] for i in sorted(visible)
@@ -89,10 +89,10 @@ def slow_loss(model, images, noise):
             x = block(x)
         x = model.decoder_embed(vit.fc_norm(vit.norm(x)))[0]
         understood = dict(zip(sorted(visible), x[prefix:], strict=True))
-        placed = [
-            understood.get(i, model.mask_token[0, 0]) + slow_positions(i // W, i % W, model.width)
-            for i in range(H * W)
-        ]
+        placed = []
+        for i in range(H * W):
+            token = understood.get(i, model.mask_token[0, 0])
+            placed.append(token + slow_positions(i // W, i % W, model.width))
         x = torch.cat([x[:prefix], torch.stack(placed)])[None]
         for block in model.decoder_blocks:
             x = block(x)
@@ -119,7 +119,8 @@ def test_loss_and_gradients_are_the_papers(kind):
     ).double()
     images = images_for(model).double()
     noise = model.draw_noise(images)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for loss in (model.loss(images, noise), slow_loss(model, images, noise)):
         names, parameters = zip(
             *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
@@ -263,7 +264,8 @@ def test_pre_training_starts_a_fine_tuning_run(tmp_path):
         fresh = timm.create_model(name, **{**sizes, "num_classes": 7}).eval()
         iso.load_weights(fresh, tmp_path / file, fresh_head=True)
         assert torch.equal(fresh.forward_features(images), model.encoder.forward_features(images))
-        assert all(p.requires_grad for p in fresh.parameters())
+        for p in fresh.parameters():
+            assert p.requires_grad
     assert torch.equal(iso.load(path)(images), model.encoder(images))
 
 
@@ -303,7 +305,8 @@ def test_a_published_checkpoint(tmp_path):
 
 
 def test_an_encoder_alone_is_no_teacher(tmp_path):
-    model, path = autoencoder(), tmp_path / "mae_pretrain_vit_base.pth"
+    model = autoencoder()
+    path = tmp_path / "mae_pretrain_vit_base.pth"
     torch.save({"model": {n: t for n, t in published(model).items() if "decoder" not in n}}, path)
     part = MaskPart(teacher=path, teacher_model=PLAIN)
     with pytest.raises(UserError, match=r"encoder and no decoder.*full pre-training checkpoint"):
@@ -355,12 +358,14 @@ def pair(student="pyramids", block=4, **cfg):
 
 def test_alignment_is_the_papers():
     task = pair(block=2, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).eval()
-    student, teacher = task.trainable_module.student, task.teacher.model
+    student = task.trainable_module.student
+    teacher = task.teacher.model
     student.encoder.pretrained_cfg = {**student.encoder.pretrained_cfg}
     pixels = torch.rand(2, 3, 16, 16)
     seen = {}
     for who in (student, teacher):
-        mean, std = (torch.tensor(who.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+        mean = torch.tensor(who.pretrained_cfg["mean"]).view(3, 1, 1)
+        std = torch.tensor(who.pretrained_cfg["std"]).view(3, 1, 1)
         seen[who] = (pixels - mean) / std
     noise = student.draw_noise(pixels)
     found = task(seen[student], noise=noise)
@@ -372,8 +377,10 @@ def test_alignment_is_the_papers():
     wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
     torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
     assert found["output"].shape == (2, 16, 32)
-    assert not any(p.requires_grad for p in task.teacher.parameters())
-    assert not any(module.training for module in task.teacher.modules())
+    for p in task.teacher.parameters():
+        assert not p.requires_grad
+    for module in task.teacher.modules():
+        assert not module.training
     assert torch.equal(
         student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask
     )

@@ -37,11 +37,13 @@ def test_equals_the_paper_with_gradients(shape, stride_on, size):
     dim, dim_out, stride = SHAPES[shape]
     block = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on)).eval()
     x = torch.randn(2, dim, *size, dtype=torch.float64, requires_grad=True)
-    expected, actual = references.mbconv(block, x, stride, stride_on), block(x)
+    expected = references.mbconv(block, x, stride, stride_on)
+    actual = block(x)
     assert actual.shape == (2, dim_out, -(-size[0] // stride), -(-size[1] // stride))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     leaves = [x, *block.parameters()]
-    wanted, found = (torch.autograd.grad(y.square().sum(), leaves) for y in (expected, actual))
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    found = torch.autograd.grad(actual.square().sum(), leaves)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
@@ -58,19 +60,19 @@ BLOCKS["stem"] = lambda: BatchNormStem(6, 8)
 def test_fuses_exactly(name):
     block = perturbed(BLOCKS[name]()).eval()
     before = copy.deepcopy(block.state_dict())
-    fused, x = (
-        block.fuse(),
-        torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64),
-    )
+    fused = block.fuse()
+    x = torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64)
     x = torch.randn(3, 6, 7, 5, dtype=torch.float64) if name == "stem" else x
     torch.testing.assert_close(fused(x), block(x), rtol=0, atol=1e-12)
-    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in fused.modules())
+    for m in fused.modules():
+        assert not isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
     assert not hasattr(fused, "fuse")
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True)
-    )
+    for a, b in zip(before.values(), block.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
     fused(x).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in fused.parameters())
+    for p in fused.parameters():
+        assert p.grad is not None
+        assert p.grad.abs().sum() > 0
     single = perturbed(BLOCKS[name](), torch.float32).eval()
     torch.testing.assert_close(single.fuse()(x.float()), single(x.float()), rtol=1e-4, atol=1e-4)
 
@@ -81,11 +83,9 @@ def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
     torch.testing.assert_close(block(x)[:1], block(x[:1]))
     assert not hasattr(block, "fuse")
     assert not hasattr(LayerNormStem(3, 8), "fuse")
-    y = block.expand(
-        F.layer_norm(x.movedim(1, -1), (6,), block.norm.weight, block.norm.bias, 1e-6).movedim(
-            -1, 1
-        )
-    )
+    norm = block.norm
+    normed = F.layer_norm(x.movedim(1, -1), (6,), norm.weight, norm.bias, 1e-6)
+    y = block.expand(normed.movedim(-1, 1))
     torch.testing.assert_close(block.expand(block.norm(x)), y)
 
 
@@ -107,7 +107,8 @@ def test_what_cannot_be_built_is_refused(wrong):
 
 @pytest.mark.slow
 def test_compiles_and_exports():
-    block, x = perturbed(MBConv(4, 8, 2), torch.float32).eval(), torch.randn(3, 4, 6, 6)
+    block = perturbed(MBConv(4, 8, 2), torch.float32).eval()
+    x = torch.randn(3, 4, 6, 6)
     for module in (block, block.fuse()):
         expected = module(x)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -67,10 +67,10 @@ PARAMETERS = {
     "tdrl_vit_ti_distilled": 48_859_816 + 2 * 192 + 193_000,  # a token, its position, a second head
 }
 # base + layers * (3 C^2 + 9 heads * (2 centre + locality + gate))
-PARAMETERS |= {
-    f"t_cifar_resnet{n}": base + 3 * 32**2 + 36 + layers * (3 * 64**2 + 36)
-    for n, base, layers in CIFAR
-}
+for _depth, _base, _layers in CIFAR:
+    _first = 3 * 32**2 + 36
+    _others = _layers * (3 * 64**2 + 36)
+    PARAMETERS[f"t_cifar_resnet{_depth}"] = _base + _first + _others
 PARAMETERS |= {
     f"t_resnet{name}": base + layers * (3 * 512**2 + 36)
     for name, (base, layers, _) in T_RESNETS.items()
@@ -139,11 +139,9 @@ def test_published_size_and_config(name):
     if name in PAPER_MILLIONS:
         assert count / 1e6 == pytest.approx(PAPER_MILLIONS[name], rel=0.025)
     config = model.pretrained_cfg
-    assert (config["crop_pct"], config["architecture"], config["num_classes"]) == (
-        0.5,
-        name,
-        model.num_classes,
-    )
+    assert config["crop_pct"] == 0.5
+    assert config["architecture"] == name
+    assert config["num_classes"] == model.num_classes
     assert [len(config[key]) for key in ("input_size", "mean", "std")] == [3, 3, 3]
     heads, first = (
         (names,) if isinstance(names, str) else names
@@ -162,16 +160,18 @@ class TestCitizen:
     def test_forward_backward_on_odd_rectangles(self, name):
         model = create(name, num_classes=7, **(dict(dynamic_img_pad=True) if "vit" in name else {}))
         y = model(torch.randn(2, 3, 69, 61))
-        logits = (
-            y if torch.is_tensor(y) else sum(y)
-        )  # a distilled network has two heads in train mode
+        # a distilled network has two heads in train mode
+        logits = y if torch.is_tensor(y) else sum(y)
         assert logits.shape == (2, 7)
         logits.square().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.isfinite().all()
         assert create(name, in_chans=1)(image(channels=1)) is not None
 
     def test_features_and_head_are_forward(self, name):
-        model, x = create(name).eval(), image()
+        model = create(name).eval()
+        x = image()
         features = model.forward_features(x)
         torch.testing.assert_close(model.forward_head(features), model(x))
         width = model.forward_head(features, pre_logits=True).shape
@@ -193,7 +193,8 @@ class TestCitizen:
             assert y.shape == (1, channels, 96 // reduction, 64 // reduction)
 
     def test_other_classes(self, name):
-        model, bare = create(name).eval(), create(name, num_classes=0).eval()
+        model = create(name).eval()
+        bare = create(name, num_classes=0).eval()
         model.reset_classifier(0)
         for each in (model, bare):
             assert each(image()).shape == (2, each.num_features)
@@ -206,10 +207,8 @@ class TestCitizen:
         } == {5}
 
     def test_gradient_checkpointing_changes_nothing_and_counts_a_batch_once(self, name):
-        model, x = (
-            create(name, **(dict(drop_rate=0.0) if "vanilla" in name else {})).train(),
-            image(4),
-        )
+        model = create(name, **(dict(drop_rate=0.0) if "vanilla" in name else {})).train()
+        x = image(4)
         twin = copy.deepcopy(model)
         twin.set_grad_checkpointing()
         outputs = []
@@ -233,12 +232,14 @@ class TestCitizen:
 
     def test_its_state_is_the_network(self, name, tmp_path):
         """Loaded into its like, copied and saved, it computes the same; a copy is apart."""
-        model, x = create(name).eval(), image()
+        model = create(name).eval()
+        x = image()
         for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
             norm.running_mean.normal_(std=0.1)
         with torch.no_grad():
             expected = model(x)
-            other, twin = timm.create_model(name, **SMALL[name]).eval(), copy.deepcopy(model)
+            other = timm.create_model(name, **SMALL[name]).eval()
+            twin = copy.deepcopy(model)
             other.load_state_dict(model.state_dict())
             iso.save(model, tmp_path / "model.safetensors")
             for same in (other, twin, iso.load(tmp_path / "model.safetensors")):
@@ -250,10 +251,8 @@ class TestCitizen:
             torch.testing.assert_close(model(x), expected, atol=0, rtol=0)
 
     def test_torch_fx_traces_it(self, name):
-        model, x = (
-            create(name).eval(),
-            torch.randn(2, 3, 224, 224) if name == "vanillanet_5" else image(),
-        )
+        model = create(name).eval()
+        x = torch.randn(2, 3, 224, 224) if name == "vanillanet_5" else image()
         last = get_graph_node_names(model)[1][-1]
         traced = create_feature_extractor(model, [last])
         torch.testing.assert_close(traced(x)[last], model(x), atol=1e-5, rtol=1e-5)
@@ -261,7 +260,8 @@ class TestCitizen:
     def test_open_batch_export(self, name):
         if name in ("tdrl_vit_ti_distilled", "t_resnetrs50", "refined_vit_b"):
             return  # as tdrl_vit_ti, t_resnet50d and refined_vit_s
-        model, x = create(name, **(dict(depth=1) if "tdrl" in name else {})).eval(), image()
+        model = create(name, **(dict(depth=1) if "tdrl" in name else {})).eval()
+        x = image()
         program = torch.export.export(
             model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
         )
@@ -275,15 +275,22 @@ class TestCitizen:
 )
 def test_attention_is_exempt_from_decay(name, dials):
     model = create(name)
-    exempt = {
-        f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, GPSA2d | GPSA) for p in dials
-    }
-    assert exempt == {
-        n for n in model.no_weight_decay() if "." in n
-    }  # tokens and positions besides
+    exempt = set()
+    for n, m in model.named_modules():
+        if isinstance(m, GPSA2d | GPSA):
+            for p in dials:
+                exempt.add(f"{n}.{p}")
+    # tokens and positions besides
+    assert exempt == {n for n in model.no_weight_decay() if "." in n}
     groups = scaled_groups(model, OptimPart(weight_decay=0.1, gate_lr=1))
-    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    assert not any(id(p) in decayed for n, p in model.named_parameters() if n in exempt)
+    decayed = set()
+    for group in groups:
+        if group["weight_decay"]:
+            for p in group["params"]:
+                decayed.add(id(p))
+    for n, p in model.named_parameters():
+        if n in exempt:
+            assert id(p) not in decayed
 
 
 TEXT = dict(

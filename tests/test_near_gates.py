@@ -40,7 +40,8 @@ def largest_move(model, steps=8):
 def test_near_is_equal_within_its_tolerance_and_its_gates_move(name):
     make, rule, where = CASES[name]
     model = make()
-    exact, near = (iso.recast(model, rule(init=init), where) for init in ("exact", "near"))
+    exact = iso.recast(model, rule(init="exact"), where)
+    near = iso.recast(model, rule(init="near"), where)
     assert rule(init="near").accepted_difference == 0.05 > rule().accepted_difference == rule.atol
     x = torch.randn(2, 3, 32, 32)
     assert iso.verify(model, near, x).atol == 0.05

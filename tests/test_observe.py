@@ -19,16 +19,20 @@ def model():
 
 
 def test_calls_are_listed_in_the_order_in_which_they_end():
-    outer, x = model(), torch.ones(2)
+    outer = model()
+    x = torch.ones(2)
     calls = observe(outer, lambda: outer["inner"](x))
     assert [call.name for call in calls] == ["inner.0", "inner.1", "inner"]
     assert calls[0].input is x
     assert torch.equal(calls[-1].output, 2 * x)
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in outer.modules())
+    for part in outer.modules():
+        assert not (part._forward_hooks)
+        assert not (part._forward_pre_hooks)
 
 
 def test_names_choose_what_is_watched_and_arguments_by_name_are_seen():
-    outer, seen = model(), []
+    outer = model()
+    seen = []
     with observing(outer, before=seen.append, names=["inner.0"]):
         outer["inner"][0](x=torch.ones(1), fail=False)
         outer["inner"][1](torch.ones(1))
@@ -38,7 +42,9 @@ def test_names_choose_what_is_watched_and_arguments_by_name_are_seen():
 
 
 def test_who_runs_is_known_also_after_a_call_that_failed():
-    outer, ended, inside = model(), [], []
+    outer = model()
+    ended = []
+    inside = []
     outer["inner"][1].register_forward_pre_hook(lambda *_: inside.append(running.innermost))
     with observing(outer, after=ended.append) as running:
         with pytest.raises(RuntimeError, match="no"):

@@ -49,7 +49,8 @@ class Launched(TorchDispatchMode):
 
     def __init__(self, wait: bool = True) -> None:
         super().__init__()
-        self.wait, self.names = wait, Counter()
+        self.wait = wait
+        self.names = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -101,10 +102,8 @@ def saved_mib(layer: nn.Module, x: torch.Tensor) -> float:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in kept:
-            storages[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # the tensor keeps its address from being reused
+            # the tensor keeps its address from being reused
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -140,7 +139,9 @@ def conv(rule=None) -> nn.Module:
     return (conv if rule is None else iso.recast(conv, rule, where="0"))[0]
 
 
-TOKENS, MAP, IMAGE = (1, 197, 192), (1, 512, 14, 14), (1, 3, 224, 224)
+TOKENS = (1, 197, 192)
+MAP = (1, 512, 14, 14)
+IMAGE = (1, 3, 224, 224)
 partial = functools.partial
 
 LAYERS = {
@@ -178,7 +179,8 @@ def gpu_form(monkeypatch):
 def test_no_more_operations(name):
     row = LAYERS[name]
     torch.manual_seed(0)
-    layer, x = row.make(), torch.randn(row.size)
+    layer = row.make()
+    x = torch.randn(row.size)
     assert saved_mib(layer, x) <= row.mib
     for images in (1, 4):  # the counts are those of every batch
         passes = launched(layer, x.expand(images, *row.size[1:]).clone())
@@ -233,6 +235,7 @@ def test_all_tensors_are_on_the_layer_s_device(name):
 def test_nothing_waits_for_the_device(name, device, monkeypatch):
     monkeypatch.setattr(modes, "CPU_DEVICE", device)
     make, size = EVERY[name][:2]
-    layer, x = make(), torch.randn(size)
+    layer = make()
+    x = torch.randn(size)
     launched(layer, x, wait=False)
     launched(layer, x, train=False, wait=False)

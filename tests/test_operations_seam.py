@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,12 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention_layers import LAYERS
-from isomorph.operations import EditMaps, FusedCall, ReadMaps, see
+from isomorph.operations import EditMaps, FusedCall, ReadMaps, see, tensors_in
 from isomorph.surgery.attention_layers import attention_facts, heads_of
 from isomorph.surgery.edited_attention import edit_map
 from law_rows import Alone, deviation, disturb, values
 
-B, H, N, W = 2, 3, 6, 6  # heads as wide as there are tokens: shapes tell nothing
+# heads as wide as there are tokens: shapes tell nothing
+B = 2
+H = 3
+N = 6
+W = 6
 X = torch.randn(B, N, H * W, dtype=torch.float64)
 FORMS = {
     "fused": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
@@ -37,7 +42,8 @@ class Attend(nn.Module):
 
     def __init__(self, form, mix=None):
         super().__init__()
-        self.form, self.qkv = form, nn.Linear(H * W, 3 * H * W)
+        self.form = form
+        self.qkv = nn.Linear(H * W, 3 * H * W)
         self.scale = nn.Parameter(1 + torch.rand(H, 1, 1))
         self.mix = mix
         self.double()
@@ -71,7 +77,8 @@ def slow(layer, x):
     q, k, v = layer.qkv(x).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
     maps = torch.zeros(B, H, N, N, dtype=x.dtype)
     for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(N)):
-        row = torch.tensor([q[b, h, i] @ k[b, h, j] for j in range(N)]) * W**-0.5
+        scores = [q[b, h, i] @ k[b, h, j] for j in range(N)]
+        row = torch.tensor(scores) * W**-0.5
         maps[b, h, i] = row.exp() / row.exp().sum()
     return (maps * layer.scale + maps.square()) @ v
 
@@ -96,7 +103,8 @@ def test_an_edit_acts_in_every_form_compiled_exported_and_mapped(form):
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_the_map_that_is_read_is_the_one_that_weighs_values(form):
-    layer, mode = Attend(FORMS[form]), ReadMaps()
+    layer = Attend(FORMS[form])
+    mode = ReadMaps()
     v = layer.qkv(X).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)[2]
     for run, edited in ((layer.attend, False), (layer, True)):
         with mode:
@@ -115,7 +123,8 @@ def test_the_map_that_is_read_is_the_one_that_weighs_values(form):
 
 
 def test_talking_heads_belong_to_the_map_and_dropout_does_not():
-    talk, drop = nn.Linear(H, H).double(), nn.Dropout(0.5)
+    talk = nn.Linear(H, H).double()
+    drop = nn.Dropout(0.5)
 
     def form(q, k, v):
         maps = talk((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -123,7 +132,9 @@ def test_talking_heads_belong_to_the_map_and_dropout_does_not():
 
     layer = Attend(form)
     q, k, v = layer.qkv(X).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
-    maps = layer.edit(talk((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2), None)
+    attention = (q @ k.mT).softmax(-1)
+    mixed = talk(attention.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    maps = layer.edit(mixed, None)
     torch.manual_seed(0)
     y = layer(X)
     torch.manual_seed(0)
@@ -188,7 +199,8 @@ def test_causal_attention_and_reentrant_checkpoints_are_errors():
 
 
 def test_threads_edit_their_own_calls_alone():
-    plain, edited = Attend(FORMS["method"]), Attend(FORMS["method"])
+    plain = Attend(FORMS["method"])
+    edited = Attend(FORMS["method"])
     calls = [(call, call(X)) for call in (plain.attend, edited)]
     with ThreadPoolExecutor(2) as pool:
         assert all(
@@ -212,9 +224,11 @@ class Scale(nn.Module):
 def test_every_head_of_every_class_is_edited_by_itself(name):
     """Heads doubled one at a time move the output in as many directions; all doubled at once, by their sum."""
     torch.manual_seed(0)
-    layer, x = disturb(LAYERS[name].make(), 0.7), values((LAYERS[name].shape, *LAYERS[name].more))
+    layer = disturb(LAYERS[name].make(), 0.7)
+    x = values((LAYERS[name].shape, *LAYERS[name].more))
     new = Alone(edit_map(layer, Scale, (4, 6), 0))
-    heads, before = new.layer.edited_heads, Alone(layer)(*x)
+    heads = new.layer.edited_heads
+    before = Alone(layer)(*x)
     assert deviation(new(*x), before) < 1e-12
     assert heads == heads_of(layer, attention_facts(type(layer)))
     if heads == 1:
@@ -235,7 +249,8 @@ class Averaging(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.averages = nn.Linear(12, 36), False
+        self.qkv = nn.Linear(12, 36)
+        self.averages = False
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -243,7 +258,8 @@ class Averaging(nn.Module):
 
 
 def test_a_call_that_passes_an_edit_by_is_an_error():
-    layer, x = edit_map(Averaging(), Scale, None, None), torch.randn(2, 7, 12)
+    layer = edit_map(Averaging(), Scale, None, None)
+    x = torch.randn(2, 7, 12)
     assert layer(x).shape == x.shape
     layer.averages = True
     with pytest.raises(ValueError, match="Averaging did not form its map in this call"):
@@ -256,7 +272,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c, self.idle = (nn.Linear(4, 4) for _ in range(4))
-        self.norm, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.norm = nn.BatchNorm1d(4)
+        self.other = nn.BatchNorm1d(4)
 
     def forward(self, x):
         y = self.norm(self.a(x).flatten(0, 1)).relu_()
@@ -287,3 +304,15 @@ def test_the_tensors_of_a_call_are_freed_with_what_was_seen():
         assert made() is None
     finally:
         gc.enable()
+
+
+def test_tensors_are_found_in_the_order_of_their_container():
+    """Results of `torch.max` and outputs of transformers are kinds of tuples and dicts; no tensor comes twice."""
+    x = torch.randn(2, 3)
+    largest = torch.max(x, 1)
+    assert all(map(torch.equal, tensors_in(largest), (largest.values, largest.indices)))
+    output = OrderedDict(first=x, second=(x + 1, x + 2))
+    output.first = x
+    assert [float(tensor[0, 0] - x[0, 0]) for tensor in tensors_in(output)] == pytest.approx(
+        [0, 1, 2]
+    )

@@ -19,9 +19,9 @@ import isomorph as iso
 from isomorph.checkpoints.files import strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_model
 from isomorph.lab.data.label_maps import _load_label_map
 from isomorph.lab.tasks.diffusion.image_distance import InceptionFeatures
+from isomorph.lab.training.open import open_model
 from isomorph.models.input_sizes import evaluation_config, random_inputs
 from isomorph.surgery import notes
 from refusals import refused
@@ -44,7 +44,8 @@ def open_own(path, *arguments, **options):
 
 
 def same(model, other):
-    ours, theirs = model.state_dict(), other.state_dict()
+    ours = model.state_dict()
+    theirs = other.state_dict()
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -82,9 +83,10 @@ def test_prefixes_of_wrappers(tmp_path, wrap):
 
 
 def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
-    model, path = cnn("cifar_resnet20"), tmp_path / "model.safetensors"
+    model = cnn("cifar_resnet20")
+    path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
-    refused("does not say what model it is; give --arch NAME", open_own, path)
+    refused("does not say what model it is; give base=NAME", open_own, path)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
@@ -102,7 +104,8 @@ def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
 
 
 def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_path):
-    last, averaged = cnn("cifar_resnet20"), cnn("cifar_resnet20")
+    last = cnn("cifar_resnet20")
+    averaged = cnn("cifar_resnet20")
     nn.init.ones_(averaged.linear.weight)
     settings = dict(
         model="cifar_resnet20", img_size=96, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), crop_pct=1.0
@@ -111,14 +114,12 @@ def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_pa
     model = open_own(path)
     assert same(model, averaged)
     assert notes(model) == (
-        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); --no-ema (ema=False) takes state_dict",
+        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); ema=False takes state_dict",
     )
     config = evaluation_config(model)
-    assert (config["input_size"], config["mean"], config["crop_pct"]) == (
-        (3, 96, 96),
-        (0.5, 0.5, 0.5),
-        1.0,
-    )
+    assert config["input_size"] == (3, 96, 96)
+    assert config["mean"] == (0.5, 0.5, 0.5)
+    assert config["crop_pct"] == 1.0
     assert same(open_own(path, ema=False), last)
     iso.save(model, tmp_path / "own.safetensors")
     assert evaluation_config(iso.load(tmp_path / "own.safetensors")) == config
@@ -148,16 +149,12 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     within = open_own(
         save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT
     )
-    assert (
-        notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
-    )
+    assert notes(within)[-1] == "in.pth: averaged weights (EMA, ema); ema=False takes model"
 
 
 def test_tensors_that_the_model_cannot_hold(tmp_path):
-    tied, state = (
-        torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
-        cnn("cifar_resnet20").state_dict(),
-    )
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    state = cnn("cifar_resnet20").state_dict()
     two = tied.state_dict()
     tied[1].weight = tied[0].weight
     refused(
@@ -190,7 +187,8 @@ class TiedTokens(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.head = torch.nn.Embedding(7, 6), torch.nn.Linear(6, 7, bias=False)
+        self.tokens = torch.nn.Embedding(7, 6)
+        self.head = torch.nn.Linear(6, 7, bias=False)
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
         self.head.weight = self.tokens.weight
         for block in self.blocks[1:]:
@@ -206,15 +204,16 @@ class TiedTokens(torch.nn.Module):
 
 
 def test_tied_tensors_that_a_file_holds_once(tmp_path):
-    model, fresh, tokens = TiedTokens().eval(), TiedTokens().eval(), torch.arange(7)
+    model = TiedTokens().eval()
+    fresh = TiedTokens().eval()
+    tokens = torch.arange(7)
     save_model(model, tmp_path / "once.safetensors")
     stored = load_file(tmp_path / "once.safetensors")
     assert len(stored) == len(model.state_dict()) - 4
     state = model.state_dict()
     for name, other in (("blocks.1.weight", "blocks.0.weight"), ("head.weight", "tokens.weight")):
-        renamed = dict(stored) | {
-            name: state[name]
-        }  # whichever of its names a tensor is stored under
+        # whichever of its names a tensor is stored under
+        renamed = dict(stored) | {name: state[name]}
         renamed.pop(other, None)
         opened = iso.load(save(tmp_path / f"{name}.pth", renamed), base=fresh)
         assert torch.equal(opened(tokens), model(tokens))
@@ -270,7 +269,8 @@ class OwnNames(OtherNames):
 
 
 def test_a_model_that_saves_other_names_than_it_loads_is_rejected(tmp_path):
-    path, x = tmp_path / "own.safetensors", torch.randn(2, 3)
+    path = tmp_path / "own.safetensors"
+    x = torch.randn(2, 3)
     patched = torch.nn.Linear(3, 3)
     patched.state_dict = lambda: {"weight": patched.weight}
     for model in (OtherNames(3, 3), patched):
@@ -363,7 +363,8 @@ def test_modules_that_timm_cannot_build(tmp_path):
     def build():
         return torchvision.models.resnet18(num_classes=3).eval()
 
-    base, path = build(), tmp_path / "module.safetensors"
+    base = build()
+    path = tmp_path / "module.safetensors"
     new = iso.recast(base, iso.ConvToGPSA(init="exact"), where="layer4.*.conv2")
     iso.save(new, path)
     fresh = build()
@@ -371,9 +372,10 @@ def test_modules_that_timm_cannot_build(tmp_path):
     again = iso.load(path, base=fresh)
     assert same(again, new)
     assert iso.edits(again) == iso.edits(new)
-    assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(before[name], tensor)
     assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
-    refused("which timm cannot build; give --arch package.module:function", iso.load, path)
+    refused("which timm cannot build; give base=ResNet", iso.load, path)
     opened = open_own(path, arch="resnet18")
     assert same(opened, new)
     assert same(iso.load(path, base="resnet18"), new)
@@ -392,11 +394,8 @@ def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(
         iso.save(model, path)
         for one in (model, iso.load(path)):
             assert evaluation_config(one)["input_size"] == (3, 96, 96)
-    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (
-        3,
-        288,
-        288,
-    )  # its weights' test size
+    # its weights' test size
+    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (3, 288, 288)
     flexible = timm.create_model(
         "vit_tiny_patch16_224", dynamic_img_size=True, img_size=96, depth=1
     )
@@ -447,7 +446,8 @@ def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
 
 def test_checkpoints_of_self_supervised_training(tmp_path):
     """The authors' layout of DINOv2: a position for the class token too, other names, a backbone beside its heads."""
-    name, x = "vit_small_patch14_reg4_dinov2", torch.randn(1, 3, 98, 98)
+    name = "vit_small_patch14_reg4_dinov2"
+    x = torch.randn(1, 3, 98, 98)
     model = timm.create_model(name, img_size=98, depth=1, num_classes=0).eval()
     state = dict(model.state_dict())
     first = torch.randn(1, 1, 384)
@@ -471,22 +471,23 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
         r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1
     )
     file = save(tmp_path / "timm.pth", model.state_dict())
-    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
+    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another `base`"
     refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)
 
 
 @pytest.mark.parametrize("name", ["repvgg_a0", "fastvit_t8"])
 @torch.no_grad()
 def test_files_that_timm_merged_open_and_get_norms_again(tmp_path, name):
-    model, x = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, 64, 64)
+    model = timm.create_model(name, num_classes=3).eval()
+    x = torch.randn(1, 3, 64, 64)
     merged = timm.utils.reparameterize_model(model)
     thin = open_own(save(tmp_path / "merged.pth", merged.state_dict()), arch=name)
     assert torch.equal(thin(x), merged(x))
     for each in (thin, merged):  # timm leaves the layers that it makes in train mode
         normed = iso.recast(each, iso.ConvToConvNorm())
-        assert not any(
-            module.training for module in normed.modules() if isinstance(module, nn.BatchNorm2d)
-        )
+        for module in normed.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                assert not module.training
         torch.testing.assert_close(normed(x), merged(x), atol=1e-4, rtol=1e-4)
     iso.save(iso.recast(thin, iso.ConvToConvNorm()), tmp_path / "normed.safetensors")
     torch.testing.assert_close(
@@ -500,10 +501,9 @@ def test_a_timm_model_of_ones_own_function_is_saved_with_its_edits(tmp_path, mon
         "    return timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1, num_classes=3, attn_layer=Own)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    model, file = (
-        open_model("with_own_attention:build", pretrained=False),
-        tmp_path / "new.safetensors",
-    )
-    new, x = iso.recast(model, iso.LinearToPyramid(), where="head"), torch.randn(1, 3, 32, 32)
+    model = open_model("with_own_attention:build", pretrained=False)
+    file = tmp_path / "new.safetensors"
+    new = iso.recast(model, iso.LinearToPyramid(), where="head")
+    x = torch.randn(1, 3, 32, 32)
     iso.save(new, file)
     assert torch.equal(open_own(file, arch="with_own_attention:build")(x), new(x))

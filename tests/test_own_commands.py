@@ -8,7 +8,7 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.checkpoints.open import needs_options
+from isomorph.lab.training.open import needs_options
 from test_own_checkpoints import cnn, timm_script
 from test_own_images import images
 
@@ -41,10 +41,8 @@ def folder(tmp_path_factory):
     return top
 
 
-OWN, VIT = (
-    "my.pth --arch cifar_resnet20",
-    "vit.pth --arch vit_tiny_patch16_224 --model-kwargs depth=1",
-)
+OWN = "my.pth --arch cifar_resnet20"
+VIT = "vit.pth --arch vit_tiny_patch16_224 --model-kwargs depth=1"
 SPLIT = "--data photos --split 0.25"
 FINETUNE = f"train finetune {SPLIT} --epochs 1 --optim.warmup_epochs 0"
 
@@ -81,7 +79,8 @@ def test_recast_verify_evaluate(folder):
 
 
 def test_the_script_of_timm_and_the_choice_of_weights(folder):
-    averaged, last = "averaged weights (EMA, state_dict_ema); --no-ema", "last weights (state_dict)"
+    averaged = "averaged weights (EMA, state_dict_ema); --no-ema"
+    last = "last weights (state_dict)"
     for more, said in (("", averaged), ("--no-ema", last)):
         assert said in answer(folder, f"evaluate best.pth.tar --data photos --no-cost {more}")[1]
 
@@ -91,12 +90,11 @@ def test_the_other_commands(folder):
     rows, _ = answer(folder, f"bench {VIT} {quick}")
     assert rows[0]["height"] == rows[0]["width"] == 48
     rows, _ = answer(folder, f"bench {OWN} --num-classes 3 --against resnet18 {quick}")
-    assert [row["model"] for row in rows] == [
-        "my.pth",
-        "resnet18",
-    ]  # the options are those of the checkpoint alone
+    # the options are those of the checkpoint alone
+    assert [row["model"] for row in rows] == ["my.pth", "resnet18"]
     result, _ = answer(folder, f"robustness {VIT} --data photos --corruption fog --severity 1")
-    assert (result["size"], result["images"]) == ([48, 48], 12)
+    assert result["size"] == [48, 48]
+    assert result["images"] == 12
     answer(folder, f"analyze {VIT} --image photos/pear/0.png --data photos --max-images 8")
     answer(
         folder,
@@ -137,7 +135,7 @@ SPLIT_COMMANDS = {
 
 WRONG = {
     "evaluate my.pth": "give --arch NAME, one of timm.list_models(), or --arch package.module:function",
-    "evaluate my.pth --arch resnet18": "resnet18 without other --model-kwargs asks for 11,186,132",
+    "evaluate my.pth --arch resnet18": "resnet18 without other arguments asks for 11,186,132",
     "evaluate my.pth --arch resnet_18": "there is no model 'resnet_18'",
     f"evaluate {OWN} --num-classes 4": "the checkpoint has 3",
     f"evaluate {OWN} --model-kwargs img_size": "must be NAME=VALUE",
@@ -154,7 +152,7 @@ WRONG = {
     f"{FINETUNE} --model.name net:built --out runs/a": "no attribute 'built'); did you mean net:build?",
     "evaluate nett:build": "No module named 'nett'); give it as Python imports it",
     "evaluate net:build --model-kwargs classes=none": "its arguments as --model-kwargs",
-    "evaluate own.safetensors": "give --arch package.module:function, which builds it",
+    "evaluate own.safetensors": "give --arch package.module:function of your code",
     "train code.yaml": "model.name os:system would run code that a file names",
     "train finetun": "did you mean finetune, ",
 }
@@ -169,7 +167,8 @@ def build(classes=3):
 
 def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder, monkeypatch):
     (folder / "net.py").write_text(NET)
-    arch, page = "--arch net:build", "--overwrite --out own.html"
+    arch = "--arch net:build"
+    page = "--overwrite --out own.html"
     answer(folder, "recast net:build --where 1.0 --size 16 --out t_own.safetensors")
     for name, more in (("own", "--model.weights t_own.safetensors"), ("plain", "")):
         train = f"{FINETUNE} --model.name net:build --size 16 {more} --out runs/{name}"
@@ -185,7 +184,7 @@ def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder, mon
     assert [point["name"] for point in found["points"]] == ["own", "plain"]
     _, notes = answer(folder, "evaluate net:build --data photos --no-cost --size 16")
     with monkeypatch.context() as patched:  # what needs --arch is seen without reading the tensors
-        patched.setattr("isomorph.checkpoints.snapshot._checksum", None)
+        patched.setattr("isomorph.lab.training.run.snapshot._checksum", None)
         assert [needs_options(str(folder / f"runs/{name}")) for name in ("own", "plain")] == [
             True,
             True,

@@ -16,12 +16,13 @@ from isomorph.checkpoints.model import record_data
 from isomorph.errors import DataWarning
 from isomorph.lab.data.label_maps import LabelMapSource
 from isomorph.lab.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
+from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.evaluation.model_data import open_test_images
 from isomorph.lab.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.lab.tasks.detection.data import open_annotated as open_boxes
 from isomorph.lab.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
 from isomorph.lab.training.classification import CLASSIFICATION
-from isomorph.models.input_sizes import check_same_classes, evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from refusals import refused
 
 CLASSES = ("apple", "pear", "plum")
@@ -61,9 +62,8 @@ def test_a_split_is_by_class_and_always_the_same(tmp_path):
     photos = images(tmp_path / "photos")
     images(tmp_path / "one", ["only"], each=1)
     shutil.move(tmp_path / "one" / "only", photos / "zucchini")
-    train, test = (
-        iso.data.open_source(photos, split, test_fraction=0.4) for split in ("train", "test")
-    )
+    train = iso.data.open_source(photos, "train", test_fraction=0.4)
+    test = iso.data.open_source(photos, "test", test_fraction=0.4)
     assert np.bincount(train.labels)[3] == 1
     assert min(np.bincount(train.labels)) == 1 <= min(np.bincount(test.labels))
     assert not set(train.ids) & set(test.ids)
@@ -90,22 +90,19 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
         Image.new("RGB", (8, 8)).save(photos / name / "0000.png")
     after = sides(photos)
     assert len(after) == len(before) + 3
-    assert all(after[name] == side for name, side in before.items())
+    for name, side in before.items():
+        assert after[name] == side
     assert sides(photos.rename(tmp_path / "elsewhere")) == after
-    held_out, more = (
-        {n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"}
-        for f in (0.2, 0.4)
-    )
+    held_out = {n for n, side in sides(tmp_path / "elsewhere", 0.2).items() if side == "test"}
+    more = {n for n, side in sides(tmp_path / "elsewhere", 0.4).items() if side == "test"}
     assert held_out < more
     assert 15 < len(held_out) < 35 < len(more) < 65
 
 
 def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_path):
     photos = images(tmp_path / "photos")
-    model, before = (
-        network(split=(0.4, 15)),
-        iso.data.open_source(photos, "test", test_fraction=0.4),
-    )
+    model = network(split=(0.4, 15))
+    before = iso.data.open_source(photos, "test", test_fraction=0.4)
     assert len(open_test_images(model, str(photos), None)) == len(before)
     Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
     with pytest.warns(
@@ -155,10 +152,8 @@ class Own(nn.Module):
 
     def __init__(self, form, classes=3):
         super().__init__()
-        self.net, self.form = (
-            nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)),
-            form,
-        )
+        self.net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes))
+        self.form = form
 
     def forward(self, x):
         return self.form(self.net(x))
@@ -183,7 +178,8 @@ def test_classifiers_of_other_libraries(form, tmp_path):
 
 
 def test_the_names_in_a_config_of_transformers_number_the_classes(tmp_path):
-    photos, model = images(tmp_path / "photos", ("crane", "pear")), Own(FORMS["attribute"], 2)
+    photos = images(tmp_path / "photos", ("crane", "pear"))
+    model = Own(FORMS["attribute"], 2)
     model.config = SimpleNamespace(id2label={0: "pear", 1: "crane"}, image_size=32)
     model.net[2].weight.data.zero_()
     model.net[2].bias.data = torch.tensor([1.0, 0.0])
@@ -205,7 +201,9 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     Image.new("RGB", (1, 300)).save(photos / "a" / "thin.jpg")
     source = iso.data.open_source(photos, "test")
     pixels = {source.images[i].stem: np.asarray(source.image(i)) for i in range(len(source))}
-    assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
+    for array in pixels.values():
+        assert array.ndim == 3
+        assert array.shape[2] == 3
     assert np.array_equal(pixels["sixteen"], pixels["L"])
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)[
         "images"
@@ -238,7 +236,8 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
         tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False
     )
     assert np.array_equal(found.image(0), right)
-    model, config = network(), evaluation_config(network())
+    model = network()
+    config = evaluation_config(network())
     right.save(tmp_path / "right.png")
     pages = [iso.report.open_images([each], config)[0] for each in (path, tmp_path / "right.png")]
     assert torch.equal(pages[0].pixels, pages[1].pixels)
@@ -251,7 +250,8 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
 
 
 def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
-    one, other = "Caf\u00e9", "Cafe\u0301"
+    one = "Caf\u00e9"
+    other = "Cafe\u0301"
     assert hash_to_unit(one) == hash_to_unit(other)
     for path in ("images/train", "masks/train"):
         (tmp_path / path).mkdir(parents=True)

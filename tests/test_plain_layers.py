@@ -43,11 +43,9 @@ def test_convolutions_of_another_form_keep_their_function(name, rule, back, atol
 
 
 def test_reverted_convolutions_are_saved(tmp_path):
-    model, x, where = (
-        timm.create_model("test_nfnet", num_classes=3).eval(),
-        torch.randn(1, 3, 65, 64),
-        "stages.*.conv2",
-    )
+    model = timm.create_model("test_nfnet", num_classes=3).eval()
+    x = torch.randn(1, 3, 65, 64)
+    where = "stages.*.conv2"
     nn.init.normal_(model.get_classifier().weight)
     once = iso.revert(iso.recast(model, iso.ConvToGPSA(), where))
     first = iso.edits(once)[-1].names[0]
@@ -95,7 +93,8 @@ ATTENTION = {
 @pytest.mark.parametrize("where", ["0.qkv", "0.v"])
 def test_a_qkv_with_separate_biases_becomes_a_pyramid_that_is_called(name, where):
     torch.manual_seed(0)
-    model, x = nn.Sequential(ATTENTION[name][0]()).eval(), ATTENTION[name][1]
+    model = nn.Sequential(ATTENTION[name][0]()).eval()
+    x = ATTENTION[name][1]
     noisy(model, 0.3)
     wide = iso.recast(model, iso.LinearToPyramid(), where)
     torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)

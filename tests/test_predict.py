@@ -28,7 +28,8 @@ def test_the_five_likeliest_classes(photo):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     shares = [row["probability"] for row in rows]
-    assert (len(shares), shares) == (5, sorted(shares, reverse=True))
+    assert len(shares) == 5
+    assert shares == sorted(shares, reverse=True)
     assert json.loads(photo.with_name("classes.json").read_text()) == rows
 
 

@@ -39,7 +39,8 @@ def test_a_closed_layer_is_position_alone(case):
     whole = perturbed(make().double())
     whole.set_gating(gate=60.0)
     if isinstance(whole, ViTGPSA):
-        whole.q_norm, whole.k_norm = nn.LayerNorm(6).double(), nn.LayerNorm(6).double()
+        whole.q_norm = nn.LayerNorm(6).double()
+        whole.k_norm = nn.LayerNorm(6).double()
     pruned = Prune("position").build(iso.surgery.Site(whole))
     assert type(pruned) is kind
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -47,12 +48,12 @@ def test_a_closed_layer_is_position_alone(case):
     torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
     for name in ("position_share", "locality", "centre"):
         torch.testing.assert_close(getattr(pruned, name), getattr(whole, name))
-    expected, actual = (
-        torch.autograd.grad(layer(x).square().sum(), x) for layer in (whole, pruned)
-    )
+    expected = torch.autograd.grad(whole(x).square().sum(), x)
+    actual = torch.autograd.grad(pruned(x).square().sum(), x)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     pruned(x).sum().backward()
-    assert all(p.grad is not None for p in pruned.parameters())
+    for p in pruned.parameters():
+        assert p.grad is not None
     if x.ndim == 3:
         assert pruned(x, grid_size=(7, 5)).shape == x.shape
         with pytest.raises(ValueError, match="do not fill the 6 x 6 grid"):
@@ -136,12 +137,14 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     make, expected = MODELS[name]
-    model, images = make(), torch.randn(2, 3, 32, 32)
+    model = make()
+    images = torch.randn(2, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
     pruned = iso.prune(model)
     assert iso.verify(model, pruned, images, atol=0.02).passed
     assert {layer: type(pruned.get_submodule(layer)).__name__ for layer in expected} == expected
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+    for key, tensor in before.items():
+        assert torch.equal(tensor, model.state_dict()[key])
     pruned.eval()
     iso.save(pruned, tmp_path / "pruned.safetensors")
     loaded = iso.load(tmp_path / "pruned.safetensors").eval()
@@ -149,7 +152,8 @@ def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     optimizer = torch.optim.SGD(iso.training.parameter_groups(loaded.train(), lr=1e-3))
     loaded(images).square().sum().backward()
     optimizer.step()
-    assert all(p.grad is not None for p in loaded.parameters())
+    for p in loaded.parameters():
+        assert p.grad is not None
     iso.save(loaded, tmp_path / "trained.safetensors")
 
 
@@ -159,6 +163,7 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     first = out["layers"][0]
-    assert (first["layer"], first["becomes"]) == ("layer3.0.conv1", "position")
+    assert first["layer"] == "layer3.0.conv1"
+    assert first["becomes"] == "position"
     for before, after in (first["parameters"], out["macs"]):
         assert after < before

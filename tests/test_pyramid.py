@@ -93,12 +93,8 @@ def test_one_unit_that_does_not_widen_equals_its_layers(affine, scale):
     layer = PyramidLinear(9, 5, "naive-W1", affine=affine, rescale_by=scale)
     assert layer.costs_less_by_outputs(torch.zeros(1))
     agree(layer, (4, 7, 9))
-    same(
-        step(layer.train(), layer, torch.randn(4, 9).double())[3:4],
-        [torch.zeros(5).double()],
-        rtol=0,
-        atol=0,
-    )
+    stepped = step(layer.train(), layer, torch.randn(4, 9).double())
+    same(stepped[3:4], [torch.zeros(5).double()], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
@@ -154,7 +150,8 @@ def test_absent_statistics_and_those_that_are_not_tracked():
     layer = PyramidLinear(5, 9, "P-W2S").double()
     layer.branches[1][1] = nn.BatchNorm1d(5, track_running_stats=False).double()
     layer.branches[1][3].track_running_stats = False
-    before, twin = layer.branches[1][3].running_mean.clone(), copy.deepcopy(layer)
+    before = layer.branches[1][3].running_mean.clone()
+    twin = copy.deepcopy(layer)
     for _ in range(3):
         x = torch.randn(20, 5, dtype=torch.float64)
         same(step(layer, layer, x), step(twin, by_branches(twin), x))
@@ -166,7 +163,8 @@ def test_joint_pyramids_measure_once(monkeypatch):
     joint = JointPyramid(
         [PyramidLinear(5, 9, rectify=r) for r in ("batchnorm", "batchnorm", "rescale")]
     )
-    calls, measure = [], moments.MeasureMoments.apply
+    calls = []
+    measure = moments.MeasureMoments.apply
     monkeypatch.setattr(moments.MeasureMoments, "apply", lambda *a: calls.append(a) or measure(*a))
     joint(torch.randn(4, 7, 5))
     assert len(calls) == 1
@@ -177,12 +175,16 @@ def test_awkward_inputs_in_float32(mean, spread):
     """As near to float64 as the branch-by-branch form in float32 is, within a factor, and never off."""
     layer = PyramidLinear(16, 24, "P-W3S", "batchnorm")
     x = mean + spread * torch.randn(500, 16)
-    exact, branches = copy.deepcopy(layer).double(), copy.deepcopy(layer)
+    exact = copy.deepcopy(layer).double()
+    branches = copy.deepcopy(layer)
     truth = step(exact, by_branches(exact), x.double())
-    ours, theirs = step(layer, layer, x), step(branches, by_branches(branches), x)
+    ours = step(layer, layer, x)
+    theirs = step(branches, by_branches(branches), x)
     for a, b, t in zip(ours, theirs, truth, strict=True):
         assert a.isfinite().all()
-        assert (a - t).abs().max() <= 10 * (b - t).abs().max() + 1e-4 * t.abs().max() + 1e-4
+        error = (a - t).abs().max()
+        usual = (b - t).abs().max()
+        assert error <= 10 * usual + 1e-4 * t.abs().max() + 1e-4
 
 
 @pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
@@ -210,7 +212,8 @@ def test_half_precision():
     with torch.autocast("cpu", torch.float16):
         assert PyramidLinear(16, 24, "P-W3S")(torch.full((50, 16), 3.0)).isfinite().all()
     layer = PyramidLinear(32, 48, "P-W2S", "batchnorm")
-    twin, x = copy.deepcopy(layer), torch.randn(300, 32) + 5
+    twin = copy.deepcopy(layer)
+    x = torch.randn(300, 32) + 5
     expected = step(twin, twin, x)
     got = step(layer, torch.autocast("cpu", torch.bfloat16)(layer), x)
     assert got[0].dtype == torch.bfloat16
@@ -227,7 +230,8 @@ def test_half_precision():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_counts_a_batch_once(reentrant, layer):
     layer = copy.deepcopy(layer).double()
-    twin, x = copy.deepcopy(layer), torch.randn(20, 5, dtype=torch.float64)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(20, 5, dtype=torch.float64)
     got = step(layer, lambda t: checkpoint(layer, t, use_reentrant=reentrant), x)
     same(got, step(twin, twin, x))
     same(layer.buffers(), twin.buffers())
@@ -235,7 +239,8 @@ def test_gradient_checkpointing_counts_a_batch_once(reentrant, layer):
 
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
     layer = PyramidLinear(5, 9, "P-W2S").double()
-    twin, x = copy.deepcopy(layer), torch.randn(20, 5, dtype=torch.float64)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(20, 5, dtype=torch.float64)
     layer.branches[1][2].weight.requires_grad_(False)
     layer.skip.requires_grad_(False)
     for net in (layer, twin):
@@ -306,9 +311,8 @@ def test_layouts_and_widths():
         for branch in PyramidLinear(4, 6).branches
     ]
     assert shapes == [[(4, 4), (6, 4)], [(4, 4), (6, 4), (6, 6)]]
-    assert (
-        PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
-    )  # no squeeze through 3 channels
+    # no squeeze through 3 channels
+    assert PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
 
 
 REFUSED = [
@@ -350,7 +354,8 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
     joint = JointPyramid(
         [PyramidLinear(5, 5, rectify=r) for r in ("batchnorm", "rescale")]
     ).double()
-    layer, calls = joint.pyramids[1].branches[1][2], []
+    layer = joint.pyramids[1].branches[1][2]
+    calls = []
     if kind == "parametrization":
         nn.utils.parametrizations.weight_norm(layer)
     elif kind == "adapter":
@@ -384,12 +389,12 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
 )
 def test_the_papers_own_form_is_the_same(module, shape):
     """`form="branches"`: the same state, output, gradients and statistics, and the same fused layer."""
-    branched, closed = (
-        iso.recast(
-            nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form=form), "0"
-        )[0]
-        for form in ("branches", "closed")
-    )
+    branched = iso.recast(
+        nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form="branches"), "0"
+    )[0]
+    closed = iso.recast(
+        nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form="closed"), "0"
+    )[0]
     assert branched.form == "branches"
     closed.load_state_dict(branched.state_dict())
     x = torch.randn(shape, dtype=torch.float64)

@@ -16,9 +16,8 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.surgery.comparison import Fidelity
 
-quantize_module = importlib.import_module(
-    "isomorph.deployment.quantize"
-)  # the function has the name of its module
+# the function has the name of its module
+quantize_module = importlib.import_module("isomorph.deployment.quantize")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,8 @@ def graphs():
 def quantized(vit, images, graphs, tmp_path_factory):
     """The report of each mode; the graph of the first one serves for both."""
     folder = tmp_path_factory.mktemp("quantized")
-    reports, to_onnx = {}, quantize_module.to_onnx
+    reports = {}
+    to_onnx = quantize_module.to_onnx
 
     def record(*arguments):
         graphs.append(to_onnx(*arguments))

@@ -46,16 +46,16 @@ def test_what_is_reverted_is_the_cnn_again_and_saved_as_such(tmp_path):
 def test_unstride_keeps_weights_modes_and_shortcuts():
     cnn = timm.create_model("resnet50d").train()
     cnn.layer4[1].bn2.eval().requires_grad_(False)
-    new, x = iso.unstride(cnn, "layer4"), torch.randn(1, 3, 64, 96)
+    new = iso.unstride(cnn, "layer4")
+    x = torch.randn(1, 3, 64, 96)
     norms = new.layer4[1].bn1, new.layer4[1].bn2
     assert [(norm.training, norm.weight.requires_grad) for norm in norms] == [
         (True, True),
         (False, False),
     ]
     assert [net.eval().forward_features(x).shape[-2:] for net in (cnn, new)] == [(2, 3), (4, 6)]
-    assert all(
-        torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items()
-    )
+    for name, tensor in cnn.state_dict().items():
+        assert torch.equal(tensor, new.state_dict()[name])
     assert isinstance(iso.edits(new)[0].rule, Unstride)
     flat = iso.unstride(resnet(), "layer3")  # its shortcuts are average pools
     assert flat.forward_features(torch.randn(1, 3, 32, 24)).shape == (1, 64, 16, 12)
@@ -116,4 +116,5 @@ def test_layers_of_two_recasts_draw_other_values():
     first, second = (dict(layer.named_parameters()) for layer in new)
     drawn = [name for name, p in first.items() if p.ndim > 1 and p.unique().numel() > 8]
     assert drawn
-    assert not any(torch.equal(first[name], second[name]) for name in drawn)
+    for name in drawn:
+        assert not torch.equal(first[name], second[name])

@@ -24,7 +24,8 @@ def vit(**options):
 
 
 def test_the_grid_follows_the_image():
-    model, x = vit(dynamic_img_size=True), torch.randn(1, 3, 64, 160)
+    model = vit(dynamic_img_size=True)
+    x = torch.randn(1, 3, 64, 160)
     new = iso.recast(model, iso.AttentionToGPSA(locality=2.0, gate=0.0), WHERE)
     iso.verify(
         model, iso.recast(model, iso.AttentionToGPSA(), WHERE), [torch.randn(1, 3, 64, 64), x]
@@ -46,20 +47,17 @@ def test_the_grid_follows_the_image():
 def test_class_tokens_have_no_place():
     """With gates shut to content the patches look by place only; the class token still looks by content."""
     new = iso.recast(vit(), iso.AttentionToGPSA(locality=4.0, gate=40.0), "blocks.0.attn")
-    layer, x = new.blocks[0].attn, torch.randn(1, 17, 48)
+    layer = new.blocks[0].attn
+    x = torch.randn(1, 17, 48)
     attention = layer.attention(x)
     assert attention[..., 1:, 0].abs().max() < 1e-12  # no patch looks at the class token
-    q, k, _ = (
-        layer.to_attention(atol=torch.inf).qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
-    )
+    plain = layer.to_attention(atol=torch.inf)
+    q, k, _ = plain.qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
     torch.testing.assert_close(attention[:, :, 0], torch.softmax(q @ k.mT / 4, dim=-1)[:, :, 0])
     torch.testing.assert_close(attention.sum(-1), torch.ones(1, 3, 17))
     middle = 1 + 2 * 4 + 2
-    assert attention[0, :, middle].argmax(-1).tolist() == [
-        middle - 1,
-        middle,
-        middle + 1,
-    ]  # a 1 x 3 window
+    # a 1 x 3 window
+    assert attention[0, :, middle].argmax(-1).tolist() == [middle - 1, middle, middle + 1]
 
 
 def test_the_initialisation_of_the_paper():
@@ -85,10 +83,8 @@ def test_a_convit_is_a_recast_vit_and_is_recast_saved_and_loaded(tmp_path):
     )
     plain = timm.create_model("convit_ti", local_up_to_layer=0, **shape).eval()
     by_hand = iso.recast(plain, iso.AttentionToGPSA("paper"), "blocks.[01].attn")
-    named, x = (
-        timm.create_model("convit_ti", local_up_to_layer=2, **shape).eval(),
-        torch.randn(2, 3, 96, 64),
-    )
+    named = timm.create_model("convit_ti", local_up_to_layer=2, **shape).eval()
+    x = torch.randn(2, 3, 96, 64)
     named.load_state_dict(by_hand.state_dict())
     torch.testing.assert_close(named(x), by_hand(x))
     new = iso.recast(
@@ -100,7 +96,8 @@ def test_a_convit_is_a_recast_vit_and_is_recast_saved_and_loaded(tmp_path):
 
 def test_it_stands_beside_the_other_forms():
     """Refined attention with pyramids for its projection; gated attention elsewhere; fused, then reverted."""
-    model, x = vit(), torch.randn(1, 3, 64, 64)
+    model = vit()
+    x = torch.randn(1, 3, 64, 64)
     new = iso.recast(model, iso.AttentionToRefined(span="spatial"), "blocks.0.attn")
     new = iso.recast(new, iso.AttentionToGPSA(), "blocks.1.attn")
     new = iso.recast(new, iso.LinearToPyramid(), "blocks.0.attn.qkv")
@@ -123,7 +120,8 @@ def test_relative_scores_are_those_of_the_slow_formula():
     q, k, v = layer.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
     scores = q @ k.mT / 2
     for i, j in ((i, j) for i in range(12) for j in range(12)):
-        rows, columns = i // 4 - j // 4, i % 4 - j % 4
+        rows = i // 4 - j // 4
+        columns = i % 4 - j % 4
         scores[:, :, 2 + i, 2 + j] += table[:, rows + 2, columns + 3]
     torch.testing.assert_close(new.attention(x), scores.softmax(-1))
     torch.testing.assert_close(
@@ -135,7 +133,8 @@ def test_the_table_of_relative_scores_follows_the_image():
     new = iso.recast(vit(dynamic_img_size=True), iso.AttentionToRelative(), WHERE)
     for layer in (module for module in new.modules() if isinstance(module, ViTRelativeAttention)):
         nn.init.normal_(layer.relative_bias)
-    small, large = torch.randn(1, 3, 32, 48), torch.randn(1, 3, 64, 80)
+    small = torch.randn(1, 3, 32, 48)
+    large = torch.randn(1, 3, 64, 80)
     first = new(small)
     assert iso.attention_maps(new, large)["blocks.1.attn"].shape == (1, 3, 21, 21)
     torch.testing.assert_close(new(small), first)

@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 from timm.data import create_transform
 from torch import nn
 
 import isomorph as iso
 from isomorph.analysis.cost import count_parameters
-from isomorph.lab.recipes import RECIPES, convit, refiner
+from isomorph.lab import recipes
+from isomorph.lab.recipes import RECIPES
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.recipe.fields import OptimPart, magnitudes
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.state import Run
 from refusals import refused
+
+CONVITS = [name for name in RECIPES if name.startswith(("convit_", "vit_"))]
+REFINERS = [name for name in RECIPES if name.startswith(("refiner_", "refined_"))]
 
 
 def field(recipe, name):
@@ -38,7 +43,43 @@ def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
         assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
 
 
-PEAK, START = {"optim.schedule_from": "peak"}, {"optim.schedule_from": "start"}
+def named_entries():
+    """The entries of all files of named recipes, bases among them, as they are written."""
+    entries = {}
+    for path in sorted(Path(recipes.__file__).parent.glob("named/*.yaml")):
+        here = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert entries.keys().isdisjoint(here), path.name
+        entries |= here
+    return entries
+
+
+def test_an_entry_says_only_what_its_base_does_not():
+    entries = named_entries()
+    bases = {entry["base"] for entry in entries.values() if "base" in entry}
+    assert {name for name in entries if name.startswith(".")} <= bases <= entries.keys()
+    for name, entry in entries.items():
+        if "base" not in entry:
+            continue
+        inherited = recipes._fields_of(entry["base"], entries)
+        for path, value in entry.items():
+            old = inherited
+            for part in path.split("."):
+                old = (old or {}).get(part, recipes)  # a value that no field has
+                if old is recipes:
+                    break
+            assert value != old, (name, path)
+
+
+def test_an_entry_changes_its_base_for_itself_alone():
+    assert iso.load_recipe("tcnn_late_0").model.recast_epoch == 0
+    assert iso.load_recipe("tcnn_late_100").model.recast_epoch == 100
+    assert "recast" not in RECIPES["finetune_resnetrs50"]["model"]
+    assert RECIPES["tcnn_resnetrs152"]["data"]["size"] == [320, 320]
+    assert RECIPES["tcnn_resnetrs50"]["data"]["size"] == [224, 224]
+
+
+PEAK = {"optim.schedule_from": "peak"}
+START = {"optim.schedule_from": "start"}
 REPEATED = START | {"augment.repeats": 3}
 PUBLISHED = {
     "tdrl_vit_ti_g2sd": PEAK  # G2SD's code
@@ -109,13 +150,14 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
         ("released_image_labels", without, 2),
     ):
         recipe = iso.load_recipe(f"refined_vit_{letter}_{name}")
-        assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (
-            0.8,
-            1.0,
-            1,
-        )
-        assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
-        assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
+        assert recipe.augment.mixup == 0.8
+        assert recipe.augment.cutmix == 1.0
+        assert recipe.augment.repeats == 1
+        assert recipe.optim.lr == 5e-4
+        assert recipe.drop_path == drop_path
+        assert recipe.ema == 0.99996
+        assert recipe.map_similarity.weight == 0.1
+        assert recipe.map_similarity.pairs == pairs
         assert (
             bool(recipe.token_labels)
             == recipe.model.kwargs.get("dense_head", True)
@@ -125,15 +167,12 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
 
 def test_figure_8_of_convit_is_a_grid():
     """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
-    points = [
-        fields["model"]["kwargs"]
-        for fields in convit.RECIPES.values()
-        if "Fig. 8" in fields["source"]
-    ]
-    cells = [
-        (point.get("local_up_to_layer", 10), point.get("locality_strength", 1.0))
-        for point in points
-    ]
+    cells = []
+    for name in CONVITS:
+        if "Fig. 8" in RECIPES[name]["source"]:
+            kwargs = RECIPES[name]["model"]["kwargs"]
+            layers = kwargs.get("local_up_to_layer", 10)
+            cells.append((layers, kwargs.get("locality_strength", 1.0)))
     assert sorted(cells) == [
         (0, 1.0),
         *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0)),
@@ -142,11 +181,7 @@ def test_figure_8_of_convit_is_a_grid():
 
 # networks
 
-BUILT = [
-    name
-    for name in RECIPES
-    if "resnet" in name or name in convit.RECIPES or name in refiner.RECIPES
-]
+BUILT = [name for name in RECIPES if "resnet" in name or name in (*CONVITS, *REFINERS)]
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -165,7 +200,7 @@ def test_every_network_is_built(name):
             else 3
         )
         assert count[iso.layers.GPSA2d] == layers
-    elif name in convit.RECIPES:
+    elif name in CONVITS:
         layers = 0 if name.startswith("vit") else recipe.model.kwargs.get("local_up_to_layer", 10)
         assert count[iso.layers.PSA if "psa" in name else iso.layers.GPSA] == layers
         row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
@@ -210,7 +245,8 @@ SHAPES = {
 @pytest.mark.parametrize("schedule", SHAPES)
 def test_rates_follow_the_formula(schedule, begin):
     """MAE's, from the peak: min + (peak - min) (1 + cos(pi (epoch - warm-up) / (epochs - warm-up))) / 2."""
-    low, warmup = 0.0 if schedule == "constant" else 1e-5, 2.5
+    low = 0.0 if schedule == "constant" else 1e-5
+    warmup = 2.5
     optim = OptimPart(
         lr=1e-3,
         min_lr=low,
@@ -322,7 +358,8 @@ def test_files(suffix, text, tmp_path):
     path = tmp_path / f"mine{suffix}"
     path.write_text(text)
     recipe = iso.load_recipe(str(path))
-    assert (recipe.name, recipe.epochs) == ("mine", 3)
+    assert recipe.name == "mine"
+    assert recipe.epochs == 3
     for other, content in (("none", None), ("broken", "]broken["), ("deep", "a = " + "[" * 40_000)):
         path = tmp_path / f"{other}{suffix}"
         if content:
@@ -428,9 +465,8 @@ def test_unknown_names_and_rates_of_the_public_groups():
     recipe = validate(
         dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x"))
     )
-    assert (
-        recipe.optim.gate_lr == 100
-    )  # a result may be that large, and a stored recipe is read again
+    # a result may be that large, and a stored recipe is read again
+    assert recipe.optim.gate_lr == 100
     assert validate(recipe.model_dump()) == recipe
 
 

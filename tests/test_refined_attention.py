@@ -18,7 +18,8 @@ from isomorph.layers.refined.refiner import (
 from test_operations import saved_mib
 from torch_citizens import TorchCitizens
 
-HEADS, DIM = 4, 12
+HEADS = 4
+DIM = 12
 FORMS = {
     "expanded, convolved, reduced": (RefinedAttention, Refiner, dict(ratio=3)),
     "kernel 5": (RefinedAttention, Refiner, dict(ratio=2, kernel_size=5)),
@@ -59,7 +60,8 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize("init", ["paper", "same-function"])
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_the_paper(name, init, recompute):
-    layer, x = build(name, init, recompute=recompute), torch.randn(3, 9, DIM, dtype=torch.float64)
+    layer = build(name, init, recompute=recompute)
+    x = torch.randn(3, 9, DIM, dtype=torch.float64)
     same(
         outcome(layer, layer, x),
         outcome(layer, lambda t: references.refined_attention(layer, t), x),
@@ -73,7 +75,8 @@ def test_equals_the_paper(name, init, recompute):
     "name", [name for name in FORMS if name != "local"]
 )  # which forms no map to drop from
 def test_dropout_comes_between_softmax_and_refiner(name):
-    layer, x = build(name, attn_drop=0.5), torch.randn(3, 9, DIM, dtype=torch.float64)
+    layer = build(name, attn_drop=0.5)
+    x = torch.randn(3, 9, DIM, dtype=torch.float64)
     found = []
     for run in (layer, lambda x: references.refined_attention(layer, x)):
         torch.manual_seed(3)
@@ -83,12 +86,14 @@ def test_dropout_comes_between_softmax_and_refiner(name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_born_with_the_same_function_and_free_to_leave(name):
-    layer, x = build(name, "same-function"), torch.randn(2, 9, DIM, dtype=torch.float64)
+    layer = build(name, "same-function")
+    x = torch.randn(2, 9, DIM, dtype=torch.float64)
     if name != "without reduction":
         layer.to_attention(1e-6)  # E is orthogonal to float32's rounding
     assert references.refined_maps(layer, x).min() > -1e-6
     grads = outcome(layer, layer, x)[2:]
-    assert all(g.abs().max() > 0 for g in grads)
+    for g in grads:
+        assert g.abs().max() > 0
     if hasattr(layer.refine, "reduce"):  # no two maps learn alike
         taps = next(layer.refine.local.parameters()).grad.flatten(1)
         assert torch.cdist(taps, taps).add(torch.eye(len(taps))).min() > 1e-9
@@ -109,9 +114,8 @@ def test_nothing_leaks_across_padding(name, where):
         y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12
     )
     for i, _n in enumerate(lengths):
-        torch.testing.assert_close(
-            y[i][real[i]], layer(x[i : i + 1, real[i]])[0], rtol=0, atol=1e-12
-        )
+        alone = layer(x[i : i + 1, real[i]])[0]
+        torch.testing.assert_close(y[i][real[i]], alone, rtol=0, atol=1e-12)
     other = torch.where(real[..., None], x, torch.randn_like(x) * 100)
     torch.testing.assert_close(layer(other, attn_mask=real)[real], y[real], rtol=0, atol=1e-12)
     x.requires_grad_()
@@ -137,7 +141,8 @@ def test_all_of_timms_attention_is_kept():
 
 def test_shared_maps():
     """The next block weighs its own values with the map handed over; gradients reach the first block's queries."""
-    layer, reuse = build("expanded, convolved, reduced"), ReusedAttention(DIM, HEADS).double()
+    layer = build("expanded, convolved, reduced")
+    reuse = ReusedAttention(DIM, HEADS).double()
     x, z = torch.randn(2, 2, 9, DIM, dtype=torch.float64)
     y, maps = layer(x, return_maps=True)
     torch.testing.assert_close(y, layer(x))
@@ -146,7 +151,8 @@ def test_shared_maps():
     torch.testing.assert_close(reuse(z, maps), expected, rtol=0, atol=1e-12)
     assert reuse.attention(z, maps) is maps
     reuse(z, maps).sum().backward()
-    assert all(p.grad.abs().max() > 0 for p in [layer.qkv.weight, *layer.refine.parameters()])
+    for p in [layer.qkv.weight, *layer.refine.parameters()]:
+        assert p.grad.abs().max() > 0
 
 
 def test_memory_of_base_width_at_224():
@@ -156,12 +162,12 @@ def test_memory_of_base_width_at_224():
     assert saved_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
     maps = 2 * 12 * 197**2 * 4 / 2**20
     assert saved_mib(RefinedAttention(768, 12), x) > plain + 1.5 * maps
-    shared = (
-        timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True)
-    )  # map passed on
+    # map passed on
+    shared = (timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True))
     kept, recomputed = (saved_mib(model, torch.randn(2, 3, 224, 224)) for model in shared)
     assert recomputed < kept - 1.1 * 2 * 12 * 197**2 * 4 / 2**20
-    few, many = (saved_mib(LocalAttention(96, 3), torch.randn(1, n, 96)) for n in (512, 1024))
+    few = saved_mib(LocalAttention(96, 3), torch.randn(1, 512, 96))
+    many = saved_mib(LocalAttention(96, 3), torch.randn(1, 1024, 96))
     assert many < 2.01 * few
 
 
@@ -169,7 +175,8 @@ def test_memory_of_base_width_at_224():
 class TestEverywhere(TorchCitizens):
     @pytest.fixture(autouse=True)
     def prepare(self, name):
-        self.layer, self.x = build(name).float(), torch.randn(2, 9, DIM)
+        self.layer = build(name).float()
+        self.x = torch.randn(2, 9, DIM)
 
     def test_compiles_and_exports_for_any_batch(self, name):
         torch._dynamo.reset()  # it compiles one code object eight times at most
@@ -181,7 +188,8 @@ class TestEverywhere(TorchCitizens):
             rtol=1e-5,
         )
         for recompute in (False, True):
-            layer, more = build(name, recompute=recompute).float().eval(), torch.randn(5, 9, DIM)
+            layer = build(name, recompute=recompute).float().eval()
+            more = torch.randn(5, 9, DIM)
             sizes = ({0: torch.export.Dim("B")},)
             exported = torch.export.export(layer, (self.x,), dynamic_shapes=sizes).module()
             torch.testing.assert_close(exported(more), layer(more), atol=1e-5, rtol=1e-5)

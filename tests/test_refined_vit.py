@@ -50,11 +50,10 @@ def test_forms(form, first, second, tmp_path):
     x = torch.randn(2, 3, 24, 40)
     y = model(x)
     y.square().sum().backward()
-    assert all(
-        p.grad is not None and p.grad.abs().max() > 0
-        for n, p in model.named_parameters()
-        if "attn" in n
-    )
+    for n, p in model.named_parameters():
+        if "attn" in n:
+            assert p.grad is not None
+            assert p.grad.abs().max() > 0
     maps = iso.attention_maps(model, x)
     assert len(maps) == 4
     torch.testing.assert_close(copy.deepcopy(model)(x), y)
@@ -66,7 +65,8 @@ def test_forms(form, first, second, tmp_path):
 
 @pytest.mark.parametrize("share", [1, 3])
 def test_maps_are_shared(share):
-    model, x = perturbed("refined_vit_b", share=share, depth=5), torch.randn(1, 3, 32, 32)
+    model = perturbed("refined_vit_b", share=share, depth=5)
+    x = torch.randn(1, 3, 32, 32)
     maps = list(iso.attention_maps(model, x).values())
     for i, found in enumerate(maps):
         assert torch.equal(found, maps[i - i % (share + 1)])
@@ -98,7 +98,8 @@ def test_a_plain_checkpoint_becomes_the_same_function(tmp_path):
 @pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
 def test_positions_follow_the_size(name, tmp_path):
     """Fine-tuning at another size starts from the resized embedding; the same at a call, at creation and in place."""
-    model, x = perturbed(name), torch.randn(1, 3, 64, 48)
+    model = perturbed(name)
+    x = torch.randn(1, 3, 64, 48)
     torch.save(
         {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}},
         tmp_path / "small.pth",
@@ -127,7 +128,8 @@ def test_impossible_networks(name, arguments, said):
 
 
 def norm_maps(x, state, name):
-    mean, var = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+    mean = state[f"{name}.running_mean"]
+    var = state[f"{name}.running_var"]
     return F.batch_norm(x, mean, var, state[f"{name}.weight"], state[f"{name}.bias"])
 
 
@@ -142,7 +144,8 @@ def released(state, x, heads, depth, patch):
     )
     y = y.flatten(2).transpose(1, 2)
     y = torch.cat([state["cls_token"].expand(len(y), -1, -1), y], 1) + state["pos_embed"]
-    previous, C = None, y.shape[-1]
+    previous = None
+    C = y.shape[-1]
     scale = (C // heads) ** -0.5
 
     def layer_norm(t, name):
@@ -163,7 +166,8 @@ def released(state, x, heads, depth, patch):
             previous = maps if previous is None else maps + previous * scale
             weights = previous
         else:
-            v, dla = by_head(linear(t, f"{name}.attn.qkv")), f"{name}.attn.DLA"
+            v = by_head(linear(t, f"{name}.attn.qkv"))
+            dla = f"{name}.attn.DLA"
             z = F.relu6(
                 norm_maps(F.conv2d(previous, state[f"{dla}.conv_exp.weight"]), state, f"{dla}.bn1")
             )
@@ -181,10 +185,8 @@ def released(state, x, heads, depth, patch):
 
 
 def test_the_released_function():
-    model, x = (
-        perturbed("refined_vit_s_released").double(),
-        torch.randn(2, 3, 32, 32, dtype=torch.float64),
-    )
+    model = perturbed("refined_vit_s_released").double()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(
         model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12
     )
@@ -216,7 +218,8 @@ def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
 
 
 def test_the_head_of_the_patches_counts():
-    model, x = perturbed("refined_vit_s", dense_head=True), torch.randn(2, 3, 32, 32)
+    model = perturbed("refined_vit_s", dense_head=True)
+    x = torch.randn(2, 3, 32, 32)
     logits, tokens = model(x, tokens=True)
     assert tokens.shape == (2, 16, 5)
     torch.testing.assert_close(model(x), logits + 0.5 * tokens.amax(1))
@@ -228,7 +231,8 @@ def test_the_head_of_the_patches_counts():
 def test_a_box_swaps_patches_between_images():
     """An image made of two in pixels is the image mixed in tokens, where patches do not overlap."""
     model = perturbed("refined_vit_s", dense_head=True, conv_embed=False)
-    x, box = torch.randn(2, 3, 32, 32), Box(1, 3, 0, 2)
+    x = torch.randn(2, 3, 32, 32)
+    box = Box(1, 3, 0, 2)
     pixels = x.clone()
     pixels[:, :, 8:24, 0:16] = x.flip(0)[:, :, 8:24, 0:16]
     for a, b in zip(model(x, tokens=True, box=box), model(pixels, tokens=True), strict=True):

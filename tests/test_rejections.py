@@ -13,10 +13,14 @@ from attention_layers import LAYERS, C
 from law_rows import VIT
 from refusals import refused
 
-GATED, REFINED, CONV = iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.ConvToGPSA()
+GATED = iso.AttentionToGPSA()
+REFINED = iso.AttentionToRefined()
+CONV = iso.ConvToGPSA()
 PYRAMID = iso.LinearToPyramid()
-SPATIAL, RELATIVE = iso.AttentionToRefined(span="spatial"), iso.AttentionToRelative()
-ALL_MAPS, RECOMPUTED = iso.AttentionToRefined(reduce=False), iso.AttentionToRefined(recompute=True)
+SPATIAL = iso.AttentionToRefined(span="spatial")
+RELATIVE = iso.AttentionToRelative()
+ALL_MAPS = iso.AttentionToRefined(reduce=False)
+RECOMPUTED = iso.AttentionToRefined(recompute=True)
 
 
 class Restandardised(nn.Conv2d):
@@ -31,7 +35,8 @@ class Beit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
+        self.qkv = nn.Linear(4, 12, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(4))
 
 
 class ByHead(nn.Module):
@@ -39,7 +44,8 @@ class ByHead(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.key_dim = nn.Linear(4, 12), 2
+        self.qkv = nn.Linear(4, 12)
+        self.key_dim = 2
 
 
 def cnn():
@@ -78,7 +84,8 @@ def once(rule, model=vit, where="blocks.*.attn"):
 
 
 normed = nn.utils.parametrizations.weight_norm
-NEAR, WEIGHTS = "nearest names: ", "blocks.*.attn.v"
+NEAR = "nearest names: "
+WEIGHTS = "blocks.*.attn.v"
 REJECTED = {
     # the arguments
     "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),
@@ -88,7 +95,7 @@ REJECTED = {
         cnn,
         CONV,
         ["layer3.*.conv1", "layr2.*.conv1"],
-        "'layr2.*.conv1' in where",
+        "'layr2.*.conv1' in `where`",
         NEAR,
         "layer2",
     ),
@@ -111,7 +118,7 @@ REJECTED = {
         vit,
         PYRAMID,
         ["blocks.0.attn.v", "blocks.7.attn.v"],
-        "'blocks.7.attn.v' in where",
+        "'blocks.7.attn.v' in `where`",
     ),
     # convolutions
     "another forward": (
@@ -196,11 +203,9 @@ def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, r
     new = iso.recast(net, rule)
     names = iso.edits(new)[0].names
     assert set(names) <= set(found.accepted)
-    assert all(
-        any(f"{name}.".startswith(f"{taken}.") for taken in names)
-        for name in found.accepted
-        if name
-    )
+    for name in found.accepted:
+        if name:
+            assert any(f"{name}.".startswith(f"{taken}.") for taken in names)
     noted = [note for note in iso.surgery.notes(new) if note.startswith("not recast, as ")]
     assert len(noted) == bool(found.rejected)
     assert not found.rejected or next(iter(found.rejected)) in noted[0]
@@ -215,7 +220,7 @@ def test_exclude_is_checked_as_where_is_and_targets_are_not_nested():
     found = iso.targets(cnn(), CONV, "layer3.*", exclude=lambda name, _: "conv2" in name)
     assert found == [f"layer3.{i}.conv1" for i in range(3)]
     refused(
-        "'layr3' in where matches no module; nearest names: layer3",
+        "'layr3' in `where` matches no module; nearest names: layer3",
         iso.targets,
         cnn(),
         CONV,

@@ -25,10 +25,8 @@ def build(kind=RelativeAttention, dtype=torch.float64, **kwargs):
 @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
 @pytest.mark.parametrize("wider", [{}, dict(dim_out=18, attn_head_dim=6)])
 def test_equals_the_paper_with_gradients(kind, grid, wider):
-    layer, x = (
-        build(kind, **wider),
-        torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True),
-    )
+    layer = build(kind, **wider)
+    x = torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True)
     expected = references.relative_attention(layer, x, post=kind is PostRelativeAttention)
     wanted = torch.autograd.grad(expected.square().sum(), [x, *layer.parameters()])
     actual = layer(x)
@@ -96,7 +94,8 @@ def test_the_kernel_of_other_devices_is_the_same():
 class TestEverywhere(TorchCitizens):
     @pytest.fixture(autouse=True)
     def prepare(self, kind):
-        self.layer, self.x = build(kind, dtype=torch.float32), torch.randn(2, 5, 4, 12)
+        self.layer = build(kind, dtype=torch.float32)
+        self.x = torch.randn(2, 5, 4, 12)
 
     def test_compiles_and_exports_for_any_batch(self):
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")

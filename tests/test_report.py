@@ -65,7 +65,8 @@ def unpacked(text, heads, queries):
 
 class TestMaps:
     def test_the_page_holds_the_maps_to_half_a_level(self):
-        model, x = small_vit(), torch.randn(2, 3, 32, 48)
+        model = small_vit()
+        x = torch.randn(2, 3, 32, 48)
         found, problems = capture_layer_maps(model, x)
         assert problems == {}
         for name, maps in iso.attention_maps(model, x).items():
@@ -85,7 +86,8 @@ class TestMaps:
 
     def test_a_budget_thins_queries_and_says_so(self):
         found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
-        models, pictures = [ViewerModel("m", found)], [report.PageImage("a", torch.rand(3, 32, 48))]
+        models = [ViewerModel("m", found)]
+        pictures = [report.PageImage("a", torch.rand(3, 32, 48))]
         step, packed = pack_layer_maps(list(found.values()), 1, max_characters=4000)
         assert step[0] > 1
         assert sum(map(len, packed.values())) <= 4000
@@ -134,9 +136,8 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
     assert sections[0].finding.startswith(f"{name} predicts ")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn"))
-    once = (
-        ["Cost per pass"] if name == "refined" else []
-    )  # its kernels are composed once a pass, whatever the batch
+    # its kernels are composed once a pass, whatever the batch
+    once = ["Cost per pass"] if name == "refined" else []
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
@@ -156,16 +157,18 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
     wide = iso.recast(small_vit(), iso.LinearToPyramid(layout, init="paper"), where).eval()
     images = [report.PageImage("x", torch.rand(3, 32, 48))]
     sections = report.analyze_sections([report.PageModel("wide", wide, SMALL)], images)
-    charts = {
-        chart.title: chart.series["wide"]
-        for section in sections
-        for chart in section.charts
-        if chart.title
-    }
+    charts = {}
+    for section in sections:
+        for chart in section.charts:
+            if chart.title:
+                charts[chart.title] = chart.series["wide"]
     batch = normalise_images(images, SMALL)
     for name, matrix in iso.analysis.branch_similarity(wide, batch).items():
         matrices = matrix if matrix.ndim == 3 else matrix[None]
-        pairs = [each[i, j].item() for each in matrices for i, j in ((0, 1), (0, 2), (1, 2))]
+        pairs = []
+        for each in matrices:
+            for i, j in ((0, 1), (0, 2), (1, 2)):
+                pairs.append(each[i, j].item())
         assert charts["Similarity of pyramid branches"][name] == pytest.approx(pairs)
     for name, stats in iso.analysis.logit_stats(wide, batch).items():
         assert charts["Largest attention"][name] == pytest.approx(stats.max_attention.tolist())
@@ -174,7 +177,8 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
 
 
 def test_a_page_of_two_models_begins_with_its_finding():
-    model, images = small_vit(), [report.PageImage("x", torch.rand(3, 32, 48))]
+    model = small_vit()
+    images = [report.PageImage("x", torch.rand(3, 32, 48))]
     gated = iso.recast(model, iso.AttentionToGPSA(grid_size=None), "blocks.*.attn").eval()
     loader = [(torch.randn(16, 3, 32, 48), None)]
     subjects = [report.PageModel("a", model, SMALL), report.PageModel("b", gated, SMALL)]
@@ -256,10 +260,14 @@ def test_the_robustness_page_has_the_suites_means():
     bars, levels, cells = robustness_charts({"net": CELLS})
     assert bars.series == {"net": told["by_corruption"]}
     assert list(levels.series["net"].values()) == list(told["by_severity"].values())
-    assert (cells.rows, cells.low, cells.high) == (["snow", "fog", "saturate"], 0, 100)
+    assert cells.rows == ["snow", "fog", "saturate"]
+    assert cells.low == 0
+    assert cells.high == 100
     *_, change = robustness_charts({"a": CELLS, "b": OTHER_CELLS})
     assert change.title == "Points gained (red) or lost (blue): b minus a"
-    assert (change.low, change.high, change.values[0]) == (-8, 8, [-3, -3])
+    assert change.low == -8
+    assert change.high == 8
+    assert change.values[0] == [-3, -3]
     assert robustness_table({"net": {("saturate", 1): 9.0}})[1] == ["net", "-", "1", "9.00"]
 
 
@@ -339,10 +347,10 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
         name: [torch.cat(part) for part in zip(*loader, strict=True)]
         for name, loader in loaders.items()
     }
-    plain = [
-        seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1)
-        for s in subjects
-    ]
+    plain = []
+    for subject in subjects:
+        mean = torch.tensor(subject.config["mean"]).view(3, 1, 1)
+        plain.append(seen[subject.name][0] * subject.config["std"][0] + mean)
     assert plain[0].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain[1], plain[0], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
@@ -448,9 +456,8 @@ class TestCommands:
             assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
         page = (folder / "page.html").read_text()
         assert "Nonlocality along training: convit" in page
-        assert (
-            "no nonlocality and no entropy along training" in page
-        )  # the CNN, whose recipe has no data
+        # the CNN, whose recipe has no data
+        assert "no nonlocality and no entropy along training" in page
 
     def test_compare_draws_accuracy_against_cost(self, folder, capsys):
         """CoAtNet Fig. 2 and 3: the models of runs, and those that have been evaluated, by MACs and parameters."""
@@ -488,9 +495,11 @@ class TestCommands:
         first, second = json.loads(capsys.readouterr().out)["evolution"].values()
         assert first == second
         assert list(first) == ["blocks.0", "blocks.1", "blocks.2"]
-        source, model = open_source("digits", "test"), iso.load("vit.safetensors")
+        source = open_source("digits", "test")
+        model = iso.load("vit.safetensors")
         draws = random_draw_indices(len(source))
-        assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
+        for draw in draws.view(10, 32).tolist():
+            assert len(set(draw)) == 32
         loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
         assert first["blocks.1"] == pytest.approx(
             iso.analysis.feature_evolution(model, loader)["blocks.1"]

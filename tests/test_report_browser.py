@@ -20,8 +20,10 @@ from isomorph.lab.report.page_models import name_classes
 from test_report import CONFIG as FRAMING
 from test_report import small_vit
 
-TIMES, NAMES = "\N{MULTIPLICATION SIGN}", ("<img src=x onerror=alert(1)>", "gated & tuned")
-CONFIG, GRID = {**FRAMING, "input_size": (3, 32, 48), "std": (0.25,) * 3}, (4, 6)
+TIMES = "\N{MULTIPLICATION SIGN}"
+NAMES = ("<img src=x onerror=alert(1)>", "gated & tuned")
+CONFIG = {**FRAMING, "input_size": (3, 32, 48), "std": (0.25,) * 3}
+GRID = (4, 6)
 
 
 @pytest.fixture(scope="module")
@@ -207,17 +209,16 @@ class TestAttention:
                         for share, size in zip(at(position), image.shape, strict=False)
                     )
                     wanted = int(255 * row[position] / (rows if shared else row).max())
-                    assert (
-                        abs(table[max(0, wanted - 1) : wanted + 3] - image[y, x]).max(1) <= 1
-                    ).any()
+                    near = table[max(0, wanted - 1) : wanted + 3]
+                    distances = abs(near - image[y, x]).max(1)
+                    assert (distances <= 1).any()
                 y, x = (
                     int(share * size)
                     for share, size in zip(at(position), drawn[2].shape, strict=False)
                 )
                 if abs(change[0][position]) > 0.1 * abs(change[0]).max():
-                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (
-                        change[0][position] > 0
-                    )  # red is more
+                    # red is more
+                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[0][position] > 0)
 
         choose(tab, "Colours", 1)
         assert texts(tab, ".scale span")[0] == "up to largest / 255"
@@ -231,7 +232,9 @@ class TestAttention:
             share = max(1e-9, (rows[0, 0][position] / rows.max()).item())
             wanted = int(255 * max(0, 1 + np.log(share) / np.log(255)))
             if share > 0.1:  # where a level of the stored map is less than a step of the colours
-                assert (abs(table[max(0, wanted - 2) : wanted + 4] - image[y, x]).max(1) <= 1).any()
+                near = table[max(0, wanted - 2) : wanted + 4]
+                distances = abs(near - image[y, x]).max(1)
+                assert (distances <= 1).any()
         choose(tab, "Colours", 0)
 
         tab.click(".pick", *at(query))  # pins
@@ -256,10 +259,8 @@ class TestAttention:
         assert np.asarray(image).std() > 10
         tab.click(tile(1, 2, 0))
         assert texts(tab, ".scale span")[0] == "negative"
-        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [
-            [5, 48, 97],
-            [103, 0, 31],
-        ]  # RdBu
+        # RdBu
+        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [[5, 48, 97], [103, 0, 31]]
 
     def test_mouse_keys_and_touch(self, tab, page):
         tab.open(page[0])
@@ -273,10 +274,8 @@ class TestAttention:
         pressed = (
             f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed') === 'true'"
         )
-        for query, pinned in (
-            ((2, 4), (3, 5, True)),
-            ((1, 3), (1, 1, False)),
-        ):  # the second click unpins
+        # the second click unpins
+        for query, pinned in (((2, 4), (3, 5, True)), ((1, 3), (1, 1, False))):
             tab.click(".pick", *at(query))
             tab.hover(".pick", *at((0, 0)))
             assert place() == pinned
@@ -293,17 +292,13 @@ class TestAttention:
         tab.press("Enter")
         assert tab.run(pressed)
         tab.run("document.querySelector('.pick').focus()")
-        before, seen = pixels(tab, tile(1, 0, 0) + " canvas"), []
+        before = pixels(tab, tile(1, 0, 0) + " canvas")
+        seen = []
         for key in ("ArrowRight", "ArrowUp", "ArrowDown", "ArrowUp", "ArrowLeft"):
             tab.press(key)
             seen.append(place())
-        assert seen == [
-            (1, 2, True),
-            (1, 2, True),
-            (2, 2, True),
-            (1, 2, True),
-            (1, 1, True),
-        ]  # the border holds
+        # the border holds
+        assert seen == [(1, 2, True), (1, 2, True), (2, 2, True), (1, 2, True), (1, 1, True)]
         assert (pixels(tab, tile(1, 0, 0) + " canvas") == before).all()
         tab.press("Escape")
         assert not tab.run(pressed)
@@ -354,17 +349,15 @@ class TestAttention:
             num_classes=2,
         )
         model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
-        config, image = (
-            CONFIG | {"input_size": (3, 40, 48)},
-            report.PageImage("x", torch.rand(3, 40, 48)),
-        )
+        config = CONFIG | {"input_size": (3, 40, 48)}
+        image = report.PageImage("x", torch.rand(3, 40, 48))
         tab.open(write(tmp_path, {"Swin": model}, [image], config))
-        name, query, batch = "layers.0.blocks.1.attn", 8 * 12 + 5, normalise_images([image], config)
+        name = "layers.0.blocks.1.attn"
+        query = 8 * 12 + 5
+        batch = normalise_images([image], config)
         windows = attention_windows(model, batch)[name]
-        maps, keys = (
-            windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, query],
-            windows.keys_of(query),
-        )
+        maps = windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, query]
+        keys = windows.keys_of(query)
         tab.click(".pick", *at((8, 5), (10, 12)))
         for key in (keys[keys >= 0][0].item(), query, 0):
             tab.hover(tile(1, 0, 1) + " canvas", *at(divmod(key, 12), (10, 12)))
@@ -440,7 +433,8 @@ class TestCharts:
 
         for title, text in self.FILES.items():
             name, data = tab.save(f"{title} as CSV", tmp_path / f"{title}-csv")
-            assert (name, data.decode()) == (f"charts-{title.lower()}.csv", text)
+            assert name == f"charts-{title.lower()}.csv"
+            assert data.decode() == text
             svg = tab.save(f"{title} as SVG", tmp_path / f"{title}-svg")[1].decode()
             assert svg.startswith("<svg")
             assert title in svg

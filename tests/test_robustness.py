@@ -45,16 +45,12 @@ BY_SEVERITY = {
 
 
 def cells_of(errors):
-    return {
-        (name, i + 1): {
-            "corruption": name,
-            "severity": i + 1,
-            "top1": 100 * (1 - error),
-            "images": 7,
-        }
-        for name, row in errors.items()
-        for i, error in enumerate(row)
-    }
+    cells = {}
+    for name, row in errors.items():
+        for severity, error in enumerate(row, 1):
+            cell = {"corruption": name, "severity": severity, "images": 7}
+            cells[name, severity] = cell | {"top1": 100 * (1 - error)}
+    return cells
 
 
 def source_of(number=12, classes=10, side=32):
@@ -78,7 +74,8 @@ class Brightness(nn.Module):
 
     def __init__(self, classes=1000, side=224, fixed=False):
         super().__init__()
-        self.num_classes, self.middle = classes, nn.Parameter(torch.zeros(()))
+        self.num_classes = classes
+        self.middle = nn.Parameter(torch.zeros(()))
         self.pretrained_cfg = dict(
             input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3, fixed_input_size=fixed
         )
@@ -164,10 +161,8 @@ def test_cells_are_what_evaluate_says(net):
     }
     assert len(found["cells"]) == 6
     clean = iso.evaluate(net, eval_loader(source, config))
-    transform, pixels = (
-        eval_transform(config),
-        [np.asarray(source.image(index)) for index in range(len(source))],
-    )
+    transform = eval_transform(config)
+    pixels = [np.asarray(source.image(index)) for index in range(len(source))]
     for cell in (found["clean"], *found["cells"]):
         expected = clean
         if cell is not found["clean"]:
@@ -185,7 +180,8 @@ def test_cells_are_what_evaluate_says(net):
 
 
 def test_a_killed_run_goes_on(net, tmp_path):
-    source, out = source_of(), tmp_path / "cells.jsonl"
+    source = source_of()
+    out = tmp_path / "cells.jsonl"
     whole = iso.robustness(net, source, **FEW)
 
     def stop(done, total, doing):
@@ -204,7 +200,8 @@ def test_a_killed_run_goes_on(net, tmp_path):
 
 
 def test_another_models_file_is_refused(net, tmp_path):
-    source, out = source_of(), tmp_path / "cells.jsonl"
+    source = source_of()
+    out = tmp_path / "cells.jsonl"
     one = dict(corruptions=["fog"], severities=[2], out=out)
     iso.robustness(net, source, **one)
     refused(
@@ -219,7 +216,8 @@ def test_another_models_file_is_refused(net, tmp_path):
     net.conv1.stride = (2, 2)  # no tensor has it
     refused("with other weights; use another", iso.robustness, net, source, **one)
     net.conv1.stride = (1, 1)
-    config, net.pretrained_cfg = net.pretrained_cfg, net.pretrained_cfg | dict(std=(1.0, 1.0, 1.0))
+    config = net.pretrained_cfg
+    net.pretrained_cfg = net.pretrained_cfg | dict(std=(1.0, 1.0, 1.0))
     refused("with other weights; use another", iso.robustness, net, source, **one)
     net.pretrained_cfg = config | dict(crop_pct=0.5)
     refused("cells of other images: pictures ", iso.robustness, net, source, **one)
@@ -270,12 +268,8 @@ def test_the_published_folder(published):
     found = iso.robustness(
         model, folder=published, corruptions=["fog", "gaussian_noise"], severities=[1, 2]
     )
-    assert [cell["top1"] for cell in found["cells"]] == [
-        100,
-        50,
-        100,
-        50,
-    ]  # at severity 2 white is black
+    # at severity 2 white is black
+    assert [cell["top1"] for cell in found["cells"]] == [100, 50, 100, 50]
     assert found["images"] == 6
     assert found["clean"] is None
     other = iso.robustness(
@@ -290,7 +284,8 @@ def test_the_published_folder(published):
 def test_published_pixels_are_neither_resized_nor_cropped_and_classes_are_the_model_s(
     classes, side, tmp_path
 ):
-    names, seen = ImageNetInfo().label_names()[:2], []
+    names = ImageNetInfo().label_names()[:2]
+    seen = []
     pixels = np.random.default_rng(0).integers(64, 255, (side, side, 3), np.uint8)
     for name in names:
         (tmp_path / "fog/1" / name).mkdir(parents=True)
@@ -305,7 +300,8 @@ def test_published_pixels_are_neither_resized_nor_cropped_and_classes_are_the_mo
     )
     assert (127.5 + 127.5 * seen[-2].permute(1, 2, 0) - torch.from_numpy(pixels)).abs().max() < 1e-3
     if classes == 2:  # the noise is brighter: class 1 of the model, the first folder
-        assert (found["size"], found["cells"][0]["top1"]) == ([64, 64], 100)
+        assert found["size"] == [64, 64]
+        assert found["cells"][0]["top1"] == 100
 
 
 @pytest.fixture
@@ -322,13 +318,14 @@ def arrays(tmp_path):
 
 def test_the_published_arrays(arrays):
     wanted = dict(suite="cifar-c", folder=arrays, corruptions=["fog", "saturate"])
-    flat = nn.Sequential(
-        nn.Flatten(), nn.Linear(3 * 32 * 32, 2)
-    )  # which does not say how many classes it has
+    # which does not say how many classes it has
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))
     assert iso.robustness(flat, **wanted, size=32)["size"] == [32, 32]
     found = iso.robustness(Brightness(2, 32), **wanted, workers=1)
     top1 = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in found["cells"]}
     assert [top1["fog", s] for s in range(1, 6)] == [100, 100, 100, 100, 50]
     assert [top1["saturate", s] for s in range(1, 6)] == [100, 100, 50, 50, 50]
-    assert (found["suite"], found["size"], found["images"]) == ("cifar-c", [32, 32], 4)
+    assert found["suite"] == "cifar-c"
+    assert found["size"] == [32, 32]
+    assert found["images"] == 4
     assert found["mean_error_unnormalised"] == 10

@@ -10,8 +10,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.lab.training.recipe.recipe import document_fields, validate
+from isomorph.lab.training.recipe.rule_options import rule_options
 from isomorph.surgery.rule import RULES
-from isomorph.surgery.rule_options import rule_options
 from refusals import refused
 
 
@@ -42,7 +42,8 @@ class Anew(Kept):
 def test_what_a_rule_makes_has_dtype_device_and_mode_of_what_it_replaces():
     old = nn.Sequential(nn.Linear(3, 4)).to(torch.bfloat16).requires_grad_(False).eval()
     for model in (old, old.to("meta").double().requires_grad_(True).train()):
-        new, like = iso.recast(model, Anew(), "0")[0][0], model[0].weight
+        new = iso.recast(model, Anew(), "0")[0][0]
+        like = model[0].weight
         found = new.weight.dtype, new.weight.device, new.weight.requires_grad, new.training
         assert found == (like.dtype, like.device, like.requires_grad, model.training)
 
@@ -72,8 +73,10 @@ def test_a_registered_rule_is_known_in_recipes(monkeypatch):
 HUGE = 99999999999999999999
 NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, math.nan, True, "2", []]
 WHOLE = [-1, 2.5, HUGE, math.nan, True, "3", []]
-GATED, REFINED = iso.AttentionToGPSA, iso.AttentionToRefined
-RELATIVE, WIDE = iso.AttentionToRelative, iso.LinearToPyramid
+GATED = iso.AttentionToGPSA
+REFINED = iso.AttentionToRefined
+RELATIVE = iso.AttentionToRelative
+WIDE = iso.LinearToPyramid
 HOSTILE = {
     (iso.ConvToGPSA, "init"): ["exakt", "", [], 1],
     (iso.ConvToGPSA, "locality"): NUMBERS,
@@ -160,16 +163,19 @@ class Parts(nn.Module):
 
 
 def test_a_site_knows_its_module_its_parent_and_what_is_found_once():
-    model, calls = Parts(), []
+    model = Parts()
+    calls = []
     root = iso.surgery.Site(model)
-    assert (root.module, root.parent, root.part_names) == (model, None, ())
-    part, whole, own = root.at("attn.v"), root.at("attn.qkv"), root.at("attn.k")
-    assert (part.module, part.part, part.path, part.name) == (
-        model.attn["qkv"],
-        "v",
-        "attn.qkv",
-        "attn.v",
-    )
+    assert root.module == model
+    assert root.parent is None
+    assert root.part_names == ()
+    part = root.at("attn.v")
+    whole = root.at("attn.qkv")
+    own = root.at("attn.k")
+    assert part.module == model.attn["qkv"]
+    assert part.part == "v"
+    assert part.path == "attn.qkv"
+    assert part.name == "attn.v"
     assert part.parent is whole.parent is model.attn
     assert (own.module, own.part) == (model.attn["k"], ""), "a module has precedence over a part"
     assert root.find("attn.x") is None

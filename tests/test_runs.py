@@ -12,14 +12,19 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.history import saved_models
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import lock_folder, stop_requests
 from isomorph.lab.training.run.log import ClosableStream, read_log
+from isomorph.lab.training.run.named_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.lab.training.run.snapshot import (
+    digest_of,
+    list_snapshots,
+    newest_snapshot,
+    read_snapshot,
+)
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from test_own_images import images
@@ -128,9 +133,11 @@ class TestDamage:
         resumed = Run(tiny(run))
         assert re.search(expected, resumed.resumed_from.damaged[0][1])
         assert resumed.progress.step == step
-        tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
+        tensors = resumed.tensors()[0]
+        kept = read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, kept[name])
         if kind == "a foreign file":
             iso.train(tiny(run))
             said = " ".join(capsys.readouterr().out.split())
@@ -147,12 +154,12 @@ class TestDamage:
 
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
-        path, found = state_of(run), newest_snapshot(run).values
+        path = state_of(run)
+        found = newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
-            path.write_bytes(
-                content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
-            )
+            flipped = bytes([content[place] ^ 1 << place % 8])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
             now = newest_snapshot(run)
             assert now.damaged or now.values == found
 
@@ -178,7 +185,7 @@ class TestDamage:
 
 class TestFolders:
     def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
-        import isomorph.checkpoints.snapshot as snapshot
+        import isomorph.lab.training.run.snapshot as snapshot
 
         def dropped(path, read=snapshot.read_values):
             if path.name == "step-00000006":
@@ -197,9 +204,8 @@ class TestFolders:
         tensors = read_snapshot(newest_snapshot(tmp_path / "run").path)
         for ema, prefix in ((True, AVERAGED_PREFIX), (False, MODEL_PREFIX)):
             state = open_model(str(tmp_path / "run"), options=ModelOptions(ema=ema)).state_dict()
-            assert all(
-                torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items()
-            )
+            for name, tensor in state.items():
+                assert torch.equal(tensor, tensors[f"{prefix}{name}"])
 
 
 def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
@@ -284,10 +290,10 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", ["mae", "g2sd"])
 def test_the_folder_of_a_pre_training_is_its_encoder(name, runs):
     """Table 9 of TDRL fuses after pre-training."""
-    model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
-    assert all(
-        torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items()
-    )
+    model = open_model(str(runs / name))
+    written = iso.load(runs / name / "model.safetensors")
+    for n, tensor in model.state_dict().items():
+        assert torch.equal(tensor, written.state_dict()[n])
     assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
 
@@ -313,7 +319,7 @@ class TestSignals:
 def test_random_weights_are_said_aloud_and_a_resumed_run_is_not_asked(tmp_path):
     model = TINY["model"] | dict(start="weights")
     refused(
-        r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model)
+        r"model.start=random starts from random weights", Run, tiny(tmp_path / "run", model=model)
     )
     stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
     assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2

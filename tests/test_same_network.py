@@ -22,7 +22,8 @@ def shaken(model):
 
 def assert_round_trip(model, path, size=32):
     iso.save(shaken(model), path)
-    loaded, images = iso.load(path), torch.randn(2, 3, size, size)
+    loaded = iso.load(path)
+    images = torch.randn(2, 3, size, size)
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
     assert find_difference(model, loaded) is None
@@ -62,7 +63,8 @@ def test_edits_on_a_network_with_arguments(tmp_path):
 
 
 def test_changes_that_cannot_be_rebuilt_are_named(tmp_path):
-    model, rest = timm.create_model(**VIT), dict(VIT)
+    model = timm.create_model(**VIT)
+    rest = dict(VIT)
     name = rest.pop("model_name")
     with pytest.raises(iso.UserError, match=r"blocks\.0\.attn\.num_heads is 3, and would be 6"):
         iso.save(model, tmp_path / "m.safetensors", base={"name": name, **rest, "num_heads": 6})

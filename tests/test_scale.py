@@ -14,9 +14,9 @@ from torch import nn
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, isomorph, places
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.log import read_log
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_snapshot
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(epochs=2, ema=0.9, drop_path=0.1, log_every=1) | dict(
@@ -54,10 +54,12 @@ def losses(folder):
 def close_runs(a, b, atol=1e-5):
     """Loss curves, measures, and every tensor of the last snapshots."""
     torch.testing.assert_close(losses(a), losses(b), rtol=0, atol=atol)
-    ours, theirs = (read_log(folder / "log.jsonl")[-1] for folder in (a, b))
+    ours = read_log(a / "log.jsonl")[-1]
+    theirs = read_log(b / "log.jsonl")[-1]
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
     assert ours["top1"] == pytest.approx(theirs["top1"], abs=0.5)
-    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    ours = read_snapshot(newest_snapshot(a).path)
+    theirs = read_snapshot(newest_snapshot(b).path)
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=5e-4, msg=name)
@@ -82,7 +84,8 @@ def test_two_processes_equal_one(parallel, one, tmp_path):
     shards = list(newest_snapshot(tmp_path / "two").path.glob("*.safetensors"))
     assert len(shards) == (2 if parallel == "fsdp" else 1)
     x = torch.randn(2, 3, 16, 16)
-    ours, theirs = (iso.load(folder / "model.safetensors")(x) for folder in (one, tmp_path / "two"))
+    ours = iso.load(one / "model.safetensors")(x)
+    theirs = iso.load(tmp_path / "two" / "model.safetensors")(x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
@@ -145,7 +148,8 @@ def test_test_images_that_cannot_be_shared_out_evenly(tmp_path):
     alone(tmp_path / "one", **few, scale=dict(accumulate=2))
     found = launch(tmp_path / "two", **few, scale=dict(parallel="fsdp"))
     assert found.returncode == 0, found.stderr
-    ours, theirs = (read_log(tmp_path / name / "log.jsonl")[-1] for name in ("one", "two"))
+    ours = read_log(tmp_path / "one" / "log.jsonl")[-1]
+    theirs = read_log(tmp_path / "two" / "log.jsonl")[-1]
     assert ours["images"] == theirs["images"]
     assert ours["images"] % 2 == 1
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-5)

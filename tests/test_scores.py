@@ -61,7 +61,8 @@ def check(model, rule, where, x):
     """A model and what a rule makes of the layers that it accepts compute the same; so do its windows alone."""
     if not iso.surgery.acceptance(model, rule, where).accepted:
         return False
-    new, y = iso.recast(model, rule, where), model(*x)
+    new = iso.recast(model, rule, where)
+    y = model(*x)
     assert deviation(new(*x), y) < LEAK
     assert deviation(iso.revert(new)(*x), y) < LEAK
     if isinstance(rule, iso.AttentionToWindow):
@@ -76,7 +77,8 @@ def test_what_is_accepted_runs_and_keeps_its_scale(name):
     layer = LAYERS[name]
     torch.manual_seed(0)
     plain = disturb(Alone(layer.make()), 0.7)
-    grid, x = GRIDS.get(tuple(layer.shape), {}), values((layer.shape, *layer.more))
+    grid = GRIDS.get(tuple(layer.shape), {})
+    x = values((layer.shape, *layer.more))
     where = "layer.attention" if name.startswith("multihead") else "layer"
     for model in forms(plain):
         for make in RULES.values():
@@ -87,7 +89,8 @@ def test_what_is_accepted_runs_and_keeps_its_scale(name):
 @torch.no_grad()
 def test_networks_of_other_libraries_run_and_keep_their_scale(name):
     torch.manual_seed(0)
-    plain, x = disturb(Alone(NETWORKS[name]())), values(((2, 3, 32, 32),))
+    plain = disturb(Alone(NETWORKS[name]()))
+    x = values(((2, 3, 32, 32),))
     rules = [iso.AttentionToWindow(2), iso.AttentionToRefined(), iso.AttentionToGPSA()]
     taken = [check(scaled(plain, 0.37, True), rule, "*", x) for rule in rules]
     if "transformers" not in name:
@@ -102,8 +105,10 @@ def test_networks_of_other_libraries_run_and_keep_their_scale(name):
 def test_all_rules_keep_the_scale_of_timm_s_attention(scale, fused):
     torch.manual_seed(0)
     plain = disturb(nn.Sequential(Attention(24, 3, qkv_bias=True)))
-    plain[0].scale, plain[0].fused_attn = scale, fused
-    grid, x = GRIDS[WITH_CLASS], [torch.randn(2, 17, 24, dtype=torch.float64)]
+    plain[0].scale = scale
+    plain[0].fused_attn = fused
+    grid = GRIDS[WITH_CLASS]
+    x = [torch.randn(2, 17, 24, dtype=torch.float64)]
     rules = [make(grid) for make in RULES.values()]
     rules += [iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(reduce=False)]
     rules += [
@@ -114,7 +119,8 @@ def test_all_rules_keep_the_scale_of_timm_s_attention(scale, fused):
         assert check(plain, rule, "0", x), rule
     moved = iso.recast(plain, iso.AttentionToRelative(**grid), "0")
     nn.init.normal_(moved[0].relative_bias)
-    maps, v = moved[0].attention(*x), moved[0].queries_keys_values(*x)[2]
+    maps = moved[0].attention(*x)
+    v = moved[0].queries_keys_values(*x)[2]
     torch.testing.assert_close(moved(*x), moved[0].project_output(maps @ v, *x))
     maps = iso.attention_maps(plain, *x)["0"]
     refined = iso.recast(plain, iso.AttentionToRefined(), "0")
@@ -128,8 +134,11 @@ class OwnAttention(nn.Module):
 
     def __init__(self, fused, softcap=0.0):
         super().__init__()
-        self.qkv, self.num_heads, self.temperature = nn.Linear(24, 72), 3, 0.2
-        self.fused_attn, self.softcap = fused, softcap
+        self.qkv = nn.Linear(24, 72)
+        self.num_heads = 3
+        self.temperature = 0.2
+        self.fused_attn = fused
+        self.softcap = softcap
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
@@ -163,14 +172,14 @@ class GivenScale(OwnAttention):
 )
 @torch.no_grad()
 def test_the_scale_is_seen_whatever_its_name(layer, pruned_is_fused):
-    model, x = disturb(nn.Sequential(layer)), [torch.randn(2, 17, 24, dtype=torch.float64)]
+    model = disturb(nn.Sequential(layer))
+    x = [torch.randn(2, 17, 24, dtype=torch.float64)]
     rules = [make(GRIDS[WITH_CLASS]) for key, make in RULES.items() if key != "relative"]
     for rule in rules:
         assert check(model, rule, "0", x)
     pruned = iso.prune(windows_alone(iso.recast(model, rules[0], "0")))
-    assert (
-        pruned[0].fused_attn == pruned_is_fused
-    )  # a layer whose forms differ in more than the scale keeps the mask
+    # a layer whose forms differ in more than the scale keeps the mask
+    assert pruned[0].fused_attn == pruned_is_fused
 
 
 @torch.no_grad()
@@ -180,12 +189,14 @@ def test_a_trial_leaves_no_traces():
     model = disturb(nn.Sequential(Attention(24, 3), nn.BatchNorm1d(17))).train()
     model[0].fused_attn = False
     model[0].qkv.register_forward_hook(lambda *_: calls.append(1))
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
     rule = iso.AttentionToWindow(2, **GRIDS[WITH_CLASS])
     assert iso.surgery.acceptance(model, rule).accepted == ["0"]
     observe_calls(model)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
     assert calls == []
     assert model[0].training
 

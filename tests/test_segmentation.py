@@ -11,8 +11,8 @@ from torchvision import tv_tensors
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.distributed import ALONE
 from isomorph.errors import DataWarning, NotFinite
+from isomorph.lab.distributed import ALONE
 from isomorph.lab.tasks.segmentation.augment import (
     CappedCrop,
     RatioResize,
@@ -64,8 +64,10 @@ def write_pair(folder, name, image, mask, split="train"):
 def squares(seed, height=48, width=64):
     """An image with a bright square of class 1 on noise of class 0, and a border without a class."""
     rng = np.random.default_rng(seed)
-    image, mask = rng.integers(0, 80, (height, width, 3)), np.zeros((height, width), int)
-    top, left = rng.integers(4, height // 2), rng.integers(4, width // 2)
+    image = rng.integers(0, 80, (height, width, 3))
+    mask = np.zeros((height, width), int)
+    top = rng.integers(4, height // 2)
+    left = rng.integers(4, width // 2)
     image[top : top + 20, left : left + 24] += 150
     mask[top : top + 20, left : left + 24] = 1
     mask[:2] = IGNORE
@@ -99,7 +101,8 @@ def write_recipe(folder):
 
 def test_real_masks_are_numbered_without_gaps(data_root):
     _, test = open_splits("camvid", data_root, None)
-    assert (len(test), len(test.classes)) == (16, 11)
+    assert len(test) == 16
+    assert len(test.classes) == 11
     raw = np.asarray(Image.open(test.samples[0].mask))
     np.testing.assert_array_equal(test.mask(0), np.where(raw == 11, IGNORE, raw))
 
@@ -188,9 +191,8 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
     for scene in "abcdef":
         write_pair(tmp_path / "video", f"{scene}/frame", *squares(0), ".")
-    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {
-        True
-    }  # not by "frame" alone
+    # not by "frame" alone
+    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {True}
     write_pair(tmp_path / "binary", "0", squares(0)[0], 255 * (squares(0)[1] == 1))
     (tmp_path / "binary/classes.txt").write_text("background\nobject\n")
     refused(
@@ -223,10 +225,8 @@ def test_what_pads_a_small_image_has_no_class():
     part = SegmentationPart(
         crop=(40, 40), resize=None, ratio=(1.0, 1.0), photometric=False, category_share=1.0
     )
-    image, mask = (
-        torch.full((3, 24, 40), 255, dtype=torch.uint8),
-        torch.ones(24, 40, dtype=torch.int64),
-    )
+    image = torch.full((3, 24, 40), 255, dtype=torch.uint8)
+    mask = torch.ones(24, 40, dtype=torch.int64)
     x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(
         Pair(tv_tensors.Image(image), tv_tensors.Mask(mask))
     )
@@ -245,9 +245,8 @@ def test_sizes_and_capped_crops():
     assert np.mean(shares) < np.mean(plain)
     sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
     assert 32 <= min(sizes) < 50 < max(sizes) <= 128
-    ramp = tv_tensors.Mask(
-        torch.arange(63).expand(3, 63)
-    )  # a third of the columns: the middle one of each three
+    # a third of the columns: the middle one of each three
+    ramp = tv_tensors.Mask(torch.arange(63).expand(3, 63))
     assert RatioResize((21, 1), (1.0, 1.0))(ramp)[0].tolist() == list(range(1, 63, 3))
 
 
@@ -272,7 +271,8 @@ def test_metrics_equal_torchmetrics():
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
     torch.manual_seed(0)
-    truth, predicted = torch.randint(0, 5, (3, 20, 30)), torch.randint(0, 5, (3, 20, 30))
+    truth = torch.randint(0, 5, (3, 20, 30))
+    predicted = torch.randint(0, 5, (3, 20, 30))
     predicted[truth == 2] = 2
     truth[:, :3] = IGNORE
     counts = Confusion(6)  # the sixth class does not occur
@@ -291,17 +291,20 @@ def test_metrics_equal_torchmetrics():
 
 
 def test_losses_against_their_formulas():
-    logits, mask = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randint(0, 4, (2, 16, 16))
+    logits = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    mask = torch.randint(0, 4, (2, 16, 16))
     mask[0, :5] = IGNORE
     big = F.interpolate(logits, (16, 16), mode="bilinear", align_corners=False).float()
     torch.testing.assert_close(
         pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE)
     )
     assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
-    student, teacher = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    student = torch.randn(2, 3, 4, 5)
+    teacher = torch.randn(2, 3, 4, 5)
     expected = 0.0
     for b, k in np.ndindex(2, 3):
-        target, own = teacher[b, k].flatten().softmax(0), student[b, k].flatten().log_softmax(0)
+        target = teacher[b, k].flatten().softmax(0)
+        own = student[b, k].flatten().log_softmax(0)
         expected -= (target * own).sum() / (3 * 2)
     torch.testing.assert_close(channel_distillation(student, teacher), expected)
 
@@ -313,10 +316,8 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
     assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
     assert run.metrics["images"] == 2
     rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [
-        1,
-        2,
-    ]  # three steps are two passes, the second cut short
+    # three steps are two passes, the second cut short
+    assert [row["epoch"] for row in rows] == [1, 2]
     model = iso.load(run.folder / "model.safetensors")
     assert model.pretrained_cfg["task"]["crop"] == [32, 32]
     assert model.pretrained_cfg["label_names"] == ["ground", "square"]
@@ -341,14 +342,14 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     parts = losses["task_loss"] + 0.4 * losses["auxiliary_loss"] + 10 * losses["kd_loss"]
     torch.testing.assert_close(losses["loss"], parts)
     assert not opened.loss_module.train().teacher.training
-    teacher, seen = opened.loss_module.teacher.model, []
-    assert all(p.grad is None for p in teacher.parameters())
+    teacher = opened.loss_module.teacher.model
+    seen = []
+    for p in teacher.parameters():
+        assert p.grad is None
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.loss_module.trainable_module
-    for net, spread in (
-        (student, 0.5),
-        (teacher, 0.25),
-    ):  # which sees images in its own normalisation
+    # which sees images in its own normalisation
+    for net, spread in ((student, 0.5), (teacher, 0.25)):
         net.pretrained_cfg = {**net.pretrained_cfg, "mean": (0.5, 0.5, 0.5), "std": (spread,) * 3}
     SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(
         images, masks
@@ -357,16 +358,17 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
 
 
 def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
-    image, out = folder / "val" / "images" / "4.png", tmp_path / "y.png"
+    image = folder / "val" / "images" / "4.png"
+    out = tmp_path / "y.png"
     done = isomorph("predict", run.folder, "--image", image, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert sum(row["share"] for row in rows) == pytest.approx(100)
     with Image.open(out) as overlay, Image.open(tmp_path / "y-mask.png") as written:
-        picture, mask = np.asarray(overlay.convert("RGB")), np.asarray(written)
-    assert picture.shape[0] == 48 + 28 * len(
-        rows
-    )  # below the image a legend, a row for every class
+        picture = np.asarray(overlay.convert("RGB"))
+        mask = np.asarray(written)
+    # below the image a legend, a row for every class
+    assert picture.shape[0] == 48 + 28 * len(rows)
     assert mask.shape == (48, 64)
     assert set(np.unique(mask)) <= {0, 1}
 

@@ -22,9 +22,8 @@ from isomorph.models.input_sizes import evaluation_config, random_inputs
 from refusals import refused
 from small_models import CONVIT
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # of the hub's own client
+# of the hub's own client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,8 @@ NAMES = ("plain", "public", "ours", "recast", "unstride", "pyramids", "fused", "
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     """timm loads what it can build; it ends with an error for what it cannot, also with other classes (not strict)."""
-    model, in_timm = models[name][0].eval(), models[name][1]
+    model = models[name][0].eval()
+    in_timm = models[name][1]
     iso.save_for_hub(model, tmp_path / "shared", f"me/{name}", results={"top1": np.float64(90)})
     images = random_inputs(2, model).to(next(model.parameters()).dtype)
     loaded = iso.load(tmp_path / "shared" / "model.safetensors")
@@ -112,9 +112,8 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
 
 
 def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
-    model = timm.create_model(
-        "resnet18", num_classes=2
-    )  # its public weights have a crop of their own for tests
+    # its public weights have a crop of their own for tests
+    model = timm.create_model("resnet18", num_classes=2)
     images = dict(
         input_size=(3, 64, 64),
         mean=(0.3,) * 3,
@@ -152,15 +151,14 @@ class TestPush:
         (commit,) = hub.repositories["me/cnn"]["branches"]["main"]
         assert sorted(commit["files"]) == ["README.md", "config.json", "model.safetensors"]
         own = json.loads(commit["files"]["config.json"])["isomorph"]
-        assert (own["base"]["name"], [edit["rule"] for edit in own["edits"]]) == (
-            "cifar_resnet20",
-            ["ConvToGPSA"],
-        )
+        assert own["base"]["name"] == "cifar_resnet20"
+        assert [edit["rule"] for edit in own["edits"]] == ["ConvToGPSA"]
         images = random_inputs(1, model)
         assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
 
     def test_another_model_and_an_edited_card(self, hub, models):
-        first, second = models["ours"][0].eval(), models["plain"][0].eval()
+        first = models["ours"][0].eval()
+        second = models["plain"][0].eval()
         iso.push(first, "me/vit")
         hub.files("me/vit")["README.md"] = b"mine"
         assert iso.load("hf-hub:me/vit").num_classes == 10
@@ -250,7 +248,8 @@ def test_commands(hub, trained, capsys, tmp_path):
         0,
         f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n",
     ), err
-    card, recipe = (hub.files("me/tiny")[name].decode() for name in ("README.md", "recipe.yaml"))
+    card = hub.files("me/tiny")["README.md"].decode()
+    recipe = hub.files("me/tiny")["recipe.yaml"].decode()
     top1 = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])["top1"]
     assert "epoch: 1\n" in card
     assert str(trained.parent) not in card + recipe

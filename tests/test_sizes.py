@@ -7,11 +7,11 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
-from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
 from isomorph.cli.options import OpenOptions
 from isomorph.lab.evaluation.model_data import evaluation_data
+from isomorph.lab.training.open import open_model
 from isomorph.models.input_sizes import evaluation_config, fit_to_size, training_config
 from refusals import refused
 
@@ -68,9 +68,11 @@ def test_a_size_of_which_nothing_is_dropped_is_taken(kind):
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "resnet18", "vit_tiny_patch16_224"])
 def test_another_number_of_channels_is_normalised_by_the_mean(name):
-    grey, colour = (timm.create_model(name, in_chans=n) for n in (1, 3))
+    grey = timm.create_model(name, in_chans=1)
+    colour = timm.create_model(name, in_chans=3)
     for config, test in ((evaluation_config, True), (training_config, False)):
-        found, plain = config(grey), config(colour)
+        found = config(grey)
+        plain = config(colour)
         assert plain == resolve_data_config({}, model=colour, use_test_size=test)
         assert found["input_size"] == (1, *plain["input_size"][1:])
         assert found["mean"] == pytest.approx((sum(plain["mean"]) / 3,))

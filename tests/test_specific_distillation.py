@@ -47,13 +47,11 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     recipe = run_recipe(tmp_path / "run", distill=distill, model=model)
     run = Run(recipe)
     run.loss_module.train()
-    x, soft = torch.randn(8, 3, 16, 16), torch.rand(8, 10).softmax(1)
+    x = torch.randn(8, 3, 16, 16)
+    soft = torch.rand(8, 10).softmax(1)
     first, second = run.trained(x)
-    assert net.pretrained_cfg["mean"] == (
-        0.485,
-        0.456,
-        0.406,
-    )  # MAE's, not those of timm's default vit_base
+    # MAE's, not those of timm's default vit_base
+    assert net.pretrained_cfg["mean"] == (0.485, 0.456, 0.406)
     labels = -(soft * first.log_softmax(1)).sum(1).mean()
     goal = net(x).argmax(1) if kind == "hard" else net(x).softmax(1)
     term = nn.functional.cross_entropy(second, goal)

@@ -189,9 +189,10 @@ def shard(root, name, label):
 
 
 def tar_with_folders(root, name, label):
-    members = [
-        (f"{folder}/{i}.png", picture(label, i)) for i in range(3) for folder in ("red", "green")
-    ]
+    members = []
+    for i in range(3):
+        for folder in ("red", "green"):
+            members.append((f"{folder}/{i}.png", picture(label, i)))
     write_tar(root / f"{name}.tar", members)
 
 

@@ -78,12 +78,11 @@ class Adapter(nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.in_features, self.out_features = (
-            inner,
-            inner.in_features,
-            inner.out_features,
-        )
-        self.down, self.up = nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
+        self.inner = inner
+        self.in_features = inner.in_features
+        self.out_features = inner.out_features
+        self.down = nn.Linear(inner.in_features, 2)
+        self.up = nn.Linear(2, inner.out_features)
 
     def forward(self, x):
         return self.inner(x) + self.up(self.down(x))
@@ -105,7 +104,8 @@ def wrapped_by_peft():
 @pytest.mark.parametrize("make", [wrapped, pytest.param(wrapped_by_peft, marks=pytest.mark.slow)])
 def test_adapters_around_projections(make):
     model, prefix = make()
-    layer, x = f"{prefix}blocks.0.attn", torch.randn(1, 3, 32, 32)
+    layer = f"{prefix}blocks.0.attn"
+    x = torch.randn(1, 3, 32, 32)
     for rule in (iso.AttentionToRefined(), iso.AttentionToRelative()):
         refused(
             "its qkv is an adapter .* around its .*; merge it first", iso.recast, model, rule, layer
@@ -118,10 +118,8 @@ def test_adapters_around_projections(make):
             rule,
             f"{layer}.qkv",
         )
-    for rule in (
-        iso.AttentionToWindow(2),
-        iso.AttentionToGPSA(),
-    ):  # which keep the class of the layer
+    # which keep the class of the layer
+    for rule in (iso.AttentionToWindow(2), iso.AttentionToGPSA()):
         assert iso.verify(model, iso.recast(model, rule, layer), x).passed
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else None
     if merged is not None:

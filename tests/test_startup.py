@@ -94,11 +94,8 @@ def test_fields_of_tasks_and_rules_are_left_to_loading():
 def test_the_names_of_models_are_known_without_torch():
     found = _names_if_unknown("resnet5O")
     assert set(timm.list_models()) <= {*found, *models.networks()}
-    for name in (
-        "resnet50",
-        "vit_base_patch16_224_in21k",
-        *models.networks(),
-    ):  # one of them has been renamed
+    # one of them has been renamed
+    for name in ("resnet50", "vit_base_patch16_224_in21k", *models.networks()):
         assert not _names_if_unknown(name)
 
 

@@ -29,7 +29,8 @@ class Reads(nn.Module):
     def __init__(self, num_classes=1000, tempted=None, pull=5.0):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(num_classes))
-        self.num_classes, self.passes = num_classes, 0
+        self.num_classes = num_classes
+        self.passes = 0
         self.pretrained_cfg = dict(
             input_size=(3, 4, 4),
             mean=(0, 0, 0),
@@ -143,7 +144,10 @@ def test_the_three_sets_of_imagenet_v2_are_told_apart(tmp_path):
     for drawn, images in (("matched-frequency", 2), ("threshold0.7", 3), ("top-images", 4)):
         folders(tmp_path / f"imagenetv2-{drawn}-format-val", [(str(n), n) for n in range(images)])
     sets = open_suites([*names, "imagenet-v2"], tmp_path, partial=True)
-    found = {view.name: len(each.source) for each in sets for view in each.scorings}
+    found = {}
+    for each in sets:
+        for view in each.scorings:
+            found[view.name] = len(each.source)
     assert found == dict(zip((*names, "imagenet-v2"), (2, 3, 4, 2), strict=True))
     assert len(sets) == 3  # the same images once
 
@@ -193,7 +197,10 @@ def test_sizes_times_ratios_and_a_table_of_classes(tmp_path):
     sets = open_suites(["imagenet-sketch"], tmp_path, partial=True)
     model = Reads(tempted=500, pull=3)
     rows, classes = run_sweep(model, sets, Sweep([(4, 4), (8, 6)], (1.0, 0.5)))
-    places = [(size, ratio) for size in ([4, 4], [8, 6]) for ratio in (1, 0.5)]
+    places = []
+    for size in ([4, 4], [8, 6]):
+        for ratio in (1, 0.5):
+            places.append((size, ratio))
     assert [(row["size"], row["rfc"]) for row in rows] == places
     assert {row["top1"] for row in rows} == {50}
     assert len(classes) == 8
@@ -208,7 +215,7 @@ WRONG = {
     "missing classes": (
         lambda top: by_wnid(top, [0, 1]),
         "imagenet",
-        "has 2 classes, imagenet has 1,000; .*--partial",
+        "has 2 classes, imagenet has 1,000; .*partial=True",
     ),
 }
 

@@ -35,7 +35,8 @@ class Relabelled(iso.training.Classification):
 class ParityLoss(TrainingTask):
     def __init__(self, model, scale, device):
         super().__init__(device=device, verbose=False)
-        self.trainable_module, self.scale = model, scale
+        self.trainable_module = model
+        self.scale = scale
 
     def forward(self, inputs, targets):
         odd = (targets["label"] % 2).float()
@@ -48,7 +49,9 @@ class ParityLoss(TrainingTask):
 class Parity(Task):
     """Is a digit odd? The targets of a batch are a dictionary."""
 
-    fields, sources, printed = ParityOptions, ("digits",), {"right": ".1f"}
+    fields = ParityOptions
+    sources = ("digits",)
+    printed = {"right": ".1f"}
 
     def open_data(self, recipe):
         return tuple(open_source("digits", split).subset(range(40)) for split in ("train", "test"))

@@ -83,8 +83,11 @@ def test_the_way_back(family):
     plain, refined = family
     back = iso.revert(refined)
     layers = [(a, b) for a, b in zip(plain.modules(), back.modules(), strict=True)]
-    assert all(type(a) is type(b) for a, b in layers)
-    assert all(b.config is back.config for _, b in layers if hasattr(b, "config"))
+    for a, b in layers:
+        assert type(a) is type(b)
+    for _, b in layers:
+        if hasattr(b, "config"):
+            assert b.config is back.config
     torch.testing.assert_close(back(**padded_batch()), plain(**padded_batch()), atol=0, rtol=0)
     refused(
         r"not plain attention: its maps' relative deviation",
@@ -101,7 +104,8 @@ def bert():
 
 def test_a_mask_of_two_segments_is_kept_apart(bert):
     model = copy.deepcopy(bert[1]).double()
-    ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7
+    ids = torch.randint(1, 50, (1, 12))
+    segment = torch.arange(12) >= 7
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     together = model(
         ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions

@@ -27,12 +27,14 @@ def busy():
 def test_threads_share_a_model(name, busy):
     """200 forwards where a layer asks for its grid or keeps something between calls, fewer where none does."""
     asks = any(word in name for word in ("convit", "spatial", "gpsa", "coatnet"))
-    model, batch = build(name), images(name, part=1 if name == "vanillanet" else 2)
+    model = build(name)
+    batch = images(name, part=1 if name == "vanillanet" else 2)
     with torch.no_grad():
         expected = [model(x) for x in batch]
 
         def wrong(turn):
-            x, y = batch[turn], expected[turn]
+            x = batch[turn]
+            y = expected[turn]
             with torch.no_grad():
                 return sum(
                     not torch.allclose(model(x), y, rtol=1e-9, atol=1e-11)
@@ -65,7 +67,8 @@ def both(batch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_sizes_before_one_checkpointed_backward(name):
-    model, batch = build(name), images(name)
+    model = build(name)
+    batch = images(name)
     expected = gradients(model, both(batch))
     model.set_grad_checkpointing()
     same(gradients(model, both(batch)), expected)
@@ -79,7 +82,8 @@ class TestBlocksComputedAgain:
     """By whoever asks for it: what a block reads is all that is sure to come back."""
 
     def test_reentrant(self, name, monkeypatch):
-        model, batch = build(name), [x.requires_grad_() for x in images(name)]
+        model = build(name)
+        batch = [x.requires_grad_() for x in images(name)]
         expected = gradients(model, both(batch))
         monkeypatch.setattr(timm.layers.config, "_USE_REENTRANT_CKPT", True)
         model.set_grad_checkpointing()
@@ -87,7 +91,8 @@ class TestBlocksComputedAgain:
 
     def test_in_another_thread(self, name):
         """As on a GPU, where blocks are computed again by a thread of the backward pass."""
-        model, batch = build(name), images(name)
+        model = build(name)
+        batch = images(name)
         expected = gradients(model, both(batch))
         model.set_grad_checkpointing()
         model.zero_grad()
@@ -102,8 +107,10 @@ class TestBlocksComputedAgain:
 class TestGridsOfCalls:
     def test_a_layer_on_its_own_takes_its_grid(self, name):
         """Also after a forward that failed, which leaves nothing behind."""
-        model, batch = build(name), images(name)
-        layer, tokens = model.blocks[0].attn, torch.randn(1, 9, 36).double()
+        model = build(name)
+        batch = images(name)
+        layer = model.blocks[0].attn
+        tokens = torch.randn(1, 9, 36).double()
         with torch.no_grad():
             handle = model.blocks[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -111,21 +118,21 @@ class TestGridsOfCalls:
             handle.remove()
             model(batch[0])
             assert layer.grid_size == (4, 2)
-            tall, wide = layer(tokens), layer(tokens, grid_size=(2, 4))
+            tall = layer(tokens)
+            wide = layer(tokens, grid_size=(2, 4))
             assert not torch.allclose(tall, wide)
             torch.testing.assert_close(layer(tokens, grid_size=(4, 2)), tall)
             assert torch.equal(layer.attention(tokens), layer.attention(tokens, grid_size=(4, 2)))
             torch.testing.assert_close(model(batch[1]), copy.deepcopy(model)(batch[1]))
 
     def test_copies_have_grids_of_their_own(self, name):
-        model, batch = build(name), images(name)
+        model = build(name)
+        batch = images(name)
         with torch.no_grad():
             expected = [model(x) for x in batch]
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                for student, teacher in (
-                    (model, twin),
-                    (twin, model),
-                ):  # one embeds while the other is on its way
+                # one embeds while the other is on its way
+                for student, teacher in ((model, twin), (twin, model)):
                     tokens = student._pos_embed(student.patch_embed(batch[0]))
                     torch.testing.assert_close(teacher(batch[1]), expected[1])
                     torch.testing.assert_close(

@@ -14,10 +14,10 @@ from torch.utils.data import default_collate
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_folder, as_tar
-from isomorph.distributed import seed_generators
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
 from isomorph.lab.data.loaders import train_transform
+from isomorph.lab.distributed import seed_generators
 from isomorph.lab.training.classification import CLASSIFICATION
 from isomorph.lab.training.objectives.supervised import PenalisedLoss, neighbour_similarity
 from isomorph.lab.training.objectives.token_labels import (
@@ -69,10 +69,14 @@ def data(tmp_path):
 
 def bilinear(plane, y, x):
     """The value of a plane at a place counted in its cells' centres; at the rim that of the last cell."""
-    top, left = plane.shape[0] - 1, plane.shape[1] - 1
-    y, x = min(max(y, 0), top), min(max(x, 0), left)
-    y0, x0 = min(int(y), top - 1), min(int(x), left - 1)
-    dy, dx = y - y0, x - x0
+    top = plane.shape[0] - 1
+    left = plane.shape[1] - 1
+    y = min(max(y, 0), top)
+    x = min(max(x, 0), left)
+    y0 = min(int(y), top - 1)
+    x0 = min(int(x), left - 1)
+    dy = y - y0
+    dx = x - x0
     upper = plane[y0, x0] * (1 - dx) + plane[y0, x0 + 1] * dx
     lower = plane[y0 + 1, x0] * (1 - dx) + plane[y0 + 1, x0 + 1] * dx
     return upper * (1 - dy) + lower * dy
@@ -91,7 +95,10 @@ def slow_cut(label_map, box, flipped, grid_size, num_classes):
     for row, column, c in np.ndindex(rows, columns, num_classes):
         down = [top + (row + (i + 0.5) / points[0]) * cell[0] - 0.5 for i in range(points[0])]
         across = [left + (column + (j + 0.5) / points[1]) * cell[1] - 0.5 for j in range(points[1])]
-        values = [bilinear(dense[c], y, x) for y in down for x in across]
+        values = []
+        for y in down:
+            for x in across:
+                values.append(bilinear(dense[c], y, x))
         found[row, columns - 1 - column if flipped else column, c] = sum(values) / len(values)
     return found.softmax(-1)
 
@@ -136,9 +143,8 @@ class TestGeometry:
             found = crop_label_maps(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
             seen = (image * 0.5 + 0.5).view(3, 4, 8, 4, 8).mean((2, 4)) * 255
             for c, scale in ((0, 48 * 4), (1, 64 * 3)):
-                score = (
-                    found[..., c + 1] - found[..., 0]
-                )  # a class that no map names has a score of 0
+                # a class that no map names has a score of 0
+                score = found[..., c + 1] - found[..., 0]
                 torch.testing.assert_close(score, seen[c] / scale, atol=0.025, rtol=0)
         assert flips == {True, False}
 
@@ -156,10 +162,8 @@ class TestGeometry:
         pixels = np.random.default_rng(0).integers(0, 255, (40, 56, 3)).astype(np.uint8)
         for seed in range(8):
             seed_generators(seed)
-            plain, after = (
-                transform(Image.fromarray(pixels)),
-                (random.random(), torch.rand(1), np.random.rand()),
-            )
+            plain = transform(Image.fromarray(pixels))
+            after = (random.random(), torch.rand(1), np.random.rand())
             seed_generators(seed)
             image, box, flipped = apply_and_track_crop(transform, Image.fromarray(pixels))
             assert after == (random.random(), torch.rand(1), np.random.rand())
@@ -170,7 +174,9 @@ class TestGeometry:
 
 @pytest.mark.parametrize("kind", ["label", "map"])
 def test_the_loss_is_the_formula(kind, monkeypatch):
-    target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
+    target = targets()
+    x = torch.randn(4, 3, 32, 32).double()
+    box = Box(0, 2, 1, 4)
     monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box)
     model = create("refined_vit_s", **NETWORK).double().eval()
     part = TokenLabelPart(weight=0.7, maps="maps", class_token=kind)
@@ -179,29 +185,28 @@ def test_the_loss_is_the_formula(kind, monkeypatch):
     patches = [
         slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)
     ]
-    images = [
-        slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0]
-        for b in range(4)
-    ]
+    images = []
+    for b in range(4):
+        cut = slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)
+        images.append(cut[0, 0])
     if kind == "label":
         images = list(torch.eye(5, dtype=torch.float64)[target.label])
     loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
     image = dense = 0
     for b in range(4):
-        image += (
-            ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
-        )
+        outside = (16 - 6) * loss(logits[b], images[b])
+        within = 6 * loss(logits[b], images[3 - b])
+        image += (outside + within) / 16 / 4
         for n in range(16):
             row, column = divmod(n, 4)
             inside = box.top <= row < box.bottom and box.left <= column < box.right
             dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
-    assert found["target"].argmax(1).tolist() == [
-        int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)
-    ]
+    for b in range(4):
+        mixed = 10 * images[b] + 6 * images[3 - b]
+        assert found["target"][b].argmax() == mixed.argmax()
     torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(
-        found["task_loss"], image, rtol=1e-6, atol=0
-    )  # plain labels are in single precision
+    # plain labels are in single precision
+    torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
 
 
@@ -257,7 +262,8 @@ CPU = torch.device("cpu")
 
 def slow_similarity(maps, pairs):
     """The formula, entry by entry."""
-    total, neighbours = 0, list(pairwise(maps))[:pairs]
+    total = 0
+    neighbours = list(pairwise(maps))[:pairs]
     for first, second in neighbours:
         images, heads, queries, keys = first.shape
         for b, q, k in np.ndindex(images, queries, keys):
@@ -285,21 +291,17 @@ def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
     drawn_maps = [
         torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
     ]
-    maps = [
-        drawn_maps[0],
-        drawn_maps[0],
-        drawn_maps[1],
-        drawn_maps[2],
-    ]  # the second block hands on the first's
-    found, wanted = neighbour_similarity(maps, pairs), slow_similarity(maps, pairs)
+    # the second block hands on the first's
+    maps = [drawn_maps[0], drawn_maps[0], drawn_maps[1], drawn_maps[2]]
+    found = neighbour_similarity(maps, pairs)
+    wanted = slow_similarity(maps, pairs)
     torch.testing.assert_close(found, torch.as_tensor(wanted), rtol=0, atol=1e-12)
     if pairs == 1:
         assert found == 1
         assert not found.requires_grad
         return
-    ours, theirs = (
-        torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted)
-    )
+    ours = torch.autograd.grad(found, drawn_maps, allow_unused=True)
+    theirs = torch.autograd.grad(wanted, drawn_maps, allow_unused=True)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -315,7 +317,8 @@ def test_loss_and_gradients_are_the_formula_s(name, tokens, monkeypatch):
     )
     model = drawn(create(name, **SMALL)).double().train()
     reference = copy.deepcopy(model)
-    x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    labels = torch.tensor([1, 3])
     part = MapSimilarityPart(weight=0.3, pairs=4)
     if tokens:
         task = TokenLabelLoss(model, TokenLabelPart(weight=0.7), 0.1, CPU, part)
@@ -359,7 +362,8 @@ class TestMixedLabels:
 
     @pytest.mark.parametrize("alphas", [dict(mixup=0.8), dict(mixup=0.8, cutmix=1.0)])
     def test_images_are_mixed_as_those_with_plain_labels(self, alphas):
-        augment, images = AugmentPart(smoothing=0.1, **alphas), torch.randn(4, 3, 16, 16)
+        augment = AugmentPart(smoothing=0.1, **alphas)
+        images = torch.randn(4, 3, 16, 16)
         for seed in range(4):
             np.random.seed(seed)
             plain, labels = mixup(augment)(images.clone(), torch.arange(4))
@@ -377,11 +381,9 @@ class TestMixedLabels:
             "isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box
         )
         model = drawn(create("refined_vit_s", **SMALL)).double().eval()
-        x, target, own = (
-            torch.randn(4, 3, 32, 32).double(),
-            self.target(),
-            torch.tensor([0.7, 0.6, 0.6, 0.7]),
-        )
+        x = torch.randn(4, 3, 32, 32).double()
+        target = self.target()
+        own = torch.tensor([0.7, 0.6, 0.6, 0.7])
         task = TokenLabelLoss(
             model, TokenLabelPart(weight=0.7, maps="maps", class_token=kind), 0.1, CPU
         )

@@ -11,8 +11,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.objectives.distillation import build_distillation
 from isomorph.lab.training.optim import (
     build_optimizer,
@@ -25,6 +24,7 @@ from isomorph.lab.training.recipe.fields import DistillPart, OptimPart
 from isomorph.lab.training.run import loop
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train_epoch, train_step
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_layout
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from small_images import digit_images, write_parquet
@@ -48,13 +48,17 @@ class TestOptim:
 
     def test_every_trained_parameter_is_in_one_group_and_weights_decay(self):
         model, groups, names = self.groups()
-        listed = [id(p) for group in groups.values() for p in group["params"]]
+        listed = []
+        for group in groups.values():
+            for p in group["params"]:
+                listed.append(id(p))
         assert len(listed) == len(set(listed))
         assert set.union(*names.values()) == {
             n for n, p in model.named_parameters() if p.requires_grad
         }
         assert {n.rpartition(".")[2] for n in names["decayed"]} == {"weight"}
-        assert not any("bn" in n for n in names["decayed"])
+        for n in names["decayed"]:
+            assert "bn" not in n
         assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
         assert {n.rpartition(".")[2] for n in names["positions"]} == {"centre", "raw_locality"}
         assert {n: group["weight_decay"] for n, group in groups.items()} == dict.fromkeys(
@@ -66,7 +70,8 @@ class TestOptim:
         assert {id(vit.pos_embed), id(vit.cls_token), id(vit.blocks[0].attn.relative_bias)} <= set(
             map(id, exempt)
         )
-        assert all(parameter.ndim > 1 for parameter in decayed)
+        for parameter in decayed:
+            assert parameter.ndim > 1
 
     def test_no_scheduler_and_no_optimiser_loses_a_group(self):
         """Every group keeps its share of the rate through the whole schedule, whatever moves the weights."""
@@ -164,12 +169,11 @@ class TestRun:
         self, tmp_path, monkeypatch
     ):
         """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
-        optim, parts = (
-            dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"),
-            dict(accumulate=2),
-        )
+        optim = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start")
+        parts = dict(accumulate=2)
         run = Run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
-        draws, backward = [], loop._train_part
+        draws = []
+        backward = loop._train_part
 
         def draw(*args):
             draws.append(torch.rand(()).item())
@@ -185,7 +189,8 @@ class TestRun:
             torch.testing.assert_close(run.averaged.conv1.weight, wanted, rtol=0, atol=1e-9)
             run.progress.step += 1
         assert len(set(draws)) == 6
-        run.progress.step, run.progress.closed = 2, 1
+        run.progress.step = 2
+        run.progress.closed = 1
         run.total.zero_()
         assert train_epoch(run) == pytest.approx(run.total[0].item())
 
@@ -193,12 +198,16 @@ class TestRun:
         """Gates, spans and centres of every head before training and after each epoch, in few bytes."""
         folder, result = ended
         lines = (folder / "log.jsonl").read_text().splitlines()
-        assert all(len(line) < 1000 for line in lines)
-        rows, layer = read_log(folder / "log.jsonl"), "layer3.2.conv2"
-        assert (rows[0]["epoch"], rows[0]["loss"]) == (0, None)
+        for line in lines:
+            assert len(line) < 1000
+        rows = read_log(folder / "log.jsonl")
+        layer = "layer3.2.conv2"
+        assert rows[0]["epoch"] == 0
+        assert rows[0]["loss"] is None
         assert rows[0]["gating"][layer]["gates"] == [0.998] * 9  # sigmoid(6)
         assert rows[0]["gating"][layer]["spans"] == [0.2] * 9
-        assert all(0 < row["train_top1"] < 100 for row in rows[1:])
+        for row in rows[1:]:
+            assert 0 < row["train_top1"] < 100
         measured = iso.gates(result.model), iso.analysis.attention_spans(result.model)
         for found, values in zip(
             (rows[-1]["gating"][layer][key] for key in ("gates", "spans")), measured, strict=True
@@ -285,7 +294,9 @@ class TestRun:
         iso.train(iso.load_recipe("finetune", given))
         before, after = read_log(tmp_path / "run/log.jsonl")
         said = capsys.readouterr().out
-        assert (before["epoch"], before["loss"], before["gamma"]) == (0, None, {"layer3.2": 0.0})
+        assert before["epoch"] == 0
+        assert before["loss"] is None
+        assert before["gamma"] == {"layer3.2": 0.0}
         assert before["top1"] == pytest.approx(first.metrics["top1"])
         assert before["top1"] > after["top1"]
         assert f"before training  top1 {before['top1']:.2f}" in said
@@ -308,7 +319,8 @@ class TestRun:
             for name, p in run.eval_model.named_parameters()
             if not torch.equal(p, before[name])
         }
-        assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
+        for name in moved:
+            assert not name.startswith(("blocks.0.attn.", "patch_embed."))
         frozen = [p.numel() for p in run.trained.parameters() if not p.requires_grad]
         said = f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"
         assert describe_groups(run.trained, run.optimizer, run.recipe.optim)[-1] == said
@@ -334,29 +346,26 @@ class TestRun:
         loaded = iso.load(tmp_path / "teacher.safetensors")
         assert not run.loss_module.teacher.model.training
         assert not any(p.requires_grad for p in run.loss_module.teacher.parameters())
-        x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
-        mean, std = (
-            torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None]
-            for k in ("mean", "std")
-        )
-        t_mean, t_std = (
-            torch.tensor((0.1, 0.2, 0.3))[:, None, None],
-            torch.tensor((0.5, 0.6, 0.7))[:, None, None],
-        )
+        x = torch.randn(8, 3, 16, 16)
+        y = torch.randint(10, (8,))
+        mean = torch.tensor(run.loss_module.trainable_module.pretrained_cfg["mean"])[:, None, None]
+        std = torch.tensor(run.loss_module.trainable_module.pretrained_cfg["std"])[:, None, None]
+        t_mean = torch.tensor((0.1, 0.2, 0.3))[:, None, None]
+        t_std = torch.tensor((0.5, 0.6, 0.7))[:, None, None]
         seen = loaded((x * std + mean - t_mean) / t_std)
         result = run.loss_module(x, y)
         labels = nn.functional.cross_entropy(result["output"], y)
         if kind == "hard":
             second = nn.functional.cross_entropy(result["output"], seen.argmax(1))
         else:
-            p, q = (seen / 2).softmax(1), (result["output"] / 2).log_softmax(1)
+            p = (seen / 2).softmax(1)
+            q = (result["output"] / 2).log_softmax(1)
             second = 4 * (p * (p.log() - q)).sum(1).mean()
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
         iso.train(recipe, show=False)
-        assert not any(
-            "teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path)
-        )
+        for name in read_layout(newest_snapshot(tmp_path / "run").path):
+            assert "teacher" not in name
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             Run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
@@ -368,9 +377,8 @@ class TestRun:
         student.pretrained_cfg = dict(
             input_size=(3, 8, 8), mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0)
         )
-        teacher = (
-            tmp_path / "teacher.safetensors"
-        )  # by its name alone its weights would be downloaded
+        # by its name alone its weights would be downloaded
+        teacher = tmp_path / "teacher.safetensors"
         iso.save(timm.create_model("cifar_resnet20"), teacher)
         part = DistillPart(teacher=str(teacher), kind=kind)
         loss = build_distillation(student, part, nn.CrossEntropyLoss(), torch.device("cpu"))
@@ -381,7 +389,8 @@ class TestRun:
 @pytest.mark.parametrize(("seconds", "asked"), [(0.2, [1, 10]), (4, [*range(1, 12)])])
 def test_processes_agree_on_stopping_within_seconds(seconds, asked, tmp_path, monkeypatch):
     """Every ten steps, and where steps are slow after each: torchrun kills 30 s after SIGTERM."""
-    run, times = Run(tiny(tmp_path, log_every=50, epochs=20)), []
+    run = Run(tiny(tmp_path, log_every=50, epochs=20))
+    times = []
     run.runtime = replace(run.runtime, world=2)
     run.order = SimpleNamespace(steps=50, batch=1)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: seconds * run.progress.step)
@@ -406,11 +415,11 @@ class TestCheckpoint:
             )
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
-        iso.save(
-            timm.create_model("resnet50d"), tmp_path / "m.safetensors"
-        )  # tested on other images than trained on
+        # tested on other images than trained on
+        iso.save(timm.create_model("resnet50d"), tmp_path / "m.safetensors")
         config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=True)
-        assert (config["input_size"], config["crop_pct"]) == ((3, 288, 288), 0.95)
+        assert config["input_size"] == (3, 288, 288)
+        assert config["crop_pct"] == 0.95
 
     def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
         pooled = timm.create_model("resnet18", global_pool="max").eval()

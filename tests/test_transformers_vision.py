@@ -42,9 +42,8 @@ def test_a_network_takes_other_sizes_and_implementations(name):
             run(new, wide, **other), run(model, wide, **other), atol=1e-5, rtol=1e-4
         )
         before = run(train_edits(new), X)
-        new.set_attn_implementation(
-            "eager"
-        )  # of the layers that were not recast: the edited ones keep their edit
+        # of the layers that were not recast: the edited ones keep their edit
+        new.set_attn_implementation("eager")
         torch.testing.assert_close(run(new, X), before, atol=1e-5, rtol=1e-4)
         edited = [module for module in new.modules() if isinstance(module, EditedAttention)]
         if rule is RULES["gated"]:
@@ -59,7 +58,8 @@ def test_edited_maps_are_captured_on_the_grid_of_the_image():
     assert {name: tuple(found.shape) for name, found in maps.items()} == dict.fromkeys(
         names, (2, 4, 17, 17)
     )
-    assert all(torch.allclose(found.sum(-1), torch.ones(())) for found in maps.values())
+    for found in maps.values():
+        assert torch.allclose(found.sum(-1), torch.ones(()))
     assert list(iso.nonlocality(build(), X)) == list(iso.nonlocality(gated, X)) == names
     assert iso.analysis.attention_from(gated, X)[names[0]].shape == (2, 4, 4, 4)
 

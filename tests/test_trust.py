@@ -14,20 +14,20 @@ import torch.distributed.checkpoint as dcp
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, start
-from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import (
-    list_snapshots,
-    newest_snapshot,
-    read_snapshot,
-    restore_replaced,
-)
 from isomorph.lab.training import Diverged, Stopped
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run import loop
 from isomorph.lab.training.run.checkpoints import save_snapshot
 from isomorph.lab.training.run.guards import stop_requests
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train_epoch
+from isomorph.lab.training.run.snapshot import (
+    list_snapshots,
+    newest_snapshot,
+    read_snapshot,
+    restore_replaced,
+)
 from isomorph.lab.training.run.state import Run
 from refusals import refused
 from tiny_runs import stopped_run
@@ -62,11 +62,15 @@ def train(values, largest_file):
 
 def same_run(a, b):
     """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
-    ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    ours = iso.load(a / "model.safetensors").state_dict()
+    theirs = iso.load(b / "model.safetensors").state_dict()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
+    ours = read_snapshot(newest_snapshot(a).path)
+    theirs = read_snapshot(newest_snapshot(b).path)
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
     for name, keys in (
         ("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")),
         ("steps.jsonl", ("step", "lr", "loss")),
@@ -132,9 +136,8 @@ def test_a_run_that_ends_around_an_evaluation(ended, whole, tmp_path, monkeypatc
 
 def test_a_signal_may_come_twice():
     """Schedulers send SIGTERM to the processes, and again through torchrun; a second Ctrl-C is meant."""
-    ctrl_c = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it
+    # a shell's background job ignores it
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     with stop_requests() as request:
         for _ in range(2):
@@ -152,7 +155,8 @@ def test_a_signal_may_come_twice():
 @pytest.mark.slow
 def test_killed_at_random_moments(whole, tmp_path):
     """kill -9 of real processes, at any moment: the weights are those of the run that was left alone."""
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
+    kills = 0
     for _ in range(4):
         process = start_training(tmp_path / "run", checkpoint_minutes=0)
         while process.is_alive() and not list(tmp_path.glob("run/*step-*")):
@@ -171,7 +175,8 @@ def test_sigterm_saves_and_says_so(tmp_path):
     """A real process under a scheduler that wants its machine back."""
     recipe = tmp_path / "mine.json.yaml"
     recipe.write_text(json.dumps({**TINY, "epochs": 200, "out": str(tmp_path / "run")}))
-    out, err = (tmp_path / name for name in ("out", "err"))
+    out = tmp_path / "out"
+    err = tmp_path / "err"
     out.touch(), err.touch()
     process = start(["train", str(recipe)], tmp_path, str(out), str(err))
     while process.is_alive() and len(read_log(tmp_path / "run/steps.jsonl")) < 11:
@@ -216,9 +221,8 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
     refused("no space left; snapshots before it, if any, are intact", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     monkeypatch.undo()
-    monkeypatch.setattr(
-        "os.replace", fail
-    )  # killed when the new one is complete and has no name yet
+    # killed when the new one is complete and has no name yet
+    monkeypatch.setattr("os.replace", fail)
     refused("no space left", save_snapshot, run)
     assert newest_snapshot(tmp_path).path == path
     path.rename(tmp_path / f".{path.name}.old")  # and killed before the old one has its name again
@@ -263,11 +267,9 @@ class TestDivergence:
                 show=False,
             )
         for path in list_snapshots(tmp_path):
-            assert all(
-                tensor.isfinite().all()
-                for tensor in read_snapshot(path).values()
-                if tensor.is_floating_point()
-            )
+            for tensor in read_snapshot(path).values():
+                if tensor.is_floating_point():
+                    assert tensor.isfinite().all()
         assert not (tmp_path / "best.safetensors").exists()
 
 
@@ -285,27 +287,22 @@ def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
 def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     iso.train(tiny(tmp_path, epochs=1), show=False)
     path = tmp_path / "model.safetensors"
-    written, changed, weights = (
-        path.read_bytes(),
-        path.stat().st_mtime_ns,
-        iso.load(path).state_dict(),
-    )
-    assert all(
-        torch.equal(tensor, weights[name])
-        for name, tensor in open_model(str(tmp_path)).state_dict().items()
-    )
+    written = path.read_bytes()
+    changed = path.stat().st_mtime_ns
+    weights = iso.load(path).state_dict()
+    for name, tensor in open_model(str(tmp_path)).state_dict().items():
+        assert torch.equal(tensor, weights[name])
     iso.train(tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
     path.write_bytes(written[:-10])
     iso.train(tiny(tmp_path, epochs=1), show=False)
     again = iso.load(path).state_dict()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    for name in weights:
+        assert torch.equal(again[name], weights[name])
     changed = path.stat().st_mtime_ns
     for snapshot in tmp_path.glob("step-*"):
         shutil.rmtree(snapshot)
     refused("has a run without a snapshot", iso.train, tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
-    assert all(
-        torch.equal(tensor, weights[name])
-        for name, tensor in open_model(str(tmp_path)).state_dict().items()
-    )
+    for name, tensor in open_model(str(tmp_path)).state_dict().items():
+        assert torch.equal(tensor, weights[name])

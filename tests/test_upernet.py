@@ -75,7 +75,9 @@ def test_any_backbone_and_any_size(name):
     assert model.eval()(x[:1]).shape == (1, 5, 41, 70)
     coarse = model.train()(x, coarse=True)
     (coarse.logits.mean() + coarse.auxiliary.mean()).backward()
-    assert all(p.grad is not None for p in model.backbone.parameters() if p.requires_grad)
+    for p in model.backbone.parameters():
+        if p.requires_grad:
+            assert p.grad is not None
     assert coarse.logits.shape[-1] >= 2 * coarse.auxiliary.shape[-1] - 1
 
 
@@ -83,7 +85,8 @@ def test_average_cells_is_adaptive_pooling():
     for size in ((7, 5), (6, 12), (2, 1)):
         x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
         for cells in (1, 2, 3, 6):
-            own, torchs = average_cells(x, cells), F.adaptive_avg_pool2d(x, cells)
+            own = average_cells(x, cells)
+            torchs = F.adaptive_avg_pool2d(x, cells)
             torch.testing.assert_close(own, torchs)
             torch.testing.assert_close(
                 *(torch.autograd.grad(y.square().sum(), x)[0] for y in (own, torchs))
@@ -92,10 +95,8 @@ def test_average_cells_is_adaptive_pooling():
 
 def test_the_head_computes_the_papers_formula():
     head = perturb(UPerHead((6, 8, 10), 4, 3)).double().eval()
-    maps = [
-        torch.randn(2, c, *hw, dtype=torch.float64)
-        for c, hw in ((6, (12, 9)), (8, (6, 5)), (10, (3, 3)))
-    ]
+    shapes = ((2, 6, 12, 9), (2, 8, 6, 5), (2, 10, 3, 3))
+    maps = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
     def up(x, like):
         return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
@@ -120,7 +121,9 @@ def test_the_head_computes_the_papers_formula():
 
 
 def test_prefix_bias_is_that_of_beit():
-    H, W, heads = 3, 4, 2
+    H = 3
+    W = 4
+    heads = 2
     table = torch.randn((2 * H - 1) * (2 * W - 1) + 3, heads)
     index = gen_relative_position_index((H, W), class_token=True).view(-1)
     beit = table[index].view(H * W + 1, H * W + 1, heads).permute(2, 0, 1)
@@ -150,12 +153,13 @@ def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     model = build()
     new = iso.load_weights(model, tmp_path / "classifier.safetensors", fresh_head=True)
     assert {"head.classifier.weight", "backbone.blocks.0.attn.relative_bias"} <= set(new)
-    assert not any("qkv" in name or "pos_embed" in name for name in new)
-    own, given = (
-        model.backbone.blocks[1].mlp.fc1.state_dict(),
-        classifier.blocks[1].mlp.fc1.state_dict(),
-    )
-    assert all(torch.equal(own[name], given[name]) for name in own)
+    for name in new:
+        assert "qkv" not in name
+        assert "pos_embed" not in name
+    own = model.backbone.blocks[1].mlp.fc1.state_dict()
+    given = classifier.blocks[1].mlp.fc1.state_dict()
+    for name in own:
+        assert torch.equal(own[name], given[name])
     assert model.backbone.pos_embed.shape == (1, 17, 24)
     assert "backbone.blocks.0.attn.prefix_bias" in model.no_weight_decay()
     model.reset_classifier(9)

@@ -142,7 +142,8 @@ def test_fused_it_is_the_same(slope, tmp_path):
     x = torch.randn(2, 3, 45, 67)
     thin = iso.fuse(model)
     iso.verify(model, thin, x)
-    assert not any(isinstance(m, _BatchNorm) for m in thin.modules())
+    for m in thin.modules():
+        assert not isinstance(m, _BatchNorm)
     linear = [m for m in thin.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     assert len(linear) == (9 if slope == 1 else 14)  # 4 of activations, 5 layers or 10
     assert repr(iso.fuse(thin)) == repr(thin)
@@ -189,11 +190,15 @@ def train(folder, epochs=1, recast=None, **more):
 def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
     """One mechanism with the gates of T-CNN: after its epochs every ReLU is the identity, averaged or not."""
     result = train(tmp_path, 2, keep_every=1)
-    assert all(m.is_identity for m in result.model.modules() if isinstance(m, AnnealedReLU))
-    first, last = (iso.load(tmp_path / f"{name}.safetensors") for name in ("epoch-1", "model"))
+    for m in result.model.modules():
+        if isinstance(m, AnnealedReLU):
+            assert m.is_identity
+    first = iso.load(tmp_path / "epoch-1.safetensors")
+    last = iso.load(tmp_path / "model.safetensors")
     assert {m.slope.item() for m in first.modules() if isinstance(m, AnnealedReLU)} == {0.5}
     assert isinstance(iso.fuse(last).head, nn.Linear)
-    anneal, model = iso.Anneal(10), small()
+    anneal = iso.Anneal(10)
+    model = small()
     for step, slope in ((0, 0.0), (3, 0.3), (10, 1.0)):
         anneal.apply(model, step)
         assert {
@@ -220,10 +225,12 @@ def test_pyramids_take_the_place_of_the_two_convolutions(tmp_path):
     wide = iso.recast(plain, iso.LinearToPyramid(), "stages.*.pair")
     iso.verify(plain, wide, torch.randn(2, 3, 64, 64))
     drawn = iso.recast(small(0.0), iso.LinearToPyramid(init="paper"), "stages.*.pair")
-    assert all(isinstance(stage.pair, iso.layers.PyramidConv2d) for stage in drawn.stages)
+    for stage in drawn.stages:
+        assert isinstance(stage.pair, iso.layers.PyramidConv2d)
     assert isinstance(drawn.stem.pair, AnnealedPair)
     recast = iso.load_recipe("tdrl_vanillanet_5").model.recast.model_dump()
     result = train(tmp_path, recast=recast, monitor_every=1)
     rows = read_log(tmp_path / "monitor.jsonl")  # of pyramids in a network without attention
-    assert all(row.keys() == {"epoch", "step", "branch_similarity"} for row in rows)
+    for row in rows:
+        assert row.keys() == {"epoch", "step", "branch_similarity"}
     assert isinstance(iso.fuse(result.model.eval()).stages[0].pair, nn.Conv2d)

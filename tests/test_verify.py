@@ -29,7 +29,8 @@ class Gives(nn.Module):
 
     def __init__(self, make, weight=1.0, dtype=torch.float32):
         super().__init__()
-        self.make, self.weight = make, nn.Parameter(torch.full((4,), weight, dtype=dtype))
+        self.make = make
+        self.weight = nn.Parameter(torch.full((4,), weight, dtype=dtype))
 
     def forward(self, x):
         return self.make(self.weight, x)
@@ -117,7 +118,8 @@ class Slots:
     __slots__ = ("boxes", "scores")
 
     def __init__(self, boxes, scores):
-        self.boxes, self.scores = boxes, scores
+        self.boxes = boxes
+        self.scores = scores
 
 
 CONTAINERS = {
@@ -298,7 +300,8 @@ def test_rounding_is_measured():
 
 
 def test_a_callers_autocast_is_off():
-    linear, images = torch.nn.Linear(8, 8), torch.randn(64, 8)
+    linear = torch.nn.Linear(8, 8)
+    images = torch.randn(64, 8)
     with torch.autocast("cpu", torch.bfloat16):
         report = iso.verify(linear, iso.recast(linear, iso.LinearToPyramid(), where=""), images)
     assert report.inputs[0].fp32 < 1e-6
@@ -335,7 +338,9 @@ HIDDEN = {  # what a batch of two positive images of 8 x 8 does not show, and th
 
 @pytest.mark.parametrize("what", HIDDEN)
 def test_thorough_tries_what_a_batch_cannot_show(what):
-    a, b, x = Gives(lambda w, x: w.sum() * x), Gives(HIDDEN[what]), torch.rand(2, 3, 8, 8)
+    a = Gives(lambda w, x: w.sum() * x)
+    b = Gives(HIDDEN[what])
+    x = torch.rand(2, 3, 8, 8)
     assert iso.verify(a, b, x).passed
     assert iso.verify(a, copy.deepcopy(a), x, thorough=True).passed
     with pytest.raises(iso.UserError, match="NOT equal") as error:
@@ -357,7 +362,9 @@ MODES = {  # what differs in another precision, memory format or for zeros alone
 
 @pytest.mark.parametrize("what", MODES)
 def test_thorough_tries_precisions_formats_and_zeros(what):
-    a, b, x = Gives(lambda w, x: w.sum() * x), Gives(MODES[what]), torch.rand(2, 3, 8, 8)
+    a = Gives(lambda w, x: w.sum() * x)
+    b = Gives(MODES[what])
+    x = torch.rand(2, 3, 8, 8)
     assert iso.verify(a, b, x).passed
     report = not_equal(a, b, x, thorough=True)
     wrong = [row for row in report.inputs if not row.is_within(report.atol)]
@@ -418,9 +425,8 @@ def test_what_was_replaced_and_not_called_is_noticed():
 def test_a_branch_that_is_switched_off_proves_nothing():
     """timm's last norms start at zero: the output does not depend on the branch, the modules do differ."""
     cnn = timm.create_model("resnet18", num_classes=4).eval()
-    exact, paper = (
-        iso.recast(cnn, iso.ConvToGPSA(init), "layer4.*.conv2") for init in ("exact", "paper")
-    )
+    exact = iso.recast(cnn, iso.ConvToGPSA("exact"), "layer4.*.conv2")
+    paper = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer4.*.conv2")
     x = torch.randn(1, 3, 64, 64)
     assert "the outputs do not depend on layer4.0.conv2" in str(iso.verify(cnn, exact, x))
     trained = copy.deepcopy(cnn)
@@ -451,3 +457,12 @@ def test_a_branch_that_is_switched_off_proves_nothing():
 )
 def test_what_cannot_be_compared_is_said(model, x, atol, message):
     refused(message, iso.verify, nn.Identity(), model, x, atol)
+
+
+def test_inputs_of_one_shape_are_one_line_with_the_largest_difference():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    batches = [scale * torch.ones(3, 2) for scale in (1, 100, 10)]
+    report = compare_outputs(one, other, [*batches, torch.ones(5, 2)])
+    lines = [line for line in str(report).splitlines() if line.startswith("  input 3x2")]
+    assert lines == [f"  {report.inputs[1]} (the largest of 3)"]
+    assert str(report.inputs[3]) in str(report)

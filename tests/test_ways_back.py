@@ -108,8 +108,11 @@ def merged(model: nn.Module) -> nn.Module:
     return reparameterize_model(iso.fuse(model, norms=False))
 
 
-CONV, LINEAR, IMAGES = conv(6, 8, 3, padding=1), alone(lambda: nn.Linear(12, 10)), ((2, 3, 32, 32),)
-SMALL, SQUARE = vit(depth=1), ((2, 8, 6, 6),)
+CONV = conv(6, 8, 3, padding=1)
+LINEAR = alone(lambda: nn.Linear(12, 10))
+IMAGES = ((2, 3, 32, 32),)
+SMALL = vit(depth=1)
+SQUARE = ((2, 8, 6, 6),)
 NORMED = attention(qk_norm=True, norm_layer=nn.LayerNorm)
 WAYS_BACK = {
     "linear": fused(LINEAR, TOKENS),
@@ -173,11 +176,10 @@ def trained(name: str) -> nn.Module:
     torch.manual_seed(0)
     row = WAYS_BACK[name]
     model = iso.recast(disturb(row.make()), row.rule, row.where)
-    kept = {
-        key: parameter.detach().clone()
-        for key, parameter in model.named_parameters()
-        if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key
-    }
+    kept = {}
+    for key, parameter in model.named_parameters():
+        if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key:
+            kept[key] = parameter.detach().clone()
     disturb(model)
     model.load_state_dict(model.state_dict() | kept)
     return model
@@ -186,18 +188,23 @@ def trained(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", WAYS_BACK)
 @torch.no_grad()
 def test_the_way_back_computes_what_the_trained_model_computes(name):
-    row, model = WAYS_BACK[name], trained(name)
-    before, x = copy.deepcopy(model.state_dict()), values(row.call)
+    row = WAYS_BACK[name]
+    model = trained(name)
+    before = copy.deepcopy(model.state_dict())
+    x = values(row.call)
     assert deviation(model(*x), disturb(row.make())(*x)) > 1e-3
     back = row.way(model)
     assert deviation(back(*x), model(*x)) < row.bound
     assert row.gives in {type(module) for module in back.modules()}
-    assert not any(isinstance(module, Pyramid) for module in back.modules())
+    for module in back.modules():
+        assert not isinstance(module, Pyramid)
     assert {p.dtype for p in back.parameters()} == {torch.float64}
     assert not back.training
     if row.way is merged:
-        assert not any(isinstance(module, _BatchNorm) for module in back.modules())
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+        for module in back.modules():
+            assert not isinstance(module, _BatchNorm)
+    for key, tensor in before.items():
+        assert torch.equal(tensor, model.state_dict()[key])
 
 
 @pytest.mark.parametrize("name", WAYS_BACK)
@@ -206,9 +213,9 @@ def test_the_way_back_keeps_dtype_device_and_memory_format(name):
     model = copy.deepcopy(trained(name)).to(torch.float16, memory_format=torch.channels_last)
     back = row.way(model)
     assert {p.dtype for p in back.parameters()} == {torch.float16}
-    assert all(
-        p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4
-    )
+    for p in back.parameters():
+        if p.ndim == 4:
+            assert p.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +227,8 @@ def test_the_way_back_keeps_dtype_device_and_memory_format(name):
     ],
 )
 def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
-    row, model = WAYS_BACK[name], copy.deepcopy(trained(name))
+    row = WAYS_BACK[name]
+    model = copy.deepcopy(trained(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if (
@@ -244,7 +252,8 @@ REPARAMETERISED = {  # a network whose blocks merge their branches, and the laye
 @torch.no_grad()
 def test_timm_merges_branches_with_pyramids_that_were_not_fused(name):
     options, where = REPARAMETERISED[name]
-    net, x = timm.create_model(name, num_classes=3, **options).eval(), torch.randn(1, 3, 64, 64)
+    net = timm.create_model(name, num_classes=3, **options).eval()
+    x = torch.randn(1, 3, 64, 64)
     wide = iso.recast(
         net,
         iso.LinearToPyramid(),
@@ -263,7 +272,8 @@ def test_every_rule_has_a_way_back():
 
 
 def test_fuse_takes_a_layer_at_the_root_and_once_where_it_is_shared():
-    shared, x = disturb(iso.layers.PyramidLinear(4, 4)), torch.randn(3, 4, dtype=torch.float64)
+    shared = disturb(iso.layers.PyramidLinear(4, 4))
+    x = torch.randn(3, 4, dtype=torch.float64)
     assert type(iso.fuse(shared)) is nn.Linear
     model = nn.Sequential(shared, nn.ReLU(), shared, iso.layers.GPSA2d(4, 4, 3)).eval()
     thin = iso.fuse(model)

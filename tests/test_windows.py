@@ -1,5 +1,6 @@
 """Attention in windows: the mask against a slow formula, the windows against the mask, in float64; what it refuses."""
 
+import itertools
 import math
 
 import pytest
@@ -27,16 +28,13 @@ def slow(q, k, v, bias, windows, share):
     """Attention with m exp(score) for exp(score), pair by pair."""
     (_, W), side, prefix = windows
     out = torch.zeros_like(v)
-    for b, h, i in (
-        (b, h, i) for b in range(q.shape[0]) for h in range(q.shape[1]) for i in range(q.shape[2])
-    ):
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
         weights = []
         for j in range(k.shape[2]):
             places = [((n - prefix) // W // side, (n - prefix) % W // side) for n in (i, j)]
             m = 1.0 if min(i, j) < prefix or places[0] == places[1] else share
-            weights.append(
-                m * math.exp(q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5 + bias[h, i, j])
-            )
+            score = q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5
+            weights.append(m * math.exp(score + bias[h, i, j]))
         out[b, h, i] = torch.tensor(weights, dtype=q.dtype) @ v[b, h] / sum(weights)
     return out
 
@@ -47,7 +45,8 @@ def slow(q, k, v, bias, windows, share):
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
 def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     (H, W), side, prefix = windows
-    N, attend = prefix + H * W, F.scaled_dot_product_attention
+    N = prefix + H * W
+    attend = F.scaled_dot_product_attention
     q, k, v = torch.randn(3, 2, 2, N, 3, dtype=torch.float64)
     bias = torch.randn(2, N, N, dtype=torch.float64)
     expected = slow(q, k, v, bias, windows, share)
@@ -126,7 +125,8 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
     assert torch.equal(new(x), model(x))
     iso.Anneal(2).apply(new, 1)
     average = torch.optim.swa_utils.AveragedModel(new, use_buffers=True)
-    half, masked = new(x), local(new)(x)
+    half = new(x)
+    masked = local(new)(x)
     average.update_parameters(new), average.module.load_state_dict(new.state_dict())
     assert torch.equal(average(x), masked)
     pruned = iso.prune(new)
@@ -134,9 +134,12 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
     if getattr(new.blocks[0].attn, "rel_pos", None):
         refused("look at the model before iso.prune", iso.attention_maps, pruned, x)
     else:
-        maps, of_pruned = iso.attention_maps(new, x), iso.attention_maps(pruned, x)
-        assert all(torch.equal(of_pruned[key], value) for key, value in maps.items())
-        assert all(layer.attn.pruned for layer in pruned.blocks)
+        maps = iso.attention_maps(new, x)
+        of_pruned = iso.attention_maps(pruned, x)
+        for key, value in maps.items():
+            assert torch.equal(of_pruned[key], value)
+        for layer in pruned.blocks:
+            assert layer.attn.pruned
     assert (
         min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked)))
         > 1e-6
@@ -153,10 +156,8 @@ def test_registers_grids_and_blocks_of_every_kind():
     """RoPE, sizes that change, blocks that stay global, other libraries, and the way back."""
     model, _, rule = build("DINOv3")
     new = local(iso.recast(model, rule, "blocks.1.attn"))
-    pruned, sizes = (
-        iso.prune(new),
-        [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))],
-    )
+    pruned = iso.prune(new)
+    sizes = [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))]
     for x in (*sizes, *sizes):
         assert deviation(pruned(x), new(x)) < 1e-12
     assert iso.verify(new, pruned, sizes[0]).atol == 1e-5
@@ -164,17 +165,16 @@ def test_registers_grids_and_blocks_of_every_kind():
     iso.Anneal(2).apply(new, 0)
     back = iso.revert(new)
     assert repr(back) == repr(model)
-    assert (iso.edits(back), list(back.state_dict())) == ((), list(model.state_dict()))
+    assert iso.edits(back) == ()
+    assert list(back.state_dict()) == list(model.state_dict())
     for name in (
         "torchvision's ViT",
         "transformers' DINOv3",
         "transformers' DINOv2 with registers",
     ):
         plain = disturb(Alone(NETWORKS[name]()))
-        new, x = (
-            iso.recast(plain, iso.AttentionToWindow(3)),
-            torch.randn(2, 3, 32, 32, dtype=torch.float64),
-        )
+        new = iso.recast(plain, iso.AttentionToWindow(3))
+        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
         assert deviation(new(x), plain(x)) < 1e-12
         assert deviation(iso.prune(local(new))(x), new(x)) < 1e-12
         assert deviation(new(x), plain(x)) > 1e-6
@@ -238,11 +238,8 @@ def test_windows_alone_are_exported_at_open_sizes():
     program = torch.export.export(
         pruned, (torch.randn(2, 3, 96, 128),), dynamic_shapes=[sides]
     ).module()
-    for size in (
-        (96, 144),
-        (80, 208),
-        (64, 96),
-    ):  # windows of 3 divide both sides of the grid, none, one
+    # windows of 3 divide both sides of the grid, none, one
+    for size in ((96, 144), (80, 208), (64, 96)):
         x = torch.randn(2, 3, *size)
         assert deviation(program(x), pruned(x)) < 1e-5
         assert deviation(pruned(x), model(x)) > 1e-4
@@ -282,16 +279,19 @@ def test_refused_with_the_reason():
     refused("window 0 must be", iso.AttentionToWindow, 0)
     refused("nothing to prune: the share .* is 1; iso.Anneal", iso.prune, edited)
     refused("compute windows alone already", iso.prune, iso.prune(local(edited)))
-    layer, x = local(edited)[0], torch.randn(2, 9, 12)
+    layer = local(edited)[0]
+    x = torch.randn(2, 9, 12)
     for fail, said in (
         (lambda: layer(x, is_causal=True), "not causal"),
         (lambda: layer(x[:, :8]), "8 tokens do not fill"),
     ):
         with pytest.raises(ValueError, match=said):
             fail()
-    expected, layer.fused_attn = layer(x), False
+    expected = layer(x)
+    layer.fused_attn = False
     torch.testing.assert_close(layer(x), expected)
-    q, k = torch.randn(2, 4, 9, 3), torch.randn(2, 2, 9, 3)
+    q = torch.randn(2, 4, 9, 3)
+    k = torch.randn(2, 2, 9, 3)
     with Attend(layer, [(3, 3)]), pytest.raises(ValueError, match="keys of its own"):
         F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.lab.training import Stopped
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.loop import StepMonitor
+from isomorph.lab.training.run.snapshot import newest_snapshot, read_snapshot
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -31,9 +31,11 @@ def tiny(out, **changes):
 
 def same_snapshots(a, b):
     """Weights, averages and optimisers of two runs are the same, bit for bit."""
-    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    ours = read_snapshot(newest_snapshot(a).path)
+    theirs = read_snapshot(newest_snapshot(b).path)
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name])
 
 
 def stopped_run(folder, step, values):

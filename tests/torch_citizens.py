@@ -16,13 +16,15 @@ class TorchCitizens:
             y = self.layer(self.x)
         y.float().sum().backward()
         assert y.dtype == torch.bfloat16
-        assert all(p.grad.isfinite().all() for p in self.layer.parameters())
+        for p in self.layer.parameters():
+            assert p.grad.isfinite().all()
         assert (y - expected).abs().max() < 0.04 * expected.abs().max()  # bfloat16 has 8 bits
         z = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
         assert (z - expected).abs().max() < 0.04 * expected.abs().max()
 
     def test_every_dropout_acts_in_training_alone(self):
-        layer, still = copy.deepcopy(self.layer), self.layer.eval()(self.x)
+        layer = copy.deepcopy(self.layer)
+        still = self.layer.eval()(self.x)
         for drop in (module for module in layer.modules() if isinstance(module, nn.Dropout)):
             drop.p = 0.5
             torch.testing.assert_close(layer.eval()(self.x), still)

@@ -78,9 +78,8 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
         or get_close_matches(base, known, n=3)
         or [other for other in known if base in other][:3]
     )
-    words = [
-        word for word in re.split(r"[\W_]", base) if len(word) > 4
-    ]  # as in facebook/dinov2-small
+    # as in facebook/dinov2-small
+    words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
     shared = {other: sum(word in other for word in words) for other in known}
     close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
     hint = (

@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+# An object of JSON: values by name.
+JsonObject = dict[str, Any]
+
 
 def json_values(value: Any) -> Any:
     """Return a value of dicts, lists and numbers as JSON can hold it, with None for NaN and infinity."""

@@ -14,10 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
-_MMAP_LIMITS = (
-    2**30,
-    2**25,
-)  # bytes up to which memory is kept; older glibc accepts at most the second
+# bytes up to which memory is kept; older glibc accepts at most the second
+_MMAP_LIMITS = (2**30, 2**25)
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 

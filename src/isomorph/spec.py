@@ -59,6 +59,12 @@ class ModelSpec:
         return self.config.get("task") or {}
 
     @property
+    def split(self) -> tuple[float | None, int | None]:
+        """The fraction of the data that training left out, and the number of examples before that."""
+        fraction, examples = self.config.get("split") or (None, None)
+        return fraction, examples
+
+    @property
     def first_layers(self) -> tuple[str, ...]:
         """Names of the layers that read the images."""
         return layer_names(self.config.get("first_conv"))

@@ -6,7 +6,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as RichTable
+
+# Measured numbers by name; a row of values of any kind by name; rows of cells, the head first.
+Metrics = dict[str, float]
+Row = dict[str, Any]
+Rows = list[Row]
+Table = list[list[str]]
 
 MetricFormats = dict[str, tuple[str, Callable[[Any], str]]]
 
@@ -20,7 +26,7 @@ def _millions(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def _average_precisions(kind: str) -> MetricFormats:
+def _average_precision_formats(kind: str) -> MetricFormats:
     """Return the formats of COCO's APs of boxes or masks: at thresholds of the IoU, and by size of the object."""
     labels = {f"{kind}_ap": f"{kind} AP (%)"}
     for threshold in ("50", "75"):
@@ -76,8 +82,8 @@ METRIC_FORMATS: MetricFormats = {
         perplexity="perplexity of masked words",
     ),
     **_formats(",.0f", sequences="sequences"),
-    **_average_precisions("box"),
-    **_average_precisions("mask"),
+    **_average_precision_formats("box"),
+    **_average_precision_formats("mask"),
     **_formats(",.0f", real_images="real images", parameters="parameters"),
     "macs": ("M MACs per image", _millions),
     "step_macs": ("M MACs per pass, whatever the batch", _millions),
@@ -133,7 +139,7 @@ def chance_difference(percent: float, images: int) -> float:
     return 1.96 * (2 * variance) ** 0.5
 
 
-def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
+def metric_table(title: str, metrics: Mapping[str, float]) -> Table:
     """Return a table with a row for each metric that has a format; top-1 with its interval, if images were counted."""
     rows = [["", title]]
     for key, value in metrics.items():
@@ -146,7 +152,7 @@ def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     return rows
 
 
-def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def row_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a line for each row of metrics and names; a dash stands for a value that is missing."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     known = POINT_FORMATS | METRIC_FORMATS
@@ -169,7 +175,7 @@ def _plain_text(value: Any) -> str:
     return str(value)
 
 
-def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def grid_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each point: suite, size and rfc, then its metrics, a dash for none."""
     given = dict.fromkeys(key for point in points for key in point)
     names = [name for name in given if name in POINT_FORMATS]
@@ -202,7 +208,7 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of numbers, aligned to the right; the first row is its head."""
     head, *body = map(_cells, rows)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = RichTable(box=None, pad_edge=False, header_style="bold")
     table.add_column(escape(head[0]), overflow="fold", no_wrap=True)
     for name in head[1:]:
         table.add_column(escape(name), justify="right", overflow="fold")

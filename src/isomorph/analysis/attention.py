@@ -11,6 +11,7 @@ from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
+from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.calls import Inputs, check_inputs
 from isomorph.surgery.modules import Where
@@ -138,9 +139,7 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
                 else:
                     distances = grid.distances(maps.device)
                     count = len(maps) * len(distances)
-                distances = distances.to(
-                    maps.device, torch.promote_types(maps.dtype, torch.float32)
-                )
+                distances = distances.to(maps.device, at_least_float32(maps))
                 inner = maps[:, :, grid.prefix :, grid.prefix :].to(distances.dtype)
                 axes = "bqk" if name in windows else "qk"
                 total = total.to(maps.device) + torch.einsum(

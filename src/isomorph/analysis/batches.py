@@ -1,36 +1,22 @@
 """Iterate over the batches of a tensor, of arguments by name or of a loader, and average over their images."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.calls import Inputs, map_tensors, to_model
+from isomorph.surgery.calls import Inputs, batches_of, map_tensors, to_model
 
 # One batch as the model reads it, a tensor or its arguments by name, or a loader of batches.
 Data = Inputs | Iterable[Any]
 
 
 def batches(data: Data) -> Iterator[Inputs]:
-    """Yield the inputs of a batch, or of each batch of a loader, with or without labels.
-
-    Raises: UserError if there is no batch.
-    """
-    empty = True
-    for batch in [data] if isinstance(data, Tensor | Mapping) else data:
-        empty = False
-        inputs = batch[0] if isinstance(batch, tuple | list) else batch
-        if not isinstance(inputs, Tensor | Mapping):
-            kind = type(inputs).__name__
-            raise UserError(
-                f"a batch is a {kind}; give a tensor of images, a dict of inputs, or a loader of them",
-            )
-        yield inputs
-    if empty:
-        raise UserError("no batch was given; give a batch of images, or a loader with at least one")
+    """Yield the inputs of a batch, or of each batch of a loader, with or without labels. Raises: as `batches_of`."""
+    return batches_of(data, of_loader=True)
 
 
 def images_of(batch: Inputs) -> Tensor:

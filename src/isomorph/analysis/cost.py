@@ -102,7 +102,7 @@ def count_once(model: nn.Module, inputs: Inputs) -> int:
 
 
 def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacCount:
-    """Count two batch sizes, and split their difference into per image and per pass."""
+    """Count two batch sizes: their difference is one image, and the rest does not depend on the batch."""
     counts = []
     for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
         counts.append(count_once(model, inputs_like(model, batch, input_size, "meta")))

@@ -1,14 +1,13 @@
 """Feature layers of a model and their outputs."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.layer_attention import run_with_hooks
+from isomorph.analysis.layer_attention import run_observed
 from isomorph.errors import UserError
+from isomorph.operations import ModuleCall
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where, matches_where, nearest_names, outermost_modules
 
@@ -60,15 +59,12 @@ def features(
     """Return `read(output)` of every layer in eval mode, maps as (B, C, H, W). Shape: -> {name: (B, features)}"""
     values: dict[str, Tensor] = {}
 
-    def hook(name: str, layer: nn.Module, _: Any, output: Any) -> None:
-        x = output[0] if isinstance(output, tuple) else output
-        channels_last = getattr(model, "output_fmt", "") == "NHWC" and not isinstance(
-            layer, nn.Conv2d
-        )
-        if channels_last and x.ndim == 4:
+    def keep(call: ModuleCall) -> None:
+        x = call.output[0] if isinstance(call.output, tuple) else call.output
+        is_convolution = isinstance(call.module, nn.Conv2d)
+        if getattr(model, "output_fmt", "") == "NHWC" and x.ndim == 4 and not is_convolution:
             x = x.movedim(-1, 1)
-        values[name] = read(x)
+        values[call.name] = read(x)
 
-    hooks = [layer.register_forward_hook(partial(hook, name)) for name, layer in layers.items()]
-    run_with_hooks(model, batch, hooks)
+    run_observed(model, batch, after=keep, names=layers)
     return {name: values[name] for name in layers if name in values}

@@ -4,25 +4,31 @@ A layer with a method `attention` computes its map on demand; what others apply 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from timm.layers import Attention
 from timm.layers.attention import resolve_self_attn_mask
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
 from isomorph.layers.attention_base import score_scale, split_joint
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
+from isomorph.operations import (
+    AppliedAttention,
+    ModuleCall,
+    ReadMaps,
+    images_per_chunk,
+    observing,
+    unwrap,
+)
+from isomorph.operations.observe import Notice
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import facts_of, heads_of
-from isomorph.surgery.calls import Inputs, check_inputs, run_model
+from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.rules.window import WindowAttention
 
@@ -134,22 +140,16 @@ class LayerCall(NamedTuple):
     map_shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        around: tuple[int, ...] = (),
-    ) -> "LayerCall":
+    def of(cls, call: ModuleCall, around: tuple[int, ...] = ()) -> "LayerCall":
         """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
-        named = dict(kwargs)
+        args = call.args
+        named = dict(call.kwargs)
         if not args:
             first = "x" if "x" in named else next(iter(named), "x")
             args = (named.pop(first, None),)
         if getattr(args[0], "ndim", 0) == 4:
             around = tuple(args[0].shape)
-        return cls(name, layer, args, named, around)
+        return cls(call.name, call.module, args, named, around)
 
 
 @contextmanager
@@ -168,32 +168,32 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_with_hooks(model: nn.Module, batch: Inputs, handles: Sequence[RemovableHandle]) -> None:
-    """Run the model in eval mode, not compiled, and remove the hooks afterwards.
+def run_observed(
+    model: nn.Module,
+    batch: Inputs,
+    before: Notice | None = None,
+    after: Notice | None = None,
+    names: Iterable[str] | None = None,
+) -> None:
+    """Run the model in eval mode, not compiled, and show the calls of the named modules to `before` and `after`.
 
     Raises: UserError unless the batch is a tensor, or a dictionary of arguments.
     """
-    with ExitStack() as hooks:
-        for handle in handles:
-            hooks.enter_context(handle)
-        check_inputs(batch)
-        with eval_mode(model), torch.compiler.set_stance("force_eager"):
-            run_model(model, batch)
+    watching = observing(model, before, after, names)
+    with watching, eval_mode(model), torch.compiler.set_stance("force_eager"):
+        run_model(model, batch)
 
 
 def capture_inputs(
-    model: nn.Module, batch: Inputs, measure: Callable[..., Any], layers: Mapping[str, nn.Module]
+    model: nn.Module, batch: Inputs, measure: Callable[..., Any], names: Iterable[str]
 ) -> dict[str, Any]:
-    """Return `measure(layer, *inputs)` for every layer, on the inputs that it receives in the model, in eval mode."""
+    """Return `measure(layer, *inputs)` for every named layer, on the inputs that it receives in the model."""
     results: dict[str, Any] = {}
 
-    def hook(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        results[name] = measure(layer, *args, **kwargs)
+    def before(call: ModuleCall) -> None:
+        results[call.name] = measure(call.module, *call.args, **call.kwargs)
 
-    handles = []
-    for name, layer in layers.items():
-        handles.append(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
-    run_with_hooks(model, batch, handles)
+    run_observed(model, batch, before, names=names)
     return results
 
 
@@ -214,13 +214,9 @@ class _Capture:
         self.others: list[str] = []
         self.reasons: list[str] = []
 
-    def enter(
-        self,
-        name: str,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def enter(self, entered: ModuleCall) -> None:
+        name = entered.name
+        layer = entered.module
         inside = False
         if self.calls:
             outer = self.calls[-1]
@@ -232,21 +228,22 @@ class _Capture:
         call = None
         if not (reason or inside):
             around = next((known.map_shape for known in reversed(self.calls) if known), ())
-            call = LayerCall.of(name, layer, args, kwargs, around)
+            call = LayerCall.of(entered, around)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
         self.mode.enter(
             heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer)
         )
 
-    def leave(self, name: str, layer: nn.Module) -> None:
+    def leave(self, left: ModuleCall) -> None:
+        name = left.name
         call = self.calls.pop()
         attention: AppliedAttention | MethodMap | None = self.mode.leave()
-        if call and has_attention_method(layer):
-            attention = MethodMap(layer, call.args, call.kwargs, name)
+        if call and has_attention_method(call.layer):
+            attention = MethodMap(call.layer, call.args, call.kwargs, name)
         if call is None or attention is None:
             return
-        if not matches_where(self.where, name, layer):
+        if not matches_where(self.where, name, call.layer):
             self.others.append(name)
             return
         self.measured.append(name)
@@ -257,13 +254,6 @@ class _Capture:
         self.mode.leave()
         if result is not None:
             self.results[name] = result
-
-    def hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        for name, layer in model.named_modules():
-            if not isinstance(layer, _TRANSPARENT):
-                leave = partial(self.leave, name)
-                yield layer.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True)
-                yield layer.register_forward_hook(lambda layer, _, __, leave=leave: leave(layer))
 
     def missing(self) -> str:
         """Return why no attention was measured."""
@@ -290,8 +280,9 @@ def capture_attention(
     """
     model = unwrap(model, to_copy=False)
     capture = _Capture(measure, where)
+    layers = [name for name, part in model.named_modules() if not isinstance(part, _TRANSPARENT)]
     with _plain_attention(model), capture.mode:
-        run_with_hooks(model, batch, list(capture.hooks(model)))
+        run_observed(model, batch, capture.enter, capture.leave, layers)
     if not capture.measured:
         raise UserError(capture.missing())
     return capture.results

@@ -8,28 +8,34 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
+from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
 
-def _mean_of_maps(
+def _mean_over_images(
     model: nn.Module,
     data: Data,
     where: Where,
     measure: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
+    """Return the mean over images of what is measured of each image's maps, by layer, for a few images at a time.
 
-    def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
+    Shape: measure (B, nh, Nq, Nk) -> (B, ...), one row an image
+    """
+
+    def mean_of_layer(_: LayerCall, applied: AppliedAttention) -> Tensor:
         total = torch.zeros(())
         images = 0
         for maps in applied.chunks():
-            maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
+            maps = maps.to(at_least_float32(maps))
             total = total.to(maps.device) + measure(maps).sum(0)
             images += len(maps)
         return total / images
 
-    return mean_over(model, data, lambda batch: capture_attention(model, batch, mean, where))
+    return mean_over(
+        model, data, lambda batch: capture_attention(model, batch, mean_of_layer, where)
+    )
 
 
 def attention_entropy(model: nn.Module, data: Data, where: Where = "*") -> dict[str, Tensor]:
@@ -44,7 +50,7 @@ def attention_entropy(model: nn.Module, data: Data, where: Where = "*") -> dict[
     >>> tuple(iso.analysis.attention_entropy(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
     (3,)
     """
-    return _mean_of_maps(model, data, where, lambda maps: entropy(maps).mean(-1))
+    return _mean_over_images(model, data, where, lambda maps: entropy(maps).mean(-1))
 
 
 def entropy(weights: Tensor) -> Tensor:
@@ -73,7 +79,7 @@ def head_similarity(model: nn.Module, data: Data, where: Where = "*") -> dict[st
         products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)
         return products.mean(1, dtype=torch.float64).to(maps.dtype)
 
-    return _mean_of_maps(model, data, where, cosines)
+    return _mean_over_images(model, data, where, cosines)
 
 
 def centred_rows(maps: Tensor) -> Tensor:

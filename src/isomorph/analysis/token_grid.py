@@ -13,7 +13,7 @@ from isomorph.analysis.layer_attention import LayerCall
 from isomorph.errors import UserError
 from isomorph.layers.gated.positions import image_axis
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.grid import axis_offsets, fit_grid
+from isomorph.layers.grid import GridSize, axis_offsets, fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.edited_attention import EditedAttention, own_shapes
@@ -23,8 +23,8 @@ from isomorph.surgery.site import embedding_models
 class TokenGrid(NamedTuple):
     """Grids of queries and keys (with padding), in steps of the key grid; `prefix` tokens have no grid position."""
 
-    queries: tuple[int, int]
-    keys: tuple[int, int]
+    queries: GridSize
+    keys: GridSize
     padding: tuple[int, int] = (0, 0)
     start: tuple[float, float] = (0, 0)
     stride: tuple[float, float] = (1, 1)
@@ -52,7 +52,7 @@ class TokenGrid(NamedTuple):
         return attention[..., ph : Hk - ph, pw : Wk - pw]
 
 
-def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
+def image_grid(model: nn.Module, batch: Inputs) -> GridSize | None:
     """Return the grid of patches that the model makes of these images, by its first convolution if need be, or None.
 
     Images that are patches already, (B, N, C), come with their grids, whole numbers (B, 2).
@@ -67,15 +67,14 @@ def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
     patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if patches is None or patches.kernel_size != patches.stride:
         return None
-    if not isinstance(patches.padding, str) and any(
-        patches.padding
-    ):  # "same" does not pad a kernel of 1
+    # "same" does not pad a kernel of 1
+    if not isinstance(patches.padding, str) and any(patches.padding):
         return None
     h, w = patches.stride
     return size[0] // h, size[1] // w
 
 
-def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | None:
+def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> GridSize | None:
     """Return the grid that all images have, if it is given and has as many positions as there are patches."""
     for value in batch.values():
         if (
@@ -93,7 +92,7 @@ def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | 
 def find_token_grid(
     call: LayerCall,
     shape: tuple[int, int] | None,
-    grid: tuple[int, int] | None,
+    grid: GridSize | None,
 ) -> TokenGrid:
     """Return the grid of the queries and keys of a call; tokens without another are read row by row from its map.
 
@@ -159,7 +158,7 @@ def _pooled_grid(
     given: dict[str, Any],
     queries: int,
     keys: int,
-    grid: tuple[int, int] | None,
+    grid: GridSize | None,
 ) -> TokenGrid:
     shapes = own_shapes(layer, given)
     if grid:

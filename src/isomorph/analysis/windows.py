@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +10,11 @@ from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import some_images
-from isomorph.analysis.layer_attention import capture_inputs, run_with_hooks
-from isomorph.layers.modes import eval_mode
-from isomorph.operations import unwrap
+from isomorph.analysis.layer_attention import capture_inputs, run_observed
+from isomorph.analysis.token_grid import TokenGrid
+from isomorph.layers.grid import GridSize
+from isomorph.layers.modes import eval_mode, noise
+from isomorph.operations import ModuleCall, observing, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
 from isomorph.surgery.calls import Inputs
@@ -29,7 +30,7 @@ class WindowMembers(NamedTuple):
     Shape: members (windows, N)
     """
 
-    grid: tuple[int, int]
+    grid: GridSize
     members: Tensor
 
     def on_grid(self, maps: Tensor) -> Tensor:
@@ -63,9 +64,8 @@ class WindowMembers(NamedTuple):
         `position`: fractions of height and width; `row`: the attention of a token in every window, (B * windows, nh, N)
         """
         H, W = self.grid
-        down = min(int(position[0] * H), H - 1)
-        across = min(int(position[1] * W), W - 1)
-        window, token = (self.members == down * W + across).nonzero()[0].tolist()
+        query = TokenGrid(self.grid, self.grid).query_at(position)
+        window, token = (self.members == query).nonzero()[0].tolist()
         by_window = row(token).unflatten(0, (-1, len(self.members)))
         attention = by_window[:, window]  # (B, nh, N)
         members = self.members[window].to(attention.device)
@@ -149,31 +149,24 @@ def observed_windows(
     The nearest module around a layer that reads a whole map is run on maps of two kinds of tokens, one run for each
     binary digit of the positions. That needs what lies between to change every token alone, as a norm does.
     """
-    if not names:
-        return {}
     model = unwrap(model, to_copy=False)
-    modules = dict(model.named_modules())
     around = {name: _names_around(name) for name in names}
-    wanted = dict.fromkeys(itertools.chain(names, *around.values()))
-    calls: dict[str, _Call] = {}
+    wanted = dict.fromkeys(itertools.chain(*around.values()))
+    calls: dict[str, ModuleCall] = {}
 
-    def record(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[name] = _Call(args, kwargs)
+    def record(call: ModuleCall) -> None:
+        calls[call.name] = call
 
-    hooks = []
-    for name in wanted:
-        hooks.append(
-            modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        )
-    run_with_hooks(model, some_images(batch, 0, 1), hooks)
+    run_observed(model, some_images(batch, 0, 1), record, names=wanted)
     found = {}
     for name in names:
         for outer in around[name]:
-            size = calls[outer].map_size() if outer in calls else None
+            size = _size_of_map(calls[outer]) if outer in calls else None
             if size is None:
                 continue
-            with eval_mode(modules[outer]):
-                windows = _decoded_windows(modules[outer], calls[outer], modules[name], size)
+            with eval_mode(calls[outer].module):
+                inside = name.removeprefix(f"{outer}.")
+                windows = _decoded_windows(calls[outer], inside, size)
             if windows is not None:
                 found[name] = windows
                 break
@@ -189,26 +182,20 @@ def _names_around(name: str) -> list[str]:
     return names
 
 
-class _Call(NamedTuple):
-    """The arguments of a module, of which the first is a map of one image."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def map_size(self) -> tuple[int, int] | None:
-        """Return the size of the map that the first argument is, (1, H W, C) next to (H, W), or (1, H, W, C)."""
-        x = self.args[0] if self.args else None
-        if not isinstance(x, Tensor) or len(x) != 1:
-            return None
-        if x.ndim == 4:
-            return x.shape[1], x.shape[2]
-        if x.ndim != 3:
-            return None
-        for value in (*self.args[1:], *self.kwargs.values()):
-            pair = value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value
-            if _are_sides(pair, x.shape[1]):
-                return pair[0], pair[1]
+def _size_of_map(call: ModuleCall) -> GridSize | None:
+    """Return the size of the map of one image that a module reads, (1, H W, C) next to (H, W), or (1, H, W, C)."""
+    x = call.args[0] if call.args else None
+    if not isinstance(x, Tensor) or len(x) != 1:
         return None
+    if x.ndim == 4:
+        return x.shape[1], x.shape[2]
+    if x.ndim != 3:
+        return None
+    for value in (*call.args[1:], *call.kwargs.values()):
+        pair = value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value
+        if _are_sides(pair, x.shape[1]):
+            return pair[0], pair[1]
+    return None
 
 
 def _are_sides(pair: Any, positions: int) -> bool:
@@ -218,18 +205,18 @@ def _are_sides(pair: Any, positions: int) -> bool:
 
 
 def _decoded_windows(
-    block: nn.Module, call: _Call, attention: nn.Module, size: tuple[int, int]
+    call: ModuleCall, attention: str, size: tuple[int, int]
 ) -> WindowMembers | None:
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
-    generator = torch.Generator().manual_seed(0)
-    zero, one = torch.randn(2, x.shape[-1], generator=generator).to(x)
+    zero, one = noise(2, x.shape[-1]).to(x)
     positions = torch.arange(count, device=x.device)
 
     def received(ones: Tensor) -> Tensor:
         tokens = torch.where(ones[:, None], one, zero).reshape(x.shape)
-        return _first_input(block, _Call((tokens, *call.args[1:]), call.kwargs), attention)
+        made = call._replace(args=(tokens, *call.args[1:]))
+        return _last_input(made, attention)
 
     zeros_there = received(positions < 0)
     ones_there = received(positions >= 0)
@@ -248,14 +235,11 @@ def _decoded_windows(
     return WindowMembers(size, members.cpu())
 
 
-def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
+def _last_input(call: ModuleCall, inside: str) -> Tensor:
+    """Return what a module inside receives in a call, each window as a row of tokens."""
     inputs: list[Any] = []
-
-    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(args[0] if args else next(iter(kwargs.values())))
-
-    with layer.register_forward_pre_hook(record, with_kwargs=True):
-        block(*call.args, **call.kwargs)
+    with observing(call.module, lambda seen: inputs.append(seen.input), names=[inside]):
+        call.module(*call.args, **call.kwargs)
     return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of models and snapshots of training runs."""
+"""Files of models, and opening them."""

@@ -99,9 +99,8 @@ def load_autoencoder(
         record_data(model.encoder, header.data)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
-        if (
-            "." not in encoder_name
-        ):  # a tag selects another pretrained_cfg, with its own mean and std
+        # a tag selects another pretrained_cfg, with its own mean and std
+        if "." not in encoder_name:
             record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         embed = state.get("decoder_embed.weight")
         if not isinstance(embed, Tensor) or embed.ndim != 2:

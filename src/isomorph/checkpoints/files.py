@@ -83,8 +83,7 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise UserError(_describe_missing(path))
+    _require_file(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             names = file.keys() if tensors else ()
@@ -95,14 +94,18 @@ def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tenso
         ) from None
 
 
-def _describe_missing(path: Path) -> str:
+def _require_file(path: Path) -> None:
+    if path.is_file():
+        return
     if path.is_dir():
         inside = path / "model.safetensors"
         hint = f"; give {inside}" if inside.is_file() else ""
-        return f"{path} is a folder, not a checkpoint{hint}"
+        raise UserError(f"{path} is a folder, not a checkpoint{hint}")
     if not path.suffix and is_model(str(path)):
-        return f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
-    return f"there is no checkpoint {path}"
+        raise UserError(
+            f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
+        )
+    raise UserError(f"there is no checkpoint {path}")
 
 
 def read_contents(path: Path, ema: bool = True) -> Contents:
@@ -114,8 +117,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     """
     if path.suffix.lower() == ".safetensors":
         return Contents(path, *_read_safetensors(path))
-    if not path.is_file():
-        raise UserError(_describe_missing(path))
+    _require_file(path)
     held = unpickle(path)
     if not isinstance(held, Mapping):
         raise UserError(
@@ -143,12 +145,10 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     notes: tuple[str, ...] = ()
     if averaged and last and chosen in last:
         notes = (
-            f"{path.name}: last weights ({chosen}); --ema (ema=True) takes the average, {averaged[0]}",
+            f"{path.name}: last weights ({chosen}); ema=True takes the average, {averaged[0]}",
         )
     elif averaged and last:
-        notes = (
-            f"{path.name}: averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {last[0]}",
-        )
+        notes = (f"{path.name}: averaged weights (EMA, {chosen}); ema=False takes {last[0]}",)
     inner = _choose_tensors(path, held[chosen], ema)
     return Contents(path, inner.tensors, {}, settings, notes or inner.notes)
 
@@ -185,25 +185,17 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST, *_PAIR))
 
 
-_WRAPPERS = (
-    "module.",
-    "model.",
-    "backbone.",
-)  # which DistributedDataParallel and training modules add to all names
+# which DistributedDataParallel and training modules add to all names
+_WRAPPERS = ("module.", "model.", "backbone.")
 _COMPILED = "_orig_mod."
-_PROJECTIONS = (
-    "dino_head.",
-    "ibot_head.",
-    "head.mlp.",
-    "head.last_layer",
-)  # next to the backbone, in DINO's training
+# next to the backbone, in DINO's training
+_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `own` names."""
-    stripped = {
-        name: tensor for name, tensor in tensors.items() if name != "n_averaged"
-    }  # of AveragedModel
+    # of AveragedModel
+    stripped = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
     while stripped:

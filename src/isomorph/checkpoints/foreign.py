@@ -54,7 +54,7 @@ class ModelOptions(NamedTuple):
         try:
             check_model_kwargs(self.model_kwargs)
         except ValueError as error:
-            raise UserError(f"--model-kwargs: {error}") from None
+            raise UserError(f"model.kwargs: {error}") from None
         arguments = dict(self.model_kwargs)
         if self.num_classes is not None:
             arguments["num_classes"] = self.num_classes
@@ -78,8 +78,8 @@ def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.
     name = options.arch or _named_model(settings)
     if not name:
         raise UserError(
-            f"{path} does not say what model it is; give --arch NAME, one of timm.list_models(), or --arch "
-            "package.module:function for your own (in Python iso.load(path, base=MyModel()))"
+            f"{path} does not say what model it is; give base=NAME, one of timm.list_models(), or "
+            "base=MyModel() of your own"
         )
     require_registered(name)
     try:
@@ -89,13 +89,12 @@ def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
     model = build_checked(
-        contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs"
+        contents, lambda: create(name, **arguments), f"{name} without other arguments"
     )
     model = _with_layers_of(model, tensors)
     images = _image_settings(settings, model, path)
-    if (
-        images or "." not in name
-    ):  # a tag, as in resnet50.a1_in1k, says which images its weights expect
+    # a tag, as in resnet50.a1_in1k, says which images its weights expect
+    if images or "." not in name:
         record_data(model, images)
         if not images:
             prepared = f"as for {name}'s public weights: {describe_images(model)}"
@@ -219,9 +218,8 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[t
     count = positions.shape[1] - prefix
     if bare and prefix > 0:
         count += 1
-    if (
-        not prefix and math.isqrt(count) ** 2 == count - 1
-    ):  # the authors of DINOv2 add one to the class token
+    # the authors of DINOv2 add one to the class token
+    if not prefix and math.isqrt(count) ** 2 == count - 1:
         count -= 1
     if count != grid or has_other_patches:
         unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]
@@ -233,6 +231,6 @@ def _image_size(count: int, patch: tuple[int, ...], more: str) -> list[int]:
     if side**2 != count or not side:
         raise UserError(
             f"the checkpoint has positions for {count} patches, not a square number{more}; give the image size it was "
-            "trained with, like --model-kwargs img_size=96,128, or another --arch"
+            "trained with, like img_size=(96, 128), or another `base`"
         )
     return [side * patch[0], side * patch[1]]

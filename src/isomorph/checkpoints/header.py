@@ -109,13 +109,14 @@ class _BaseSchema(_StrictModel):
 
     @model_validator(mode="after")
     def check_arguments(self) -> "_BaseSchema":
+        """Reject arguments with which a file could make the model read others or run code, or need endless memory."""
         for name, value in self.__pydantic_extra__.items():
-            if name != "pretrained":
+            if name != "pretrained":  # never passed on: a file brings its own weights
                 check_foreign_kwargs({name: value})
             limit = largest_allowed(name)
             number = _max_magnitude(value)
-            if not number <= limit:
-                raise ValueError(f"{name} holds {number:.6g} and should not be above {limit:,}")
+            if number > limit:
+                raise ValueError(f"{name} holds {number:.6g} and must not be above {limit:,}")
         return self
 
 
@@ -186,9 +187,8 @@ class _DecoderSchema(_StrictModel):
     normalise: bool
 
 
-DATA_KEYS = tuple(
-    _DataSchema.model_fields
-)  # keys of a pretrained_cfg that are saved with the weights
+# keys of a pretrained_cfg that are saved with the weights
+DATA_KEYS = tuple(_DataSchema.model_fields)
 
 
 class _HeaderSchema(_StrictModel):

@@ -22,10 +22,8 @@ from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
-WEIGHTS, CONFIG = (
-    "model.safetensors",
-    "config.json",
-)  # weights are safetensors alone, which hold no code
+# weights are safetensors alone, which hold no code
+WEIGHTS, CONFIG = ("model.safetensors", "config.json")
 _MAX_CONFIG_BYTES = 2**24
 # What timm's config.json says of the images; its source, split and classes are those of timm.
 _IMAGE_KEYS = [key for key in DATA_KEYS if key not in ("source", "split", "label_names")]
@@ -38,9 +36,8 @@ def download_model(repository: str, revision: str | None) -> Path:
         weights = _download(repository, WEIGHTS, revision)
         if not is_own(read_header(weights)):
             with suppress(_MissingFile):
-                _download(
-                    repository, CONFIG, weights.parent.name
-                )  # of the same commit, should the branch move
+                # of the same commit, should the branch move
+                _download(repository, CONFIG, weights.parent.name)
     return weights
 
 
@@ -79,10 +76,12 @@ def _explain(
             f"there is no {whose}; give one of its branches, tags or commits after the @"
         )
     if is_connection_error(error):
-        at = f" --revision {revision}" if revision else ""
+        command = f"hf download {repository} --local-dir FOLDER"
+        if revision:
+            command = f"hf download {repository} --revision {revision} --local-dir FOLDER"
         return UserError(
             f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
-            f"`hf download {repository}{at} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
+            f"`{command}`, and give FOLDER/{WEIGHTS} here"
         )
     if isinstance(error, EntryNotFoundError):
         return _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub")

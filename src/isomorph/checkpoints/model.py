@@ -24,13 +24,14 @@ from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
+from isomorph.surgery.insert import temporary_blocks
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
 
-_ALWAYS_ALLOWED_NUMEL = (
-    2**20
-)  # models of up to this many numbers are built however small their file is
+# models of up to this many numbers are built however small their file is
+_ALWAYS_ALLOWED_NUMEL = 2**20
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
 _WITHOUT_EFFECT = frozenset(
     {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}
@@ -172,6 +173,7 @@ def describe_model(
 ) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     made = edits(model)
+    _warn_of_temporary_blocks(made)
     found = None
     if isinstance(base, dict):
         found = {**arguments_to_record(model), **base}, made
@@ -195,6 +197,18 @@ def describe_model(
     return header
 
 
+def _warn_of_temporary_blocks(made: tuple[Edit, ...]) -> None:
+    """Warn of an inserted block that `load` cannot rebuild in another process."""
+    for place, name in temporary_blocks(made).items():
+        warnings.warn(
+            f"the block after {place} is a module, lambda or local function, which iso.load cannot find; give "
+            "iso.insert a class or function that can be imported, or before iso.load call "
+            f'iso.surgery.register_block(make, name="{name}") with the function of channels that makes it',
+            stacklevel=4,
+        )
+        return
+
+
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
     with torch.device("meta"):
         twin = copy.deepcopy(base).to("meta")
@@ -212,9 +226,8 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{contents.path} holds a {kind}, which timm cannot build; give --arch package.module:function, which "
-            f"builds it (in Python iso.load(path, base={kind.rpartition('.')[2]}(...))), or --arch with a timm model "
-            "of the same tensors"
+            f"{contents.path} holds a {kind}, which timm cannot build; give "
+            f"base={kind.rpartition('.')[2]}() of your code, or base=NAME of a timm model with the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)
@@ -545,7 +558,7 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         "not of real numbers": odd,
     }
     said = [
-        f"{len(names)} {problem} ({_first_names(names)})"
+        f"{len(names)} {problem} ({list_names(names)})"
         for problem, names in problems.items()
         if names
     ]
@@ -556,11 +569,6 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         if any(name.startswith(prefix) for name in unexpected):
             text += f"; it {hint}"
     raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
-
-
-def _first_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown}, ..." if len(names) > 3 else shown
 
 
 def _is_real(tensor: Any) -> bool:

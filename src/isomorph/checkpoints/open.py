@@ -1,49 +1,38 @@
-"""Opening a model: from its file, by its name in timm, or from the folder of its run.
+"""Opening a model from its file.
 
-One way for all files: find the path (`local_file`), read tensors and header (`read_contents`, `_read_run`), build the
-model that they describe, load the tensors (`_open`).
+One way for all files: find the path (`local_file`), read tensors and header (`read_contents`), build the model that
+they describe, load the tensors (`open_contents`).
 """
 
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import timm
-import torch
 from torch import nn
 
-from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header
+from isomorph.checkpoints.files import Contents, read_contents
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, build_foreign, read_arguments
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
     cast_like,
     describe_base,
-    describe_data,
     load_state,
     read_parts,
-    rebuild,
     rebuild_from_header,
     record_data,
     warn_of_nan,
 )
-from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
-from isomorph.checkpoints.snapshot import (
-    DamagedSnapshot,
-    newest_snapshot,
-    peek_header,
-    read_snapshot,
-)
+from isomorph.checkpoints.paths import HUB, is_function
 from isomorph.errors import UserError, short_reason
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
-from isomorph.surgery.rule import add_notes, notes, update_record
+from isomorph.surgery.rule import add_notes, update_record
 
 
 def load(
@@ -87,8 +76,10 @@ def load(
     contents = read_contents(local_file(path, revision), ema)
     warn_of_nan(contents.tensors, "loaded")
     if isinstance(base, nn.Module):
-        return _open(contents, base=base)
-    return _open(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
+        return open_contents(contents, base=base)
+    return open_contents(
+        contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema)
+    )
 
 
 def local_file(name: str | Path, revision: str | None = None) -> Path:
@@ -106,7 +97,7 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
     return download_model(repository, revision or named or None)
 
 
-def _open(
+def open_contents(
     contents: Contents, options: ModelOptions = NO_OPTIONS, base: nn.Module | None = None
 ) -> nn.Module:
     """Return the model that a file, the options or a base describe, with the file's tensors; in eval mode."""
@@ -133,9 +124,8 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
     """Return the model that the options name as the base of a file's edits, or None."""
     if options.arch and is_function(options.arch):
         return build_own(options.arch, options.arguments())
-    if (
-        options.arch and contents.is_own and "module" in contents.header
-    ):  # such as torchvision's ResNets
+    # such as torchvision's ResNets
+    if options.arch and contents.is_own and "module" in contents.header:
         require_registered(options.arch)
         return create(
             options.arch, **read_arguments(options.arch, contents.tensors, options.arguments())
@@ -215,7 +205,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"
             advice = (
-                "give a function that runs without arguments, or its arguments as --model-kwargs"
+                "give a function that runs without arguments, or its arguments as `model.kwargs`"
             )
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
@@ -224,102 +214,6 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         )
     update_record(model, is_own=True)
     return model.eval()
-
-
-def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
-    """Open a checkpoint with other arguments of timm.create_model; return the model and the names of its new tensors.
-
-    Raises: UserError when the file cannot be opened, or does not fit with these arguments.
-    """
-    opened = load(path)
-    base = {**describe_base(opened), **arguments}
-    model = rebuild(base, edits(opened))
-    record_data(model, describe_data(opened))
-    add_notes(model, *notes(opened))
-    return model, load_state(model, opened.state_dict(), path, fresh_head=True)
-
-
-def open_model(
-    name: str,
-    weights: Path | None = None,
-    pretrained: bool = True,
-    options: ModelOptions = NO_OPTIONS,
-    **arguments: Any,
-) -> nn.Module:
-    """Open a model in eval mode: its name in timm, its checkpoint, the folder of its run, or package.module:function.
-
-    `options` say what a checkpoint that isomorph did not write leaves open. A timm model gets the weights of the file
-    `weights`, else its public weights if `pretrained`, else random ones; `arguments` go to timm.create_model.
-
-    Raises: UserError when there is no such model, its weights are missing, or they do not fit.
-    """
-    if is_checkpoint_or_run(name):
-        if weights:
-            raise UserError(f"{name} has weights already; --weights applies to timm models by name")
-        return open_trained(Path(name), options)
-    if is_function(name):
-        model = build_own(name, options.arguments() | arguments)
-        return _open(read_contents(weights, options.ema), base=model) if weights else model
-    if options.arch:
-        raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
-    require_registered(name)
-    arguments = {**arguments, **options.arguments()}
-    if weights:
-        named = options._replace(arch=name, num_classes=None, model_kwargs=arguments)
-        return _open(read_contents(weights, options.ema)._replace(header={}), named)
-    public = _pretrained_cfg(name)
-    if pretrained and not (public and public.has_weights):
-        raise UserError(f"{name} has no public weights; give --weights")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # random weights are the same at every call
-        return create(name, pretrained=pretrained, **arguments).eval()
-
-
-def _pretrained_cfg(name: str) -> Any:
-    try:
-        return timm.get_pretrained_cfg(name)
-    except RuntimeError:
-        stem, _, tag = name.partition(".")
-        tags = ", ".join(known.partition(".")[2] for known in timm.list_pretrained(f"{stem}.*"))
-        raise UserError(f"{stem} has no weights tagged {tag!r}; it has {tags or 'none'}") from None
-
-
-def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrained: bool) -> None:
-    """Raise UserError if --no-pretrained, which asks for random weights, is given for models that have weights."""
-    if not pretrained and (weights or all(map(is_checkpoint_or_run, names))):
-        raise UserError(
-            "--no-pretrained asks for random weights; give a timm model by name and no --weights"
-        )
-
-
-def is_checkpoint_or_run(name: str) -> bool:
-    """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
-    return (
-        name.startswith(HUB)
-        or name.endswith(CHECKPOINTS)
-        or (Path(name).exists() and not timm.is_model(name))
-    )
-
-
-def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
-    """Open a checkpoint, or the current model (the encoder of pre-training) of a run; in eval mode, averaged if any.
-
-    Raises: UserError when there is no model yet, or the file is damaged or does not fit.
-    """
-    path = local_file(path)
-    contents = _read_run(path, options.ema) if path.is_dir() else read_contents(path, options.ema)
-    return _open(contents, options)
-
-
-def needs_options(name: str) -> bool:
-    """True for a checkpoint that isomorph did not write, or one or a run of a module that timm could not build."""
-    path = Path(name)
-    if not is_checkpoint_or_run(name):
-        return False
-    if path.is_dir():
-        return "module" in (peek_header(path) or ())
-    header = read_header(path) if path.suffix == ".safetensors" else {}
-    return not is_own(header) or "module" in header
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
@@ -334,53 +228,8 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
     }
     given = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
-        given.insert(0, f"--arch {options.arch}")
+        given.insert(0, f"base={options.arch}")
     if given:
         raise UserError(
             f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"
         )
-
-
-def _read_run(path: Path, ema: bool) -> Contents:
-    """Return the tensors of a run's newest snapshot and its model's header, or those of the model that it wrote last.
-
-    Raises: UserError when there is no model yet, or the file is damaged.
-    """
-    found = newest_snapshot(path)
-    if found is None and (path / "model.safetensors").is_file():
-        return read_contents(path / "model.safetensors")
-    if found is None:
-        raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
-    if found.damaged:  # an older one is another model
-        raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
-    tensors = read_snapshot(found.path)
-    recipe = found.values["recipe"]
-    progress = found.values["progress"]
-    averaged = ema and any(name.startswith(AVERAGED_PREFIX) for name in tensors)
-    prefix = (AVERAGED_PREFIX if averaged else MODEL_PREFIX) + _encoder_prefix(recipe)
-    state = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-    which = "averaged weights (EMA)" if averaged else "weights"
-    whole = (
-        "the finished run"
-        if progress["closed"] == recipe.get("epochs")
-        else "the run's last snapshot"
-    )
-    when = f"after {progress['closed']} of {recipe.get('epochs')} epochs, {progress['step']} steps"
-    return Contents(
-        path, state, found.values["model"], notes=(f"{path}: {which} of {whole}, {when}",)
-    )
-
-
-def _encoder_prefix(recipe: Mapping[str, Any]) -> str:
-    """Return the prefix of the model's tensor names in a run: pre-training and guided detection wrap the model."""
-    task = recipe.get("task")
-    if isinstance(task, dict) and task.get("name") == "detection" and task.get("teacher"):
-        return "student."
-    mask = recipe.get("mask")
-    if not isinstance(mask, dict):
-        return ""
-    return "student.encoder." if mask.get("teacher") else "encoder."

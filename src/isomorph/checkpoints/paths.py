@@ -11,14 +11,8 @@ from isomorph.errors import UserError
 _PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])(?<!\.git)"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 HUB = ("hf-hub:", "hf_hub:")
-CHECKPOINTS = (
-    ".safetensors",
-    ".pth",
-    ".pt",
-    ".pth.tar",
-    ".ckpt",
-    ".bin",
-)  # or any file that exists
+# or any file that exists
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -48,15 +42,16 @@ def require_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-NEW_PATHS: set[Path] = (
-    set()
-)  # found free by the command: it must not replace them, should another one write them first
+# found free by the command: it must not replace them, should another one write them first
+NEW_PATHS: set[Path] = set()
 
 
 def require_new(path: Path, overwrite: bool, option: str) -> None:
     """Raise UserError for a path that exists, unless it may be replaced; then and later, until it is written."""
     if not overwrite and os.path.lexists(path):
-        raise UserError(f"{option} {path} exists; give --overwrite to replace it, or another name")
+        raise UserError(
+            f"{option} {path} exists; give overwrite=True to replace it, or another name"
+        )
     (NEW_PATHS.discard if overwrite else NEW_PATHS.add)(path.absolute())
 
 
@@ -80,7 +75,7 @@ def move_into_place(partial: Path, path: Path, new: bool = False) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise UserError(
-            f"{path} exists now: another command wrote it; give --overwrite, or another name"
+            f"{path} exists now: another command wrote it; give overwrite=True, or another name"
         ) from None
 
 

@@ -49,9 +49,8 @@ def unpickle(path: Path) -> Any:
     except Exception as error:  # torch.load raises many types for a damaged file
         raise _explain(path, error) from None
     finally:
-        add_safe_globals(
-            allowed
-        )  # safe_globals also removes those that the program had added before
+        # safe_globals also removes those that the program had added before
+        add_safe_globals(allowed)
 
 
 def _explain(path: Path, error: Exception) -> UserError:

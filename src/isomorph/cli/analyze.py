@@ -163,10 +163,10 @@ def open_page_model(
     name: str, title: str, opening: opt.OpenOptions, device: str, among: list[str] | None = None
 ) -> "PageModel":
     """Open a model by name, checkpoint or run folder, with its data config and recipe; `among`, see `open_given`."""
-    from isomorph.checkpoints.open import is_checkpoint_or_run
     from isomorph.cli.open_models import find_recipe, open_given
-    from isomorph.distributed import open_runtime
+    from isomorph.lab.distributed import open_runtime
     from isomorph.lab.report.page_models import PageModel
+    from isomorph.lab.training.open import is_checkpoint_or_run
     from isomorph.models.input_sizes import evaluation_config
 
     path = Path(name)
@@ -375,7 +375,7 @@ def _measure_along(
     show_step: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log."""
-    from isomorph.distributed import open_runtime
+    from isomorph.lab.distributed import open_runtime
     from isomorph.lab.report.compare_page import MeasureHistory
     from isomorph.lab.report.page_models import MEASURES
     from isomorph.lab.training.history import attention_history

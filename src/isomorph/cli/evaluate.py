@@ -12,7 +12,8 @@ from cyclopts.validators import Number
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
 from isomorph.errors import UserError
-from isomorph.terminal_tables import grid_table, metric_table, row_table, say
+from isomorph.json_values import JsonObject
+from isomorph.terminal_tables import Rows, grid_table, metric_table, row_table, say
 
 
 @opt.group
@@ -85,7 +86,7 @@ def evaluate_(
     opt.check_out(of.per_class, overwrite, suffixes=(".csv",), option="--per-class")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.evaluation.model_data import data_root, default_data
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
@@ -141,7 +142,7 @@ def _measure(
     sizes: Sequence[tuple[int, int]],
     runtime: Any,
     exported: bool,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[Rows, Rows]:
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
     from isomorph.lab.evaluation.model_data import (
@@ -182,8 +183,8 @@ def _measure(
 
 def _show_rows(
     head: dict[str, str],
-    rows: list[dict[str, Any]],
-    costs: list[dict[str, Any]],
+    rows: Rows,
+    costs: Rows,
     many: bool,
     json_: bool,
 ) -> None:
@@ -198,7 +199,7 @@ def _show_rows(
         return
     tables = [grid_table(rows)]
     if many:
-        found: dict[str, Any] = {"rows": rows, "cost": costs}
+        found: JsonObject = {"rows": rows, "cost": costs}
     else:
         found = {"curve": [head | row for row in rows], **cost}
         best = max(range(len(rows)), key=lambda number: rows[number]["top1"])
@@ -239,7 +240,7 @@ def predict(
         raise UserError(f"--out {out} is the image itself; give another file")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.training.classification import CLASSIFICATION
         from isomorph.lab.training.task import recorded_task
     net = open_classifier(model, opening, open_runtime(device).device)
@@ -323,7 +324,7 @@ def bench(
     with opt.loading():
         from isomorph.analysis.cost import cost_table
         from isomorph.cli.open_models import open_given
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.report.analyze_page import cost_tables
         from isomorph.models.input_sizes import evaluation_config
     models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}

@@ -10,6 +10,7 @@ from isomorph.checkpoints.paths import NEW_PATHS, check_repository
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner, track_steps
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import metric_table
 
 Dynamic = Annotated[
@@ -55,14 +56,16 @@ def export(
     opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
-        from isomorph.models.input_sizes import evaluation_config
+        from isomorph.models.input_sizes import evaluation_config, fit_to_size, random_inputs
         from isomorph.surgery import NotEqual
     with spinner("export") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
         if raw_images:
-            prepared = evaluation_config(net)
-            net = iso.absorb(net, prepared["mean"], prepared["std"])
+            net = fit_to_size(net, size) if size else net
+            prepared = evaluation_config(net, size)
+            example: Any = random_inputs(1, net, size)
+            net = iso.absorb(net, prepared["mean"], prepared["std"], images=example)
         try:
             report = iso.export(
                 net,
@@ -147,7 +150,7 @@ def quantize(
     show(json_, facts, str(report), table, f"wrote {report.path}")
 
 
-def _accuracy(model: Any, images: Any, name: str) -> dict[str, Any]:
+def _accuracy(model: Any, images: Any, name: str) -> JsonObject:
     found = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
     return {key: round(found[key], 4) for key in ("top1", "nll", "images")}
 

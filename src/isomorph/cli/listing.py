@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from cyclopts import App
 
@@ -15,9 +14,10 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.lab.recipes import RECIPES, recipe_values
+from isomorph.json_values import JsonObject
+from isomorph.lab.recipes import recipe_values
 from isomorph.process import returns_freed_memory
-from isomorph.terminal_tables import print_text_table, say
+from isomorph.terminal_tables import Rows, Table, print_text_table, say
 
 
 @opt.command
@@ -62,6 +62,8 @@ def list_recipes(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     pattern
         Part of a name, or a glob, for example 'tcnn_*'.
     """
+    from isomorph.lab.recipes import RECIPES
+
     matching = {
         name: recipe
         for name, recipe in RECIPES.items()
@@ -111,7 +113,7 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         Count the BatchNorms that fuse merges instead, and why not the others; the models are run, which takes longer.
     """
     with opt.loading():
-        from isomorph.surgery.coverage import (
+        from isomorph.lab.evaluation.coverage import (
             cover_models,
             merge_norms,
             summarise_coverage,
@@ -124,12 +126,12 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
     else:
         rules = {name: rule() for name, rule in RULES.items()}
         counting = cover_models(names, rules)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     with progress_bar("counting") as update:
         for row in counting:
             rows.append(row)
             update(len(rows), len(names), row["model"])
-    found: dict[str, Any] = {"models": rows}
+    found: JsonObject = {"models": rows}
     if not norms:
         found["families"] = summarise_coverage(rows)
     if json_:
@@ -150,7 +152,7 @@ def _describe_reasons(reasons: dict[str, int]) -> str:
     return "; ".join(f"{count} x {reason}" for reason, count in list(reasons.items())[:2])
 
 
-def _norm_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+def _norm_table(rows: Rows) -> Table:
     table = [["model", "merged", "max |diff|", "why not the others"]]
     for row in rows:
         if "error" not in row:
@@ -166,7 +168,7 @@ def _norm_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
-def _rule_table(counted: dict[str, dict[str, Any]]) -> list[list[str]]:
+def _rule_table(counted: dict[str, JsonObject]) -> Table:
     """Return a table with a line for every rule and model, or family, by whose name the counts are."""
     table = [["", "rule", "accepted", "why not the others"]]
     for name, found in counted.items():

@@ -4,49 +4,103 @@ import re
 
 from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
-# Options of `train`, and before them those of all other commands, by the names that the library uses.
-_NAMES = {
-    "checkpoint_path=FILE": ("--weights FILE", "--model.weights FILE"),
-    **dict.fromkeys(
-        ("pretrained=False", "--no-pretrained"), ("--no-pretrained", "--model.pretrained false")
-    ),
-    "device=cpu": ("--device cpu", "--device cpu"),
-    "data=NAME": ("--data NAME", "--data NAME"),
-    **dict.fromkeys(("data.root", "--root"), ("--root", "--data.root")),
-    "data.source": ("--data", "--data.source"),
-    "data.classes": ("--classes", "--data.classes"),
-    **dict.fromkeys(("data.split", "test_fraction"), ("--split", "--data.split")),
-    "anneal.epochs of a recipe": ("--anneal.epochs of `isomorph train`",) * 2,
-    **dict.fromkeys(("model.weights", "--weights"), ("--weights", "--model.weights")),
-    "--arch": ("--arch", "--model.name"),
-    "--model-kwargs": ("--model-kwargs", "--model.kwargs"),
-    "--size": ("--size", "--data.size"),
-    "float_layers": ("--float-layers", "--float-layers"),
-    "in where": ("in --where", "in --model.recast.where"),
+from isomorph.cli.options import app
+from isomorph.cli.tables import tables
+
+# What the library writes as name=VALUE or `name` is an argument; calls in Python code stay as they are.
+_VALUE = r"\([^()]*\)|\[[^\]]*\]|'[^']*'|[^\s;,()`]+(?:\([^()]*\))?"
+_ARGUMENT = re.compile(
+    r"(?P<code>[A-Za-z_][\w.]*\((?:[^()]|\([^()]*\))*\))"
+    rf"|(?<![\w./-])(?P<name>[a-z][\w.]*)=(?P<value>{_VALUE})"
+    r"|`(?P<quoted>[a-z][\w.]*)`"
+    r"|(?<![\w./-])(?P<field>data\.(?:root|source|classes|split)|model\.weights)(?![\w-]|\.\w)"
+)
+# Arguments by the names of options that are not theirs.
+_OTHER_NAMES = {
+    "base": ("arch", "model.name"),
+    "checkpoint_path": ("weights", "model.weights"),
+    "corruptions": ("corruption",),
+    "data.source": ("data", "data.source"),
+    "model.kwargs": ("model-kwargs", "model.kwargs"),
+    "test_fraction": ("split", "data.split"),
 }
+# Arguments of timm.create_model, which a command takes together as one option.
+_MODEL_ARGUMENTS = ("img_size", "patch_size")
 
 
-def name_options(message: str, command: str) -> str:
-    """Return a message in which fields and arguments have the names of the command's options."""
-    names = "|".join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
-    pattern = rf"(?<![\w.-])({names})(?![\w-]|\.\w)"
-    text = re.sub(pattern, lambda found: _NAMES[found[1]][command == "train"], message)
-    return re.sub(r"--model\.kwargs (\w+)=", r"--model.kwargs.\1 ", text)
+def name_options(message: str, command: str = "") -> str:
+    """Return a message in which the library's arguments and fields have the names of the command's options."""
+    options = _options_of(command)
+
+    def as_option(found: re.Match[str]) -> str:
+        name = found["name"] or found["quoted"] or found["field"]
+        if name is None:
+            return found[0]
+        return _typed(name, found["value"], options) or found[0]
+
+    return _ARGUMENT.sub(as_option, message)
+
+
+def _options_of(command: str) -> set[str]:
+    """Return the options of a command, without dashes; of `train` the fields of a recipe."""
+    if command == "train":
+        return set(re.findall(r"`--([\w.]+)`", tables()["recipe_help"]))
+    if command not in app:
+        return set()
+    names: set[str] = set()
+    for argument in app[command].assemble_argument_collection():
+        names.update(name.removeprefix("--") for name in argument.names)
+    return names
+
+
+def _typed(name: str, value: str | None, options: set[str]) -> str | None:
+    """Return an argument with its value as it is typed, or None if the command has no such option."""
+    if name in _MODEL_ARGUMENTS and value is not None:
+        sizes = value.strip("()").replace(", ", ",")
+        if "model-kwargs" in options:
+            return f"--model-kwargs {name}={sizes}"
+        return f"--model.kwargs.{name} {sizes}" if "model.kwargs" in options else None
+    last = name.rpartition(".")[2]
+    known = _OTHER_NAMES.get(name, (name, last, f"data.{last}", f"model.{last}"))
+    for candidate in known:
+        option = candidate if candidate in options else candidate.replace("_", "-")
+        if option in options or (option.startswith("model.kwargs.") and "model.kwargs" in options):
+            return _with_value(option, value, options)
+    return None
+
+
+def _with_value(option: str, value: str | None, options: set[str]) -> str:
+    if value is None:
+        return f"--{option}"
+    is_recipe = "model.name" in options
+    if value == "True" and not is_recipe:
+        return f"--{option}"
+    if value == "False" and f"no-{option}" in options:
+        return f"--no-{option}"
+    if "(" in value and option in ("arch", "model.name"):
+        value = "package.module:function"
+    if value in ("True", "False"):
+        value = value.lower()
+    if re.fullmatch(r"\(\d+, \d+\)", value):
+        value = value.strip("()").replace(", ", "x")
+    if not is_recipe:
+        value = value.strip("[]").replace(", ", " ")
+    return f"--{option} " + value.replace("'", "")
 
 
 _PATTERNS = {
     r"Input (?:height|width) \((\d+)\) doesn't match model \((\d+)\)": (
-        "images of {0} pixels do not fit this model, which was built for {1}; give --size {1}, leave --size out, or "
-        "build a ViT of timm for them with --model-kwargs img_size={0}"
+        "images of {0} pixels do not fit this model, which was built for {1}; give size={1}, leave `size` out, or "
+        "build a ViT of timm for them with img_size={0}"
     ),
     r"Input (?:height|width) \((\d+)\) should be divisible by patch size \((\d+)\)": (
-        "images of {0} pixels do not fit this model; give a --size that is a multiple of its patch size {1}"
+        "images of {0} pixels do not fit this model; give a `size` that is a multiple of its patch size {1}"
     ),
     r"(?:expected input\[.*?\] to have|reads feature maps of) (\d+) channels, (?:but got|not) (\d+)": (
         "the model takes {0}-channel images, but these have {1} channels; give other data, or another model"
     ),
     r"[Kk]ernel size can't be greater than actual input size|Output size is too small": (
-        "the images are too small for this model; give a larger --size"
+        "the images are too small for this model; give a larger `size`"
     ),
 }
 
@@ -75,9 +129,8 @@ def explain_parse_error(error: CycloptsError) -> str:
         if command in ("analyze", "bench"):
             other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
-    text = re.sub(
-        r"Available commands: .*", "See `isomorph --help`", str(error).strip()
-    )  # which the parser cuts short
+    # which the parser cuts short
+    text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())
     text = re.sub(r"(?:^|(\.) )(\w)", _join_sentences, text.removesuffix("."))
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see

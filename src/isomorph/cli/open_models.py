@@ -5,28 +5,30 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import warn_of_nan
-from isomorph.checkpoints.open import (
-    check_pretrained_option,
-    is_checkpoint_or_run,
-    local_file,
-    needs_options,
-    open_model,
-    open_trained,
-)
+from isomorph.checkpoints.open import local_file
 from isomorph.checkpoints.paths import HUB
+from isomorph.cli.messages import name_options
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
+from isomorph.cli.output import COMMAND
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
 from isomorph.lab.evaluation.model_data import record_root
+from isomorph.lab.training.open import (
+    check_pretrained_option,
+    is_checkpoint_or_run,
+    needs_options,
+    open_model,
+    open_trained,
+)
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
 from isomorph.spec import spec_of
@@ -80,7 +82,7 @@ def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
     )
 
 
-def find_recipe(path: Path) -> dict[str, Any] | None:
+def find_recipe(path: Path) -> JsonObject | None:
     """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
     if not path.exists():
         return None
@@ -151,7 +153,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 def _print_notes(model: nn.Module) -> nn.Module:
     if is_main_process():
         for note in notes(model):
-            say(f"isomorph: {note}", sys.stderr)
+            say(f"isomorph: {name_options(note, *COMMAND[:1])}", sys.stderr)
     return model
 
 

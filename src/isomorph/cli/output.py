@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import isomorph as iso
+from isomorph.cli.messages import name_options
 from isomorph.json_values import json_values
 from isomorph.terminal_tables import print_table, printable, say
 
@@ -27,7 +28,10 @@ def show(json_: bool, value: Any, *texts: str | Sequence[Sequence[str]]) -> None
         print(json.dumps(json_values(value), default=str))
         return
     for text in texts:
-        say(text) if isinstance(text, str) else print_table(text)
+        if isinstance(text, str):
+            say(name_options(text, *COMMAND[:1]))
+        else:
+            print_table(text)
 
 
 # The words of the command that runs.

@@ -40,8 +40,8 @@ def port(
     with opt.loading():
         from torch import Tensor
 
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     check_pretrained_option([source], opening.weights, opening.pretrained)
@@ -99,8 +99,8 @@ def resize(
     images.check()
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import training_config
     check_pretrained_option([model], opening.weights, opening.pretrained)
     with spinner("resize") as show_step:

@@ -11,15 +11,11 @@ import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
+from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import count_of
 
-_TYPES = {
-    "bool": bool,
-    "float": float,
-    "int": opt.Whole,
-    "str": str,
-    "tuple[int, int]": opt.Size,
-}  # as they are parsed
+# as they are parsed
+_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}
 
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
@@ -40,7 +36,7 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
     return command
 
 
-def _kind(row: dict[str, Any]) -> Any:
+def _kind(row: JsonObject) -> Any:
     kinds: list[Any] = [_TYPES[name] for name in row["types"]]
     if row["choices"]:
         kinds.insert(0, Literal[tuple(row["choices"])])

@@ -93,7 +93,7 @@ def robustness(
     opt.check_out(page, overwrite, suffixes=(".html",), option="--page")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.evaluation.model_data import open_test_images
         from isomorph.lab.evaluation.robustness.cells import measure_classifier, read_result
         from isomorph.lab.evaluation.robustness.images import (

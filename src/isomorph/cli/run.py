@@ -37,9 +37,8 @@ from isomorph.process import (
 from isomorph.terminal_tables import say
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"
-_SIGPIPE = (
-    128 + 13
-)  # exit status when nobody reads the output, as of other programs before `| head`
+# exit status when nobody reads the output, as of other programs before `| head`
+_SIGPIPE = 128 + 13
 _PATIENCE = 2.0  # seconds in which torchrun ends a process after another one has failed
 _PYTHON_SHOWS = warnings.showwarning
 
@@ -73,7 +72,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
     if not issubclass(category, DataWarning):
         _PYTHON_SHOWS(message, category, *place)  # type: ignore[arg-type]
     elif is_main_process():
-        _print_error(str(message))
+        _print_error(name_options(str(message), COMMAND[0]))
 
 
 def _flush() -> None:
@@ -131,9 +130,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         _end(_SIGPIPE)
     except SystemExit as ended:
-        if isinstance(
-            ended.__context__, BrokenPipeError
-        ):  # rich ends a help page so when nobody reads it
+        # rich ends a help page so when nobody reads it
+        if isinstance(ended.__context__, BrokenPipeError):
             _end(_SIGPIPE)
         try:
             _flush()  # all output is written before the exit, so that a reader that is gone is noticed

@@ -51,7 +51,7 @@ def sample(
     require_new(out, overwrite, "--out")
     with opt.loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.tasks.diffusion.sampling import (
             check_replaceable,
             require_denoiser,
@@ -116,12 +116,11 @@ def fid(
         Use only this many real images, evenly spaced.
     """
     with opt.loading():
-        from isomorph.distributed import open_runtime
+        from isomorph.lab.distributed import open_runtime
         from isomorph.lab.tasks.diffusion import image_distance
     split: Literal["train", "test"] = "test" if test else "train"
-    image_distance.open_folder(
-        images
-    )  # before the network is opened, whose weights may have to be downloaded
+    # before the network is opened, whose weights may have to be downloaded
+    image_distance.open_folder(images)
     real = image_distance.open_real_images(data, split, root, max_images)
     extractor = image_distance.open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:

@@ -37,9 +37,10 @@ def verify(
 ) -> None:
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
 
-    The inputs are random, or with --data evenly spaced test images, by default as many as --batch says. An int8 file is
+    The inputs are random, or with --data evenly spaced test images, by default as many as --batch says, of the model's
+    image size or that of an exported file. An int8 file is
     compared on 100 test images of --data with how close it was to its model when it was made. If the models differ, the
-    first operation after which they do is named, by module, also of a .onnx file.
+    first operation after which they do is named, by module, also of a .onnx or .pt2 file.
 
     Example: isomorph verify resnet18 t.safetensors --size 224
 
@@ -56,15 +57,18 @@ def verify(
     """
     images.check()
     with opt.loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
-        from isomorph.deployment.artefact import open_artefact
+        from isomorph.deployment.artefact import as_exported, open_artefact
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
     first = open_given(original, opening, among=both)
     if Path(other).suffix in opt.EXPORTED:
         second: Any = open_artefact(other, to_compare=True)
+        if size is None and second.own_size:
+            size = [second.own_size]
+            first = as_exported(first, second)
     else:
         second = open_given(other, opening, among=both)
     if atol is None and getattr(second, "fidelity", None) is not None:
@@ -123,8 +127,8 @@ def fuse(
     """
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
+        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
     check_pretrained_option([model], opening.weights, opening.pretrained)

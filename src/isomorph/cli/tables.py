@@ -3,12 +3,13 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from isomorph.json_values import JsonObject
 
 PATH = Path(__file__).with_name("tables.json")
 
 
 @cache
-def tables() -> dict[str, Any]:
+def tables() -> JsonObject:
     """Return the contents of tables.json: `models`, `rules`, `rule_options`, `recipe_help`, `recipe_fields`."""
     return json.loads(PATH.read_text())

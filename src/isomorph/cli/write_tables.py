@@ -11,14 +11,15 @@ import torch
 import isomorph as iso
 from isomorph.analysis.cost import count_parameters
 from isomorph.cli.tables import PATH
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe.recipe import closed_groups, document_fields
+from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
-from isomorph.surgery.rule_options import rule_options, rule_texts
 
 
-def library_tables() -> dict[str, Any]:
+def library_tables() -> JsonObject:
     """Return what tables.json has to contain."""
     sources = {*SOURCES, *STREAMS}
     for task in TASKS:
@@ -33,7 +34,7 @@ def library_tables() -> dict[str, Any]:
     }
 
 
-def _model_row(name: str) -> dict[str, Any]:
+def _model_row(name: str) -> JsonObject:
     with torch.device("meta"):
         model = timm.create_model(name)
     config = timm.get_pretrained_cfg(name)
@@ -45,7 +46,7 @@ def _model_row(name: str) -> dict[str, Any]:
     }
 
 
-def rule_rows() -> list[dict[str, Any]]:
+def rule_rows() -> list[JsonObject]:
     """Return the options of rules as plain values: their choices and other types by name."""
     rows = []
     for option in rule_options().values():

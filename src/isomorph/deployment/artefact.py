@@ -14,17 +14,22 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
-from isomorph.deployment.onnx_operations import onnx_operations
+from isomorph.deployment.onnx_operations import onnx_operations, open_session
 from isomorph.deployment.program import METADATA_FILE, quiet
+from isomorph.deployment.pt2_operations import pt2_operations
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module, short_reason
-from isomorph.models.input_sizes import evaluation_config
+from isomorph.json_values import JsonObject
+from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size
 from isomorph.spec import spec_of
+from isomorph.surgery import absorb
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.comparison import Fidelity
 from isomorph.surgery.first_difference import Operations
 
 FORMATS = ("onnx", "pt2")
+# The standard deviation of a file that takes pixels from 0 to 255, as `absorb` records it.
+_PIXEL = 1 / 255
 _KEYS = {
     *DATA_KEYS,
     "isomorph_version",
@@ -83,7 +88,7 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
     )
 
 
-def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
+def _parse_metadata(texts: Any, path: object) -> JsonObject:
     known = (
         isinstance(texts, Mapping)
         and "isomorph_version" in texts
@@ -129,7 +134,7 @@ class Artefact(nn.Module):
         run: Callable[..., Tensor],
         metadata: Mapping[str, Any],
         digest: bytes,
-        watch: Callable[[Mapping[str, Tensor]], Operations] | None = None,
+        watch: Callable[[Mapping[str, Tensor]], Operations],
     ) -> None:
         super().__init__()
         self._run = run
@@ -146,15 +151,22 @@ class Artefact(nn.Module):
         self.eval()
 
     @property
+    def own_size(self) -> ImageSize | None:
+        """Height and width of the images that the file was made for; of texts 1 and their length; None if not known."""
+        known = self.metadata
+        if "length" in known:
+            return 1, known["length"]
+        size = known.get("input_size")
+        return (size[1], size[2]) if size else None
+
+    @property
     def fidelity(self) -> Fidelity | None:
         """How close an int8 file was to its model, on the images that it was calibrated on; None for other files."""
         stored = self.metadata.get("fidelity")
         return Fidelity(**stored) if stored else None
 
     def operations(self, inputs: Inputs) -> Operations:
-        """Return what every node of an ONNX file computes. Raises: UserError for another file."""
-        if self._watch is None:
-            raise UserError("what is between inputs and outputs is known of .onnx files alone")
+        """Return what every node of the file computes."""
         names = self.metadata.get("inputs", [INPUT])
         named = {names[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
         return self._watch(named)
@@ -207,6 +219,25 @@ class Artefact(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()
         return type(self)(self._run, self.metadata, digest, self._watch)
+
+
+def as_exported(model: nn.Module, artefact: Artefact) -> nn.Module:
+    """Return the model that an artefact was made from, before it was traced: of its image size, and for raw pixels.
+
+    Raises: UserError if the model does not take images of this size.
+    """
+    size = artefact.own_size
+    if size is None or hasattr(model, "example_inputs"):
+        return model
+    if size != evaluation_config(model)["input_size"][1:]:
+        model = fit_to_size(model, size)
+    given = evaluation_config(model, size)
+    raw = evaluation_config(artefact)
+    if not any(raw["mean"]) and raw["std"] == (_PIXEL,) * len(raw["std"]) != given["std"]:
+        return absorb(
+            model, given["mean"], given["std"], images=torch.zeros(1, *given["input_size"])
+        )
+    return model
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -265,13 +296,14 @@ def load_artefact(
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    watch = partial(onnx_operations, contents) if file_format == "onnx" else None
-    is_foreign = to_compare and watch is not None and "isomorph_version" not in texts
+    operations = onnx_operations if file_format == "onnx" else pt2_operations
+    watch = partial(operations, contents)
+    is_foreign = to_compare and file_format == "onnx" and "isomorph_version" not in texts
     metadata = _foreign_metadata(contents) if is_foreign else _parse_metadata(texts, path)
     return Artefact(run, metadata, hashlib.sha256(contents).digest(), watch)
 
 
-def _foreign_metadata(contents: bytes) -> dict[str, Any]:
+def _foreign_metadata(contents: bytes) -> JsonObject:
     """Return what a file that another program wrote says of its inputs."""
     import onnx
 
@@ -280,26 +312,22 @@ def _foreign_metadata(contents: bytes) -> dict[str, Any]:
     inputs = [value for value in graph.input if value.name not in weights]
     batches = [value.type.tensor_type.shape.dim[:1] for value in inputs]
     is_open = all(batch and not batch[0].dim_value for batch in batches)
-    return {
+    metadata: JsonObject = {
         "inputs": [value.name for value in inputs],
         "dynamic": ["batch"] if is_open else [],
         "size_multiple": None,
     }
+    image = tuple(axis.dim_value for axis in inputs[0].type.tensor_type.shape.dim[1:])
+    if len(inputs) == 1 and len(image) == 3 and all(image):
+        metadata["input_size"] = image
+    return metadata
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors are raised
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+    session = open_session(contents)
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
         # weights become floats once, not every time
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-        session = onnxruntime.InferenceSession(
-            contents, options, providers=["CPUExecutionProvider"]
-        )
+        session = open_session(contents, disable_quant_qdq="1")
 
     def run(**inputs: Tensor) -> Tensor:
         arrays = {name: x.numpy() for name, x in inputs.items()}
@@ -313,7 +341,6 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
     if "inputs" in texts:
-        return (
-            lambda **inputs: module(**inputs)
-        ), texts  # a module of the artefact would follow its train()
+        # a module of the artefact would follow its train()
+        return (lambda **inputs: module(**inputs)), texts
     return (lambda **inputs: module(*inputs.values())), texts

@@ -24,7 +24,7 @@ from isomorph.deployment.artefact import (
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
-from isomorph.json_values import json_values
+from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
@@ -64,7 +64,7 @@ class ExportReport:
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, with None for what is not finite."""
         return json_values({**asdict(self), "deviation": self.deviation.as_dict()})
 
@@ -178,7 +178,7 @@ def check_output(model: nn.Module, shapes: ExportShapes) -> None:
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
     """Return the model without wrappers. Raises: UserError for a file that exists or cannot be written."""
     if path.is_file() and not overwrite:
-        raise UserError(f"{path} exists; give overwrite to replace it, or another file")
+        raise UserError(f"{path} exists; give overwrite=True to replace it, or another file")
     require_writable(path)
     model = check_model(model)
     if path.suffix == ".onnx":

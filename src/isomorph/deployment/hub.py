@@ -29,13 +29,15 @@ from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.export import check_path
 from isomorph.deployment.model_card import model_card, recipe_text
 from isomorph.errors import DataWarning, UserError
+from isomorph.json_values import JsonObject
 from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.operations import unwrap
 from isomorph.spec import spec_of
-from isomorph.surgery.calls import relative_difference, run_model
+from isomorph.surgery.calls import run_model
+from isomorph.surgery.comparison import relative_difference
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 # Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
@@ -94,7 +96,7 @@ def push(
         with suppress(RepositoryNotFoundError):
             if api.model_info(name).private is False and private:
                 raise UserError(
-                    f"{name} exists and is public; make it private in its settings, or leave out --private",
+                    f"{name} exists and is public; make it private in its settings, or leave out `private`",
                 )
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
@@ -120,8 +122,8 @@ def require_token() -> None:
         raise UserError(f"uploading needs a token of the hub with write access; {LOG_IN}")
     if constants.HF_HUB_OFFLINE or not is_reachable(constants.ENDPOINT):
         raise UserError(
-            f"cannot reach {constants.ENDPOINT}; check the network, or write the files with --out FOLDER "
-            "(iso.save_for_hub) and upload them later with `hf upload OWNER/NAME FOLDER`"
+            f"cannot reach {constants.ENDPOINT}; check the network, or write the files (iso.save_for_hub, or "
+            "isomorph push --out FOLDER) and upload them later with `hf upload OWNER/NAME FOLDER`"
         )
 
 
@@ -184,7 +186,7 @@ def save_for_hub(
         if not isinstance(value, Real) or not isfinite(value):
             raise UserError(f"results must be finite numbers by name; {key} is not one")
         numbers[key] = int(value) if isinstance(value, Integral) else float(value)
-    recipe: dict[str, Any] | None = None
+    recipe: JsonObject | None = None
     metrics: dict[str, float] = {}
     if run:
         # the one thing that sharing takes from the lab
@@ -215,11 +217,11 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     """
     path = folder / CONFIG
     header = read_header(folder / WEIGHTS)
-    own: dict[str, Any] = {
+    own: JsonObject = {
         key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header
     }
     shared = {"isomorph": {"format": header["format"], **own}}
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     if "base" in own:
         built_as = own["base"]["name"]
         # arguments that JSON cannot hold
@@ -239,7 +241,7 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     return False
 
 
-def _described_base(model: nn.Module, base: dict[str, Any]) -> Any:
+def _described_base(model: nn.Module, base: JsonObject) -> Any:
     """Return the network that a model was changed from, without weights, described by what the model expects."""
     with torch.device("meta"):
         plain: Any = rebuild(base, ())

@@ -12,7 +12,8 @@ from torch import nn
 import isomorph.models as own_models
 from isomorph.analysis.cost import count_parameters
 from isomorph.checkpoints.model import describe_data, describe_edits
-from isomorph.models.input_sizes import evaluation_config, task_record
+from isomorph.json_values import JsonObject
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import ModelSpec, spec_of
 from isomorph.surgery import edits
 
@@ -33,8 +34,8 @@ def _block(text: str, language: str = "yaml") -> str:
 def model_card(
     model: nn.Module,
     name: str,
-    recipe: dict[str, Any] | None,
-    metrics: dict[str, Any],
+    recipe: JsonObject | None,
+    metrics: JsonObject,
     in_timm: bool,
 ) -> str:
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
@@ -89,9 +90,9 @@ def _timm_code(name: str, architecture: str) -> str:
     return _block("\n".join(lines), "python")
 
 
-def _classifies(model: nn.Module, recipe: dict[str, Any] | None) -> bool:
+def _classifies(model: nn.Module, recipe: JsonObject | None) -> bool:
     spec = spec_of(model)
-    if not spec.config or task_record(model):
+    if not spec.config or spec_of(model).task:
         return False
     if recipe and recipe.get("mask"):  # masked pre-training does not train the head
         return False
@@ -101,8 +102,8 @@ def _classifies(model: nn.Module, recipe: dict[str, Any] | None) -> bool:
 def _card_data(
     model: nn.Module,
     name: str,
-    recipe: dict[str, Any] | None,
-    metrics: dict[str, Any],
+    recipe: JsonObject | None,
+    metrics: JsonObject,
     in_timm: bool,
 ) -> ModelCardData:
     task = "image-classification"

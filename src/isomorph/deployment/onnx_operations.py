@@ -36,10 +36,21 @@ def module_of(node: "NodeProto") -> str:
     return ".".join(parts)
 
 
+def open_session(contents: bytes, **config: str) -> Any:
+    """Return an ONNX file as onnxruntime's session on the CPU, with as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised
+    options.intra_op_num_threads = torch.get_num_threads()
+    for name, value in config.items():
+        options.add_session_config_entry(f"session.{name}", value)
+    return onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+
+
 def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations:
     """Run an ONNX file with every value as an output, and return its nodes and their values."""
     import onnx
-    import onnxruntime
 
     proto = onnx.load_from_string(contents)
     given = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
@@ -50,12 +61,7 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
             if name and name not in known:
                 proto.graph.output.append(onnx.ValueInfoProto(name=name))
                 asked.append(name)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = open_session(proto.SerializeToString())
     found = session.run(asked, {name: x.numpy() for name, x in given.items()})
 
     values: list[Tensor] = []

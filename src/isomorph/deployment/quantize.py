@@ -27,10 +27,10 @@ from isomorph.deployment.export import (
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
-from isomorph.json_values import json_values
+from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
-from isomorph.surgery.calls import relative_difference
-from isomorph.surgery.comparison import class_agreement, signal_to_noise
+from isomorph.surgery.calls import batches_of
+from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -105,7 +105,7 @@ class QuantizeReport:
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, with None for what is not finite."""
         return json_values(asdict(self))
 
@@ -262,7 +262,7 @@ def _measure(
     after: "ModelProto",
     batches: Sequence[Tensor],
     shapes: ExportShapes,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
     in_float = load_artefact(before.SerializeToString(), "onnx")
     in_int8 = load_artefact(after.SerializeToString(), "onnx")
@@ -271,7 +271,7 @@ def _measure(
     rounded = _outputs(in_int8, batches)
     if not rounded.isfinite().all():
         raise UserError(
-            "the quantised model has outputs that are not finite; keep layers in float with float_layers",
+            "the quantised model has outputs that are not finite; keep layers in float with `float_layers`",
         )
     agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
     images = _SPEED_IMAGES if "batch" in shapes.dynamic else 1
@@ -309,13 +309,12 @@ def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iter
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
     batches: list[Tensor] = []
-    for batch in loader:
-        images = batch[0] if isinstance(batch, tuple | list) else batch
+    for images in batches_of(loader, of_loader=True):
         _check_images(images, shapes)
-        if len(images):
+        if isinstance(images, Tensor) and len(images):
             batches.append(images.detach().cpu().float())
     if not batches:
-        raise UserError("there are no calibration images; give a loader with at least one batch")
+        raise UserError("the calibration batches are empty; give at least one image")
     if "batch" in shapes.dynamic:
         return batches
     return list(torch.cat(batches).split(1))
@@ -333,7 +332,7 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
             return
     raise UserError(
         f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
-        "; for images of another size, give it as size=(height, width)"
+        "; for images of another size, give it as `size`"
     )
 
 
@@ -354,7 +353,7 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     for glob in float_layers:
         if not any(fnmatchcase(layer, glob) for layer in layers):
             raise UserError(
-                f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}",
+                f"{glob!r} in `float_layers` matches no layer{nearest_names(glob, layers)}",
             )
     kept = {}
     for name, node in nodes.items():

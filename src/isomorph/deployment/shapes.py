@@ -211,7 +211,7 @@ def _plan_text(
 ) -> ExportShapes:
     """Return sequences, those of later batches with padding, and the types of their tokens if they count."""
     if size:
-        raise UserError("--size is for images; leave it out for a text network")
+        raise UserError("`size` is for images; leave it out for a text network")
     longest = min(int(model.max_length), _MAX_LENGTH)
     lengths = (longest, longest, longest)
     axes = dict(batch_axis)

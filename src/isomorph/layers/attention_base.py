@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +52,12 @@ def has_usual_scale(attention: Any) -> bool:
     return math.isclose(score_scale(attention), attention.head_dim**-0.5)
 
 
+def copy_parts(source: nn.Module, target: nn.Module, names: Iterable[str]) -> None:
+    """Give a layer copies of parts of another."""
+    for name in names:
+        setattr(target, name, copy.deepcopy(getattr(source, name)))
+
+
 def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
     """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
     layer = make(
@@ -64,8 +70,7 @@ def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any
         dtype=attention.qkv.weight.dtype,
         **more,
     )
-    for name in ATTENTION_PARTS:
-        setattr(layer, name, copy.deepcopy(getattr(attention, name)))
+    copy_parts(attention, layer, ATTENTION_PARTS)
     layer.scale = score_scale(attention)
     if not has_usual_scale(attention):
         layer.fused_attn = False  # the form of timm's that reads the scale

@@ -44,7 +44,7 @@ def axis_offsets(
     return torch.arange(keys, device=device, dtype=dtype) - places[:, None]
 
 
-def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
+def odd_window(window: int | GridSize) -> GridSize:
     """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
     height, width = to_2tuple(window)
     if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
@@ -52,7 +52,7 @@ def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-def squarest_window(num_taps: int) -> tuple[int, int]:
+def squarest_window(num_taps: int) -> GridSize:
     """Return the height and width of the rectangle of `num_taps` taps closest to a square, with height <= width."""
     height = math.isqrt(num_taps)
     while num_taps % height:
@@ -60,7 +60,7 @@ def squarest_window(num_taps: int) -> tuple[int, int]:
     return height, num_taps // height
 
 
-def window_centres(window: tuple[int, int]) -> Tensor:
+def window_centres(window: GridSize) -> Tensor:
     """Return the offsets (row, column) of taps, row by row; half steps for an even side. Shape: -> (height width, 2)"""
     rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
     return torch.cartesian_prod(rows, columns)  # (height width, 2)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from isomorph.layers.gated.positions import (
     axis_scores,
     gated_mix,
-    geometry_dtype,
     image_axis,
     kronecker,
     mix_weights,
@@ -21,7 +20,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.grid import GridSize, fit_grid
-from isomorph.layers.modes import is_eager, is_functorch_tensor
+from isomorph.layers.modes import at_least_float32, is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 # Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift
@@ -58,9 +57,8 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
         allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
-    elif (
-        allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B
-    ):  # the real tokens of padded sequences
+    # the real tokens of padded sequences
+    elif allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B:
         allowed = allowed[:, None, None]
     elif allowed.ndim == 2:  # one mask for all
         allowed = allowed[None, None]
@@ -236,7 +234,7 @@ class GatedMap(TokenPositions):
 
         Shape: queries (Nq, 2), keys (Nk, 2) -> (nh, Nq, Nk), or (B, nh, Nq, Nk) under a mask
         """
-        dtype = geometry_dtype(self.position)
+        dtype = at_least_float32(self.position)
         position = self.position.to(dtype)[:, :, None, None]  # (nh, 3, 1, 1)
         offsets = keys.to(position) - queries.to(position)[:, None]  # (Nq, Nk, 2)
         rows, columns = offsets.unbind(-1)

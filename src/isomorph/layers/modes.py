@@ -32,6 +32,17 @@ def saves_work(x: Tensor) -> bool:
     return on_cpu(x) or x.is_meta
 
 
+def at_least_float32(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor, or float32 if that is wider: sums and squares are inexact in half precision."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def noise(*shape: int) -> Tensor:
+    """Return standard normal values on the CPU in float64, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
 def is_eager() -> bool:
     """True if torch runs eagerly: nothing is compiling, exporting or tracing this call."""
     return not torch.compiler.is_compiling() and not torch.jit.is_tracing()
@@ -238,8 +249,7 @@ def require_same(
     advice: str,
 ) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
-    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    probe = probe.to(first_float(plain).device)
+    probe = noise(*shape).to(first_float(plain).device)
     actual = _call_in_float64(layer, probe)
     expected = _call_in_float64(plain, probe)
     if expected.is_meta:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import saves_work
 
 
@@ -36,7 +37,7 @@ class Window(NamedTuple):
         """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
-    def output_size(self, x: Tensor) -> tuple[int, int]:
+    def output_size(self, x: Tensor) -> GridSize:
         """Return the height and width of the map that the convolution gives."""
         H, W = x.shape[-2:]
         return self._positions(0, H), self._positions(1, W)
@@ -123,13 +124,20 @@ def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, .
 
 
 def sum_products(x: Tensor, window: Window) -> Tensor:
-    """Return the sum of p p^T over all patches p. Shape: x (B, C, H, W) -> (G, c h w, c h w)"""
+    """Return the sum of p p^T over all patches p, for a window that `is_summed_by_lag` accepts.
+
+    The entry for the taps a and b is a sum over the whole map that depends on b - a alone, T[b - a], less what is read
+    at the border from positions that are no outputs.
+
+    Shape: x (B, C, H, W), kernel h x w -> (G, c h w, c h w)
+    """
     h, w = window.kernel_size
-    half = _sum_by_lag(x, window)
-    mirrored = half[..., 1:, :].transpose(1, 2).flip(-2, -1)  # T[-d] = T[d]^T
-    lags = torch.cat([mirrored, half], -2)
-    pairs = lags.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # T[b - a]: (G, c, c, a, b)
-    sums = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b), taps a and b (h, w)
+    not_above = _sum_by_lag(x, window)  # T[d], d of 0 to h - 1 rows
+    above = not_above[..., 1:, :].transpose(1, 2).flip(-2, -1)  # T[-d] = T[d]^T
+    by_lag = torch.cat([above, not_above], -2)  # (G, c, c, 2 h - 1, 2 w - 1)
+    # a window of lags that begins at h - 1 - a holds T[b - a] for all b
+    by_taps = by_lag.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # (G, c, c, a, b), a and b (h, w)
+    sums = by_taps.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b)
     for strip, (rows, columns), strip_window in _border_strips(x, window):
         tokens = read_tokens(strip, strip_window)
         block = sums[:, :, rows, columns, :, rows, columns]

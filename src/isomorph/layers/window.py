@@ -43,13 +43,17 @@ class TokenWindows(NamedTuple):
         return F.pad(log_m, (self.prefix, 0, self.prefix, 0))
 
     def bands(self) -> list[list["_Rectangle"]]:
-        """Return the parts of the grid in which all windows have one size: at most two rows of at most two."""
+        """Return rows of rectangles, in each of which all windows have one size.
+
+        A grid that the side does not divide has smaller windows at its right and lower border: [[full, right],
+        [lower, corner]].
+        """
         H, W = self.grid
         bands = []
-        for top, bottom, height in _spans(H, self.side):
+        for top, bottom, window_height in _spans(H, self.side):
             band = [
-                _Rectangle(top, bottom, height, left, right, width)
-                for left, right, width in _spans(W, self.side)
+                _Rectangle(top, bottom, window_height, left, right, window_width)
+                for left, right, window_width in _spans(W, self.side)
             ]
             bands.append(band)
         return bands
@@ -63,27 +67,27 @@ def _spans(length: int, side: int) -> list[tuple[int, int, int]]:
 
 
 class _Rectangle(NamedTuple):
-    """Windows of height x width positions that fill the rows `top` to `bottom` and the columns `left` to `right`."""
+    """Windows of one size that fill the rows `top` to `bottom` and the columns `left` to `right`, without the last."""
 
     top: int
     bottom: int
-    height: int
+    window_height: int
     left: int
     right: int
-    width: int
+    window_width: int
 
     def cut(self, x: Tensor) -> Tensor:
         """Shape: tokens on the grid (B, nh, H, W, d) -> by window (B, windows, nh, s, d)"""
         x = x[:, :, self.top : self.bottom, self.left : self.right]
-        x = x.unflatten(3, (-1, self.width))
-        x = x.unflatten(2, (-1, self.height))  # (B, nh, rows, height, columns, width, d)
+        x = x.unflatten(3, (-1, self.window_width))
+        x = x.unflatten(2, (-1, self.window_height))  # (B, nh, rows, height, columns, width, d)
         x = x.permute(0, 2, 4, 1, 3, 5, 6)
         return x.flatten(4, 5).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
         """Undo `cut`."""
-        rows = (self.bottom - self.top) // self.height
-        x = x.unflatten(3, (self.height, self.width))
+        rows = (self.bottom - self.top) // self.window_height
+        x = x.unflatten(3, (self.window_height, self.window_width))
         x = x.unflatten(1, (rows, -1))  # (B, rows, columns, nh, height, width, d)
         x = x.permute(0, 3, 1, 4, 2, 5, 6)
         return x.flatten(4, 5).flatten(2, 3)
@@ -220,7 +224,9 @@ def _bias_in(rectangle: _Rectangle, windows: TokenWindows, bias: Tensor, images:
     if is_of_all_pairs:
         positions = rectangle.cut(positions)[0, :, 0, :, 0]  # (windows, s)
     else:
-        positions = positions[0, 0, : rectangle.height, : rectangle.width].reshape(1, -1)
+        positions = positions[0, 0, : rectangle.window_height, : rectangle.window_width].reshape(
+            1, -1
+        )
     queries = positions + prefix
     first = torch.arange(prefix, device=bias.device).expand(len(positions), -1)
     keys = torch.cat([first, queries], 1)

@@ -16,6 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
+from isomorph.spec import ImageSize
+
+# The tensors of a checkpoint by name.
+State = dict[str, Tensor]
 
 # Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not
 # know.
@@ -96,7 +100,7 @@ def build_variant(
     )
 
 
-def own_filter(kind: type) -> Callable[[dict[str, Any], Any], dict[str, Tensor]]:
+def own_filter(kind: type) -> Callable[[dict[str, Any], Any], State]:
     """Return the `checkpoint_filter_fn` of the module of a class, or of a base class; else one that changes nothing."""
     for base in kind.__mro__:
         convert = vars(sys.modules[base.__module__]).get("checkpoint_filter_fn")
@@ -111,7 +115,7 @@ def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
-def renamed_in_order(state: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor] | None:
+def renamed_in_order(state: Mapping[str, Tensor], names: Sequence[str]) -> State | None:
     """Return tensors under new names, given in the same order; None if the numbers or the last names do not agree."""
     last = [name.rpartition(".")[2] for name in names]
     if last != [name.rpartition(".")[2] for name in state]:
@@ -126,11 +130,11 @@ class ForeignCheckpoints(Mixin):
     conversion is the `checkpoint_filter_fn` of the model's module.
     """
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True if the tensors have another code base's layout that the model can convert."""
         raise NotImplementedError
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_foreign(self, state: State) -> State:
         """Return the tensors of another layout under the model's own names."""
         return own_filter(type(self))(state, self)
 
@@ -165,7 +169,7 @@ def init_as_mae(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool = False) -> Tensor:
+def require_images(x: Tensor, patch: ImageSize | None = None, padded: bool = False) -> Tensor:
     """Return a batch of images unchanged, after checking it; under `torch.fx.wrap` any size can be traced.
 
     Shape: x (B, in_chans, height, width) -> as x

@@ -14,7 +14,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.grid import GridSize
 from isomorph.models.base import ForeignCheckpoints, check_whole_patches, recompute, require_images
+from isomorph.spec import ImageSize
 
 # Both read sizes, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")
@@ -76,7 +78,7 @@ class BlockwiseViT(AnySizeViT):
         self,
         x: Tensor,
         rearrange: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, tuple[int, int]]:
+    ) -> tuple[Tensor, GridSize]:
         """Return the first block's tokens and the grid size; `rearrange` is applied before positions are added.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
@@ -92,7 +94,7 @@ class BlockwiseViT(AnySizeViT):
         i: int,
         x: Tensor,
         maps: Any,
-        grid_size: tuple[int, int],
+        grid_size: GridSize,
     ) -> tuple[Tensor, Any]:
         """Run block i; return the tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
         return self.call_block(i, x, maps)
@@ -161,8 +163,8 @@ class BlockwiseViT(AnySizeViT):
 
     def set_input_size(
         self,
-        img_size: int | tuple[int, int] | None = None,
-        patch_size: int | tuple[int, int] | None = None,
+        img_size: int | ImageSize | None = None,
+        patch_size: int | ImageSize | None = None,
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed
@@ -189,7 +191,7 @@ class Box(NamedTuple):
     left: int
     right: int
 
-    def mask(self, grid_size: tuple[int, int], device: torch.device | None = None) -> Tensor:
+    def mask(self, grid_size: GridSize, device: torch.device | None = None) -> Tensor:
         """Return a mask that is True for the patches inside. Shape: -> (H, W)"""
         inside = torch.zeros(grid_size, dtype=torch.bool, device=device)
         inside[self.top : self.bottom, self.left : self.right] = True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isomorph.models.base import (
     StagedNet,
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -158,7 +159,7 @@ def _build_stage(
     return blocks
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a public checkpoint, which has its tensors in `state_dict`, a `module.` prefix and no batch counters."""
     state = unwrap_state_dict(state_dict)
     for name, tensor in model.state_dict().items():

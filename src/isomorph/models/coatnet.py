@@ -28,12 +28,14 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import is_functorch_tensor
 from isomorph.layers.relative.attention import resize_table
 from isomorph.layers.relative.mbconv import BatchNormStem, LayerNormStem, make_pool, make_shortcut
 from isomorph.models.base import (
     ForeignCheckpoints,
     StagedNet,
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -41,6 +43,7 @@ from isomorph.models.base import (
     require_images,
     unwrap_state_dict,
 )
+from isomorph.spec import ImageSize
 
 # Both read sizes or layouts, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")
@@ -73,7 +76,7 @@ class TransformerBlock(nn.Module):
         stride: int = 1,
         head_dim: int = 32,
         relative: str = "pre",
-        grid_size: tuple[int, int] = (14, 14),
+        grid_size: GridSize = (14, 14),
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
@@ -203,7 +206,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         head_hidden: bool = True,
         stem_stride: int = 2,
         patch_size: int = 16,
-        img_size: int | tuple[int, int] = 224,
+        img_size: int | ImageSize = 224,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
@@ -272,7 +275,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
             module = f"stages.{i}" if blocks else "stem"  # a stage without blocks leaves no trace
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for tables of relative attention of another image size."""
         for name, parameter in self.named_parameters():
             if (
@@ -283,12 +286,12 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
                 return True
         return False
 
-    def grid_at(self, reduction: int) -> tuple[int, int]:
+    def grid_at(self, reduction: int) -> GridSize:
         """Return the size of the feature map at a reduction, for the image size that the network is created for."""
         height, width = self.img_size
         return -(-height // reduction), -(-width // reduction)
 
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+    def set_input_size(self, img_size: int | ImageSize) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
         self.img_size = to_2tuple(img_size)
         # later ones may have been pruned
@@ -342,7 +345,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: CoAtNet) -> State:
     """Convert a CoAtNet's checkpoint: resize its tables to the model's image size (CoAtNet A.1)."""
     state = unwrap_state_dict(state_dict)
     for name, module in model.named_modules():

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
+from isomorph.layers.grid import GridSize
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -68,7 +70,7 @@ class LocalBlock(Block):
 
     reset_parameters = init_weights
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid_size)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -136,7 +138,7 @@ class ConViT(BlockwiseViT):
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
@@ -153,7 +155,7 @@ class ConViT(BlockwiseViT):
         i: int,
         x: Tensor,
         maps: None,
-        grid_size: tuple[int, int],
+        grid_size: GridSize,
     ) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:

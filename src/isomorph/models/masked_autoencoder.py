@@ -10,10 +10,10 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.grid import grid_places
+from isomorph.layers.grid import GridSize, grid_places
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 
@@ -54,7 +54,7 @@ def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices[:, :, None].expand(-1, -1, channels))
 
 
-def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
+def patchify(images: Tensor, patch_size: ImageSize) -> Tensor:
     """Cut images into patches, row by row; pixels within a patch also row by row, channels last.
 
     Shape: (B, C, H ph, W pw) -> (B, H W, ph pw C)
@@ -70,21 +70,22 @@ def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Te
     return (each * mask).sum() / mask.sum()
 
 
-def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
-    """Return a fixed position embedding: half of the channels for the column, half for the row, sines then cosines.
+def sincos_pos_embed(grid_size: GridSize, width: int) -> Tensor:
+    """Return a fixed position embedding: sines of the column, its cosines, sines of the row, its cosines.
 
-    sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
+    Each is a quarter of the channels: sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
 
     Shape: -> (H W, width), the width a multiple of 4
     Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
     """
-    rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
+    quarter = width // 4
+    rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)  # (K,)
     row, column = grid_places(grid_size).double().unbind(1)  # (H W,) each
-    waves = []
+    quarters = []
     for axis in (column, row):
         angles = axis[:, None] * rates  # (H W, K)
-        waves += [angles.sin(), angles.cos()]
-    return torch.cat(waves, dim=1).float()  # (H W, width)
+        quarters += [angles.sin(), angles.cos()]
+    return torch.cat(quarters, dim=1).float()  # (H W, width)
 
 
 @torch.no_grad()
@@ -164,7 +165,7 @@ class MaskedAutoencoder(nn.Module):
         self.normalise = normalise
         self.width = width
         self.heads = heads
-        self.patch_size: tuple[int, int] = encoder.patch_embed.patch_size
+        self.patch_size: ImageSize = encoder.patch_embed.patch_size
         self.grad_checkpointing = False
         _fix_positions(encoder)
         for name in ("head", "head_dist", "attn_pool"):
@@ -192,7 +193,7 @@ class MaskedAutoencoder(nn.Module):
         own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
         return {**spec_of(self.encoder).config, **own}
 
-    def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
+    def grid_of(self, size: tuple[int, ...]) -> GridSize:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""
         stem = self.encoder.patch_embed
         check_whole_patches(size, self.patch_size, padded=False)
@@ -251,7 +252,7 @@ class MaskedAutoencoder(nn.Module):
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return x[:, prefix:], seen.mask
 
-    def positions(self, grid_size: tuple[int, int]) -> Tensor:
+    def positions(self, grid_size: GridSize) -> Tensor:
         """Return the decoder's position embedding for a grid. Shape: -> (H W, width)"""
         if grid_size == tuple(self.encoder.patch_embed.grid_size):
             return self.decoder_pos_embed
@@ -269,9 +270,11 @@ class MaskedAutoencoder(nn.Module):
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
         """
         last = len(self.decoder_blocks)
-        if block is not None and not 1 <= block <= last:
+        if block is None:
+            block = last
+        if not 1 <= block <= last:
             raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
-        return self.decode(images, noise, block or last)[0]
+        return self.decode(images, noise, block)[0]
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         features, mask = self.decode(images, noise, len(self.decoder_blocks))

@@ -1,4 +1,4 @@
-"""Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as --model-kwargs."""
+"""Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as model-kwargs."""
 
 from collections.abc import Mapping
 from typing import Any

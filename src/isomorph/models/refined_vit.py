@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
+from isomorph.layers.grid import GridSize
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -109,7 +111,7 @@ class RefinedBlock(Block):
         self.share = share
 
     def forward(
-        self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
+        self, x: Tensor, maps: Tensor | None = None, grid_size: GridSize | None = None
     ) -> tuple[Tensor, Tensor | None]:
         y = self.norm1(x)
         grid = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
@@ -190,11 +192,11 @@ class RefinedViT(DenseHeadViT):
         i: int,
         x: Tensor,
         maps: Any,
-        grid_size: tuple[int, int],
+        grid_size: GridSize,
     ) -> tuple[Tensor, Any]:
         return self.call_block(i, x, maps, grid_size)
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
@@ -283,16 +285,16 @@ class ReleasedRefinedViT(DenseHeadViT):
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
-def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _refiner_tensors(model: nn.Module) -> State:
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
-def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
+def is_plain_vit(state: State, model: nn.Module) -> bool:
     """Return True if the model has refiners and the checkpoint is a plain ViT's, with queries and keys in block 1."""
     refiners = _refiner_tensors(model)
     if not refiners or "blocks.1.attn.qkv.weight" not in state:
@@ -301,16 +303,14 @@ def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
 
 
 def checkpoint_filter_fn(
-    state_dict: dict[str, Tensor],
+    state_dict: State,
     model: RefinedViT | ReleasedRefinedViT,
-) -> dict[str, Tensor]:
+) -> State:
     """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
     """
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(
-        unwrap_state_dict(state_dict), model
-    )
+    state: State = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     if isinstance(model, ReleasedRefinedViT):
         if model.dense_head:
             return state

@@ -11,12 +11,13 @@ import timm
 from timm.layers import get_attn
 from timm.models import generate_default_cfgs
 from timm.models.resnet import Bottleneck, ResNet
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
 from isomorph.models.base import (
     ForeignCheckpoints,
+    State,
     Variant,
     build_variant,
     parameters_without_decay,
@@ -74,7 +75,7 @@ _NETWORKS = {
 class TransformedMixin(ForeignCheckpoints):
     """Checkpoints and weight decay of a CNN with convolutions recast as attention."""
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for a CNN's weights: the filters of every attention layer, and no other tensor of any."""
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
         if not layers or any(f"{name}.weight" not in state for name in layers):
@@ -123,9 +124,9 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         apply_rule(self, ConvToGPSA(init, locality, gate), "layer3.*.conv?")  # type: ignore[arg-type]
 
 
-def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _attention_tensors(model: nn.Module) -> State:
     """Return the tensors of attention layers that a convolution does not have."""
-    tensors: dict[str, Tensor] = {}
+    tensors: State = {}
     for name, module in model.named_modules():
         if isinstance(module, GPSA2d):
             for key, tensor in module.state_dict(prefix=f"{name}.").items():
@@ -134,7 +135,7 @@ def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a CNN's checkpoint for a T-CNN: the other tensors of its attention stay at their initialisation."""
     if isinstance(model, CifarResNet):
         state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)

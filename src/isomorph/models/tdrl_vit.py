@@ -17,6 +17,7 @@ from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -71,7 +72,7 @@ class TDRLViT(AnySizeViT):
         if weight_init == "mae":
             init_as_mae(self)
 
-    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+    def is_foreign(self, state: State) -> bool:
         """Return True for a plain ViT's weights, with one weight per pyramid, or those of masked pre-training."""
         if any(name.startswith(PRETRAINING_PREFIXES) for name in state):
             return True
@@ -91,7 +92,7 @@ def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
     return outermost_modules(model, lambda module: isinstance(module, Parallel))  # type: ignore[return-value]
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: TDRLViT) -> State:
     """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
     A pre-training's decoder is dropped, and its last norm by a model that averages over patches (`global_pool` avg),
@@ -102,7 +103,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     state_dict = {
         name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)
     }
-    state_dict = _with_own_tensors(_with_own_pooling(state_dict, model), model)
+    state_dict = _fit_tokens_and_tables(_with_own_pooling(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model).items():
@@ -114,7 +115,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     return state_dict
 
 
-def _with_own_pooling(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+def _with_own_pooling(state_dict: State, model: TDRLViT) -> State:
     """Replace the class token's norm by the model's new one if it averages over patches, as MAE's fine-tuning does."""
     own = model.state_dict()
     new = {name: own[name] for name in own if name.startswith("fc_norm.")}
@@ -124,29 +125,32 @@ def _with_own_pooling(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
     return {**kept, **new}
 
 
-def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """Add what a checkpoint lacks; a distillation token has a zero position, as published with G2SD."""
-    added: dict[str, Tensor] = {}
+def _fit_tokens_and_tables(state_dict: State, model: TDRLViT) -> State:
+    """Add a distillation token and relative biases that a checkpoint lacks, and resize tables of relative biases.
+
+    The token is the model's own, and its position zero, as in the code published with G2SD.
+    """
+    added: State = {}
     if (
         isinstance(model, TDRLViTDistilled)
         and "dist_token" not in state_dict
         and "pos_embed" in state_dict
     ):
         positions = state_dict["pos_embed"]
-        first = positions[:, :1]
-        zero = torch.zeros_like(first)
-        added["pos_embed"] = torch.cat([first, zero, positions[:, 1:]], 1)
+        of_class_token = positions[:, :1]
+        zero = torch.zeros_like(of_class_token)
+        added["pos_embed"] = torch.cat([of_class_token, zero, positions[:, 1:]], 1)
         added["dist_token"] = model.dist_token.detach()
     for name, own in _relative_biases(model).items():
-        given = state_dict.get(name, own)
-        if given.ndim == own.ndim == 3:
-            _, height, width = own.shape
-            given = resize_table(given, ((height + 1) // 2, (width + 1) // 2))
-        added[name] = given
+        bias = state_dict.get(name, own)
+        if bias.ndim == own.ndim == 3:  # a table of 2 H - 1 by 2 W - 1 offsets
+            _, rows, columns = own.shape
+            bias = resize_table(bias, ((rows + 1) // 2, (columns + 1) // 2))
+        added[name] = bias
     return {**state_dict, **added}
 
 
-def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
+def _relative_biases(model: nn.Module) -> State:
     """Return the tables and scalars of relative attention by name."""
     names = (".relative_bias", ".prefix_bias")
     return {
@@ -156,7 +160,7 @@ def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> State:
     """Return the state of a pyramid (or of pyramids and linear layers side by side) that computes a plain layer."""
     twin = copy.deepcopy(module).cpu()
     weights = weight.chunk(len(twin.parts))

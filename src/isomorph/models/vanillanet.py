@@ -17,6 +17,7 @@ from isomorph.errors import UserError
 from isomorph.layers.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.base import (
     StagedNet,
+    State,
     Variant,
     build_variant,
     image_cfg,
@@ -129,7 +130,7 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a public checkpoint: same order, a classifier of convolutions, annealing complete (slopes are 1)."""
     state = unwrap_state_dict(state_dict)
     own = model.state_dict()

@@ -13,7 +13,7 @@ from isomorph.operations.maps import (
 )
 from isomorph.operations.observe import ModuleCall, observe, observing
 from isomorph.operations.traces import left_no_trace, state_of
-from isomorph.operations.values import Value, tensors_in, value_of
+from isomorph.operations.values import TensorVersion, leaves, parts_of, tensors_in, value_of
 from isomorph.operations.wrapped_models import (
     copy_module,
     hooks_on,
@@ -33,16 +33,18 @@ __all__ = [
     "ModuleCall",
     "Operation",
     "ReadMaps",
-    "Value",
+    "TensorVersion",
     "copy_module",
     "count_calls",
     "from_standard_map",
     "hooks_on",
     "images_per_chunk",
     "is_compiled",
+    "leaves",
     "left_no_trace",
     "observe",
     "observing",
+    "parts_of",
     "records_outputs",
     "see",
     "state_of",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isomorph.operations.observe import ModuleCall, Running, observing
-from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
+from isomorph.operations.values import TensorVersion, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
 LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
@@ -34,8 +34,8 @@ class Operation(NamedTuple):
 
     name: str
     module: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[TensorVersion, ...]
+    outputs: tuple[TensorVersion, ...]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     function: Any = None
@@ -47,18 +47,17 @@ class Flow(TorchFunctionMode):
     def __init__(self, constants: dict[str, Tensor]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.reads: dict[Value, list[Operation]] = defaultdict(list)
-        self.made: dict[Value, Operation] = {}
-        self.inputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
-        self.outputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
+        self.reads: dict[TensorVersion, list[Operation]] = defaultdict(list)
+        self.made: dict[TensorVersion, Operation] = {}
+        self.inputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
+        self.outputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
         self.running = Running()
         # What the call returned.
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
-        self.given_out: set[Value] = set()
-        self.tensors: dict[
-            Value, Tensor
-        ] = {}  # kept: the identity of a tensor is its own only while it lives
+        self.given_out: set[TensorVersion] = set()
+        # kept: the identity of a tensor is its own only while it lives
+        self.tensors: dict[TensorVersion, Tensor] = {}
         # The names of every parameter and buffer by its identity.
         self.names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in constants.items():
@@ -177,7 +176,7 @@ class Kernels(TorchDispatchMode):
         return out
 
 
-def _values_in(*given: Any) -> tuple[Value, ...]:
+def _values_in(*given: Any) -> tuple[TensorVersion, ...]:
     """Return the values that objects hold; what is asked of the tensors for it is no operation of the model."""
     with torch._C.DisableTorchFunction():
         return tuple(map(value_of, tensors_in(*given)))
@@ -202,9 +201,8 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return True
     if torch.Tag.data_dependent_output in func.tags:
         return True
-    if (
-        func is torch.ops.aten.index.Tensor
-    ):  # by numbers the form is that of the indices, by a mask it is not
+    # by numbers the form is that of the indices, by a mask it is not
+    if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if torch.Tag.dynamic_output_shape in func.tags:
         return True
@@ -291,11 +289,12 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         registered = {id(module._parameters), id(module._buffers), id(module._modules)}
         attributes = [each for each in vars(module).values() if id(each) not in registered]
-        for leaf in leaves_in(attributes):
-            held = [leaf]
-            if not isinstance(leaf, Tensor):
-                held = leaves_in([getattr(leaf, "__dict__", leaf)])
-            tensors += [each for each in held if isinstance(each, Tensor)]
+        for leaf in tree_leaves(attributes):
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            elif hasattr(leaf, "__dict__"):
+                held = tree_leaves(vars(leaf))
+                tensors += [each for each in held if isinstance(each, Tensor)]
     return tensors
 
 

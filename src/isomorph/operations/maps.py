@@ -7,7 +7,8 @@ does. The class of a layer does not matter. Not seen: `torch.special.softmax`, a
 
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,8 @@ def from_standard_map(maps: Tensor, layout: MapLayout, like: Tensor) -> Tensor:
     return maps.reshape(like.shape)
 
 
-class FusedCall(NamedTuple):
+@dataclass(eq=False)
+class FusedCall:
     """The arguments of `scaled_dot_product_attention`, by its names for them.
 
     >>> FusedCall(*torch.ones(3, 1, 1, 2, 4), is_causal=True).mask.tolist()
@@ -131,14 +133,12 @@ class FollowMaps(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maps: list[
-            Tensor
-        ] = []  # made of a softmax over keys, and not multiplied by values yet
+        # made of a softmax over keys, and not multiplied by values yet
+        self.maps: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = (
-            torch.unflatten if func is Tensor.unflatten else func
-        )  # which torch up to 2.11 cannot compile in a mode
+        # which torch up to 2.11 cannot compile in a mode
+        func = torch.unflatten if func is Tensor.unflatten else func
         if not self.maps and func not in _BEGINS:  # most calls
             return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}
@@ -179,9 +179,15 @@ class FollowMaps(TorchFunctionMode):
         )
 
     def at_fused(self, call: FusedCall) -> Tensor:
-        q, k, v, mask, dropout, causal, scale, gqa = call
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            call.dropout_p,
+            call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
         )
 
     def at_softmax(self, logits: Tensor, maps: Tensor) -> None:

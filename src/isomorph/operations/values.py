@@ -1,17 +1,18 @@
-"""Values of a call: tensors at a version, and the tensors that any object holds."""
+"""Values of a call: tensors at a version, and what an object consists of, as a list of tensors or by name."""
 
 import gc
 import types
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 # The identity and the version of a tensor: an operation in place makes a new value.
-Value = tuple[int, int]
+TensorVersion = tuple[int, int]
 
 # Values that hold no tensors, and are met too often to look into.
 _PLAIN = frozenset(
@@ -32,7 +33,7 @@ _PLAIN = frozenset(
 NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 
 
-def value_of(tensor: Tensor) -> Value:
+def value_of(tensor: Tensor) -> TensorVersion:
     """Return the value that a tensor holds now; an inference tensor has no version."""
     version = 0 if tensor.is_inference() else tensor._version
     return id(tensor), version
@@ -55,37 +56,19 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _add_tensors(values: Iterable[Any], found: list[Tensor], seen: set[int]) -> None:
-    for leaf in leaves_in(values):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif gc.is_tracked(leaf) and id(leaf) not in seen and not isinstance(leaf, NOT_HELD):
-            seen.add(id(leaf))
-            _add_tensors(held_by(leaf), found, seen)
-
-
-def leaves_in(values: Iterable[Any]) -> list[Any]:
-    """Return what values and the containers among them hold, in order, without numbers, strings and None.
-
-    >>> from isomorph.operations.values import leaves_in
-    >>> x = torch.zeros(1)
-    >>> leaves_in([x, (1, "same", [x, None])]) == [x, x]
-    True
-    """
-    leaves: list[Any] = []
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             continue
-        if kind is tuple or kind is list:
-            leaves += leaves_in(value)
-        elif kind is dict or kind is OrderedDict:
-            if value:
-                leaves += leaves_in(value.values())
+        if isinstance(value, tuple | list):  # also what torch.max gives, by index
+            _add_tensors(value, found, seen)
+        elif isinstance(value, Mapping):
+            _add_tensors(value.values(), found, seen)
         elif isinstance(value, Tensor):
-            leaves.append(value)
-        else:  # torch knows further containers
-            leaves += [leaf for leaf in tree_leaves(value) if type(leaf) not in _PLAIN]
-    return leaves
+            found.append(value)
+        elif gc.is_tracked(value) and id(value) not in seen and not isinstance(value, NOT_HELD):
+            seen.add(id(value))
+            _add_tensors(held_by(value), found, seen)
 
 
 def held_by(value: Any) -> list[Any]:
@@ -97,3 +80,48 @@ def held_by(value: Any) -> list[Any]:
         shared = (value.__globals__, getattr(value, "__builtins__", None))
         return [each for each in held if not any(each is known for known in shared)]
     return held
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Return what a value consists of, by name: of a dict, list, data class or other object; None for a single one."""
+    if isinstance(value, Tensor):
+        return _numbered(value.unbind()) if value.is_nested else None
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return _numbered(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, nn.Module | type | np.ndarray | np.generic | Enum) or callable(value):
+        return None
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name in _slots(kind):
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    found.update(getattr(value, "__dict__", {}))
+    return found or None
+
+
+def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
+    return {str(number): part for number, part in enumerate(parts)}
+
+
+def _slots(kind: type) -> list[str]:
+    if kind.__module__ in ("builtins", "torch"):
+        return []
+    names = vars(kind).get("__slots__", ())
+    own = [names] if isinstance(names, str) else names
+    return [name for name in own if not name.startswith("__")]
+
+
+def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what an output consists of, by name: a tensor, or the items of dicts, lists, data classes and objects."""
+    parts = parts_of(output)
+    if parts is None:
+        yield path, output
+        return
+    if id(output) in around:  # an object that holds itself
+        return
+    for name, part in parts.items():
+        yield from leaves(part, f"{path}.{name}", (*around, id(output)))

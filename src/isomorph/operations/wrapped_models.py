@@ -62,7 +62,10 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
     model = _innermost(model, _WRAPPERS)
     if not to_copy:
         return model
-    if _is_sharded(model):
+    # both kinds of FSDP; without their module, which is slow to import, there is none
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
+    if any(isinstance(module, kinds) for module in model.modules()):
         raise UserError(
             "the weights are divided among processes (FSDP); gather them with get_model_state_dict and "
             "StateDictOptions(full_state_dict=True) of torch.distributed.checkpoint.state_dict, and load them into a "
@@ -96,15 +99,6 @@ def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
     return inner
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return any(isinstance(module, kinds) for module in model.modules())
-
-
 def is_compiled(model: Any) -> bool:
     """True if the model or a submodule is compiled."""
     # model.compile() sets a private attribute of torch's and wraps nothing
@@ -123,10 +117,8 @@ def copy_module(model: nn.Module) -> nn.Module:
         reason = first_line(error).partition(". ")[0]
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
     modes = {name: module.training for name, module in model.named_modules()}
-    for (
-        name,
-        copied,
-    ) in new.named_modules():  # a feature extractor of torchvision is copied in train mode
+    # a feature extractor of torchvision is copied in train mode
+    for name, copied in new.named_modules():
         mode = modes.get(name, copied.training)
         if mode != copied.training:
             copied.train(mode)

@@ -4,6 +4,7 @@ from collections import ChainMap
 
 from isomorph.surgery.absorb import Absorb, absorb
 from isomorph.surgery.anneal import Anneal
+from isomorph.surgery.collapse import Collapse
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.insert import Insert, insert, register_block
@@ -44,6 +45,7 @@ EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
     RULES,
     {
         "Absorb": Absorb,
+        "Collapse": Collapse,
         "Fuse": Fuse,
         "Insert": Insert,
         "Merge": Merge,
@@ -64,6 +66,7 @@ __all__ = [
     "AttentionToRefined",
     "AttentionToRelative",
     "AttentionToWindow",
+    "Collapse",
     "ConvToConvNorm",
     "ConvToGPSA",
     "Edit",

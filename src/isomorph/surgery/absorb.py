@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import ModuleCall, copy_module, observing
 from isomorph.spec import record_config, spec_of
-from isomorph.surgery.calls import relative_difference, run_model
+from isomorph.surgery.calls import run_model
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.modules import list_names
-from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padding
+from isomorph.surgery.plain_layers import conv_like, layer_mismatch, plain_layer, same_padding
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, check_number, copy_model
@@ -117,52 +119,39 @@ class Absorb(Rule):
         module = site.module
         plain = plain_layer(module)
         assert isinstance(plain, nn.Conv2d)
-        weight, mean = self._for_raw_images(plain)
+        weight, mean, read = self._for_raw_images(plain)
         if pads_with_zeros(module):
             # The border is 0 of normalised images, which is the mean of raw ones.
             conv = _like(plain, weight, plain.bias)
             padding = same_padding(module)
-            parts: dict[str, nn.Module] = {"shift": SubtractMean(mean)}
+            parts: dict[str, nn.Module] = {"shift": SubtractMean(mean.tolist())}
             if padding is not None:
                 parts["pad"] = padding
             return nn.Sequential(OrderedDict(parts, conv=conv)).to(plain.weight)
-        means = torch.tensor(mean, dtype=weight.dtype, device=weight.device)
-        each = means.reshape(1, -1).expand(len(weight), -1)
-        per_group = each.reshape(len(weight), plain.groups, -1)
-        group = torch.arange(len(weight), device=weight.device) * plain.groups // len(weight)
-        own = per_group[torch.arange(len(weight)), group]  # (out, in / groups)
-        bias = -(weight.sum((2, 3)) * own).sum(1)
+        bias = -(weight.sum((2, 3)) * mean.to(read.device)[read]).sum(1)
         if plain.bias is not None:
             bias += plain.bias.double()
         if self.is_grey:
             weight = weight.sum(1, keepdim=True)
         return _like(plain, weight, bias)
 
-    def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, list[float]]:
-        """Return filters for raw channels in float64, and the mean of each channel."""
-        like: dict[str, Any] = {"dtype": torch.float64, "device": conv.weight.device}
-        gain = 1 / (self.scale * torch.tensor(self.std, **like))
-        mean = [self.scale * each for each in self.mean]
-        width = conv.in_channels // conv.groups
-        first = torch.arange(conv.groups, device=gain.device).repeat_interleave(
-            conv.out_channels // conv.groups
-        )
-        read = first[:, None] * width + torch.arange(
-            width, device=gain.device
-        )  # (out, in / groups)
-        weight = conv.weight.double() * gain[read][..., None, None]
+    def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, Tensor, Tensor]:
+        """Return filters for raw channels in float64, the mean of each channel, and the channels of each filter."""
+        device = conv.weight.device
+        scale = self.scale * torch.tensor(self.std, dtype=torch.float64, device=device)
+        mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
+        channels = torch.arange(conv.in_channels, device=device)
+        # (out, in / groups)
+        read = channels.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
+        weight = conv.weight.double() / scale[read][..., None, None]
         if conv.groups != 1:
-            return weight, mean
-        filters = []
-        means = []
-        for channel in self.order:
-            if channel is None:  # ignored
-                filters.append(torch.zeros_like(weight[:, 0]))
-                means.append(0.0)
-            else:
-                filters.append(weight[:, channel])
-                means.append(mean[channel])
-        return torch.stack(filters, 1), means
+            return weight, mean, read
+        ignored = len(mean)  # a channel of zeros behind the others
+        order = [ignored if channel is None else channel for channel in self.order]
+        weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, order]
+        mean = F.pad(mean, (0, 1))[order]
+        read = torch.arange(len(order), device=device).expand(len(weight), -1)
+        return weight, mean, read
 
 
 def pads_with_zeros(module: nn.Module) -> bool:
@@ -178,21 +167,11 @@ def pads_with_zeros(module: nn.Module) -> bool:
 
 def _like(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     """Return a convolution with other filters, in the precision of the first."""
-    window: dict[str, Any] = {
-        name: getattr(conv, name)
-        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-    }
-    new = nn.Conv2d(
-        weight.shape[1] * conv.groups,
-        conv.out_channels,
-        bias=bias is not None,
-        device="meta",
-        **window,
-    )
-    new.weight = nn.Parameter(weight.to(conv.weight), conv.weight.requires_grad)
-    if bias is not None:
-        new.bias = nn.Parameter(bias.to(conv.weight), conv.weight.requires_grad)
-    return new.train(conv.training)
+    is_trained = conv.weight.requires_grad
+    filters = nn.Parameter(weight.to(conv.weight), is_trained)
+    if bias is None:
+        return conv_like(conv, filters, None)
+    return conv_like(conv, filters, nn.Parameter(bias.to(conv.weight), is_trained))
 
 
 def absorb(

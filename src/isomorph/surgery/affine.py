@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.operations import Value
+from isomorph.operations import TensorVersion
 from isomorph.surgery.channels import Step
 from isomorph.surgery.layer_calls import InputWindow
 
@@ -47,9 +47,9 @@ class Affine:
     function of what the layer before its layer reads, such as the adapter up(down(x)).
     """
 
-    source: Value
-    start: Value
-    end: Value
+    source: TensorVersion
+    start: TensorVersion
+    end: TensorVersion
     axis: int
     summands: tuple[Summand, ...]
     shift: Tensor
@@ -100,8 +100,9 @@ class Group:
     """What is written together: summands and a shift into the first of the carriers, or into all readers, or a chain.
 
     A chain is two layers, of which the first becomes the product; where norms or sums lie between them it needs these
-    to be written into the first. `windows` are those of the carriers, `scales` the gain and shift of each reader's
-    inputs.
+    to be written into the first. Of a `whole` module its carrier and other `parts` are left, in turn; the summands are
+    its input, where its own code adds it. `windows` are those of the carriers, `scales` the gain and shift of each
+    reader's inputs.
     """
 
     kind: str
@@ -114,6 +115,8 @@ class Group:
     # Modules that are not merged and whose inputs or outputs change.
     across: tuple[str, ...] = ()
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
+    whole: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -123,7 +126,8 @@ class Group:
         for gain, shift in self.scales:
             numbers += [gain, shift]
         written = tuple(_bytes(tensor) for tensor in numbers)
-        return self.kind, self.carriers, self.windows, self.gone, summands, written
+        modules = (self.carriers, self.windows, self.gone, self.whole, self.parts)
+        return self.kind, *modules, summands, written
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import Flow, Operation, Value, value_of
+from isomorph.operations import Flow, Operation, TensorVersion, value_of
 from isomorph.surgery.affine import Affine, Summand, carrier_of, sum_of
 from isomorph.surgery.channels import Channels, Step, follow_channels, kind_of_step
 from isomorph.surgery.layer_calls import (
@@ -48,7 +48,7 @@ class AffineValues:
         self,
         model: nn.Module,
         flow: Flow,
-        keeps: set[Value],
+        keeps: set[TensorVersion],
         affine_norms: bool,
         avoid: frozenset[str],
     ) -> None:
@@ -57,16 +57,16 @@ class AffineValues:
         self.keeps = keeps
         self.affine_norms = affine_norms
         self.avoid = avoid
-        self.of: dict[Value, Affine] = {}
+        self.of: dict[TensorVersion, Affine] = {}
         # Values that another affine value takes up.
-        self.used: set[Value] = set()
+        self.used: set[TensorVersion] = set()
         # Names of the norms, and why nothing is done with one.
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
         # Why the output of a layer is not an affine value.
-        self.rejected: dict[Value, str] = {}
+        self.rejected: dict[TensorVersion, str] = {}
         # Outputs of pointwise layers, with what these read.
-        self.chained: list[tuple[Value, Affine]] = []
+        self.chained: list[tuple[TensorVersion, Affine]] = []
         self.operations_of: dict[str, list[Operation]] = defaultdict(list)
         depending = [each for each in flow.operations if not flow.constant.issuperset(each.outputs)]
         for operation in depending:
@@ -74,13 +74,13 @@ class AffineValues:
         for operation in depending:
             self._read(operation)
 
-    def is_read_once(self, value: Value) -> bool:
+    def is_read_once(self, value: TensorVersion) -> bool:
         return len(self.flow.reads[value]) == 1 and value not in self.keeps
 
     def is_avoided(self, *layers: str | None) -> bool:
         return not self.avoid.isdisjoint(layers)
 
-    def shape(self, value: Value) -> tuple[int, ...]:
+    def shape(self, value: TensorVersion) -> tuple[int, ...]:
         return tuple(self.flow.tensors[value].shape)
 
     def _read(self, operation: Operation) -> None:
@@ -120,12 +120,12 @@ class AffineValues:
             return self._read_scale(operation, x)
         return self._read_sum(operation)
 
-    def _take(self, value: Value) -> Affine | None:
+    def _take(self, value: TensorVersion) -> Affine | None:
         return self.of.get(value) if self.is_read_once(value) else None
 
     def _start(
         self,
-        value: Value,
+        value: TensorVersion,
         axis: int,
         layer: str | None = None,
         window: InputWindow = InputWindow(),  # noqa: B008
@@ -139,7 +139,7 @@ class AffineValues:
 
     # Moves, averages and choices of elements
 
-    def _read_moves(self, operation: Operation) -> dict[Value, Affine]:
+    def _read_moves(self, operation: Operation) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that moves, averages or selects the elements of one of its inputs."""
         for value in dict.fromkeys(operation.inputs):
             base = self._take(value)
@@ -163,7 +163,7 @@ class AffineValues:
                 }
         return {}
 
-    def _is_read_in_parts(self, value: Value) -> bool:
+    def _is_read_in_parts(self, value: TensorVersion) -> bool:
         """True for what a layer gives if others read it in parts, such as queries, keys and values."""
         base = self.of.get(value)
         if base is None or not base.is_layer_alone or value in self.keeps:
@@ -265,7 +265,7 @@ class AffineValues:
 
     # Norms and scales
 
-    def _read_norm(self, operation: Operation, x: Value) -> Affine | None:
+    def _read_norm(self, operation: Operation, x: TensorVersion) -> Affine | None:
         if operation.name != "batch_norm":
             return self._read_affine_norm(operation)
         given = bind_arguments(operation)
@@ -359,7 +359,7 @@ class AffineValues:
             return f"it has {attached}"
         return "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
 
-    def _why_none_before(self, value: Value) -> str:
+    def _why_none_before(self, value: TensorVersion) -> str:
         if value in self.of:
             return "the output of the layer before it is read elsewhere"
         if value in self.rejected:
@@ -387,7 +387,7 @@ class AffineValues:
             return _TURNED
         return gains, shifts
 
-    def _read_scale(self, operation: Operation, x: Value) -> Affine | None:
+    def _read_scale(self, operation: Operation, x: TensorVersion) -> Affine | None:
         """Return a value times, or plus, numbers that the model stores."""
         (constant,) = set(operation.inputs) - {x}
         shape = self.shape(x)
@@ -411,7 +411,7 @@ class AffineValues:
                 return base.scaled(*scale, ("identity", operation.module))
         return None
 
-    def _bases(self, value: Value) -> list[Affine]:
+    def _bases(self, value: TensorVersion) -> list[Affine]:
         """Return an affine value, or any other value as its own source, with channels on either axis."""
         base = self._take(value)
         if base:
@@ -433,7 +433,9 @@ class AffineValues:
                 self.used.add(self.flow.made[value].inputs[0])
         return total
 
-    def _sums(self, first: Value, second: Value, subtracts: bool) -> Iterator[Affine]:
+    def _sums(
+        self, first: TensorVersion, second: TensorVersion, subtracts: bool
+    ) -> Iterator[Affine]:
         """Yield a sum or difference as a function of the source of both values, or of one value if it is the source."""
         first_terms = self._terms(first)
         second_terms = self._terms(second)
@@ -455,7 +457,7 @@ class AffineValues:
             if term.source == first:
                 yield _with_source(term, 1.0)
 
-    def _terms(self, value: Value) -> list[Affine]:
+    def _terms(self, value: TensorVersion) -> list[Affine]:
         """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
         found = self._take(value) or self._multiplied(value)
         if found is None:
@@ -463,12 +465,11 @@ class AffineValues:
         ways = [found] if found.through is None else [found, found.through]
         return [way for way in ways if not way.steps]
 
-    def _multiplied(self, value: Value) -> Affine | None:
+    def _multiplied(self, value: TensorVersion) -> Affine | None:
         """Return a value of layers that the model's own code multiplies by a number, or None."""
         made = self.flow.made.get(value)
-        if (
-            self.flow.branches_on_data or self.flow.reads_parameters
-        ):  # numbers may not be those of the code
+        # numbers may not be those of the code
+        if self.flow.branches_on_data or self.flow.reads_parameters:
             return None
         if (
             made is None

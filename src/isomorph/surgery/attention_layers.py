@@ -5,8 +5,9 @@ leaves both to transformers' attention interface. Where a map is among its opera
 """
 
 import dis
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from isomorph.layers.unfused_multihead import (
 )
 from isomorph.operations import MapLayout
 from isomorph.surgery.altered import cached_by_class
-from isomorph.surgery.modules import functions_of
 
 # Attributes of layers, and of the configurations of transformers, for the number of heads.
 _HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
@@ -63,9 +63,8 @@ def mask_unit_places(
     in_unit = layer.window_size
     pooled = math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
-    places = (
-        mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
-    )  # a query is the maximum of pooled^2 tokens
+    # a query is the maximum of pooled^2 tokens
+    places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
     return places, mask_unit_order(keys // math.prod(units), units)
 
 
@@ -231,10 +230,29 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _functions_of(kind: type) -> Iterator[Any]:
+    """Yield the forward of a class, and the methods and functions of its module that it uses."""
+    waiting: list[Any] = [getattr(kind, "forward", None)]
+    seen = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        yield function
+        for name in code.co_names:
+            if inspect.isfunction(inspect.getattr_static(kind, name, None)):
+                waiting.append(getattr(kind, name))
+            other = function.__globals__.get(name)
+            if inspect.isfunction(other) and other.__module__ == function.__module__:
+                waiting.append(other)
+
+
 @cached_by_class
 def _names_used(kind: type) -> set[str]:
     names: set[str] = set()
-    for function in functions_of(kind):
+    for function in _functions_of(kind):
         names.update(function.__code__.co_names)
         names |= {"@"} & {step.argrepr for step in dis.get_instructions(function)}
     return names

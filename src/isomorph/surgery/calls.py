@@ -2,14 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import UnionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import first_float
+from isomorph.operations import leaves
 
 # A batch of images or other tensor, or the keyword arguments of a model.
 Inputs = Tensor | Mapping[str, Any]
@@ -89,16 +86,65 @@ def describe_shape(inputs: Inputs) -> str:
     """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
     if isinstance(inputs, Tensor):
         return "x".join(map(str, inputs.shape))
-    return ", ".join(f"{path[1:]} {describe_shape(x)}" for path, x in tensors_at(inputs).items())
+    sizes = []
+    for path, leaf in leaves(inputs):
+        if isinstance(leaf, Tensor):
+            sizes.append(f"{path[1:]} {describe_shape(leaf)}")
+    return ", ".join(sizes)
 
 
-def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> None:
-    """Raise UserError for anything but one batch: a tensor, or where it is allowed a dictionary of arguments."""
-    if not isinstance(inputs, kinds):
+def check_inputs(inputs: object) -> None:
+    """Raise UserError for anything but one batch: a tensor, or a dictionary of arguments."""
+    if not isinstance(inputs, Tensor | Mapping):
         raise UserError(
             f"give a batch as the model reads it, like a tensor of images (B, C, H, W), not a {type(inputs).__name__}; "
-            "of a loader, give the images of one batch: next(iter(loader))[0]"
+            f"{_OF_A_LOADER}"
         )
+
+
+def batches_of(given: Any, of_loader: bool = False) -> Iterator[Inputs]:
+    """Yield the batches in an argument: the one that it is, or those of a list or another iterable.
+
+    `of_loader`: each may be a pair of a loader, (inputs, labels), of which the inputs are yielded.
+
+    Raises: UserError for anything else, for no batch, and for batches of different kinds, as one pair would be.
+    """
+    if isinstance(given, Tensor | Mapping):
+        yield given
+        return
+    if not isinstance(given, Iterable):
+        check_inputs(given)
+    first: Any = None
+    for batch in given:
+        if of_loader and isinstance(batch, tuple | list) and batch:
+            batch = batch[0]
+        check_inputs(batch)
+        if first is None:
+            first = batch
+        if _kind_of(batch) != _kind_of(first):
+            raise UserError(
+                f"several batches are of one kind, and these are {_describe_kind(first)} and {_describe_kind(batch)}; "
+                f"{_OF_A_LOADER}"
+            )
+        yield batch
+    if first is None:
+        raise UserError(
+            "there is no batch; give at least one, like a tensor of images (B, C, H, W)"
+        )
+
+
+def _kind_of(batch: Inputs) -> tuple[int, bool] | None:
+    return (batch.ndim, batch.is_floating_point()) if isinstance(batch, Tensor) else None
+
+
+def _describe_kind(batch: Inputs) -> str:
+    if isinstance(batch, Tensor):
+        return f"{describe_shape(batch) or 'a number'} in {str(batch.dtype).removeprefix('torch.')}"
+    return f"a {type(batch).__name__}"
+
+
+# What to give where a loader's pair (images, labels) is not taken.
+_OF_A_LOADER = "of a loader, give the images of one batch: next(iter(loader))[0]"
 
 
 def check_not_empty(inputs: Inputs) -> None:
@@ -181,108 +227,3 @@ def max_or_inf(values: Iterable[float]) -> float:
 def relative(difference: float, scale: float) -> float:
     """Return a difference as a share of the largest value."""
     return difference / scale if difference and scale else difference
-
-
-def parts_of(value: Any) -> dict[str, Any] | None:
-    """Return what a value consists of, by name: of a dict, list, data class or other object; None for a single one."""
-    if isinstance(value, Tensor):
-        return _numbered(value.unbind()) if value.is_nested else None
-    if isinstance(value, Mapping):
-        return {str(name): part for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return _numbered(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name, None) for field in fields(value)}
-    if isinstance(value, nn.Module | type | np.ndarray | np.generic | Enum) or callable(value):
-        return None
-    found: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        for name in _slots(kind):
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
-    found.update(getattr(value, "__dict__", {}))
-    return found or None
-
-
-def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
-    return {str(number): part for number, part in enumerate(parts)}
-
-
-def _slots(kind: type) -> list[str]:
-    if kind.__module__ in ("builtins", "torch"):
-        return []
-    names = vars(kind).get("__slots__", ())
-    own = [names] if isinstance(names, str) else names
-    return [name for name in own if not name.startswith("__")]
-
-
-def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield what an output consists of, by name: a tensor, or the items of dicts, lists, data classes and objects."""
-    parts = parts_of(output)
-    if parts is None:
-        yield path, output
-        return
-    if id(output) in around:  # an object that holds itself
-        return
-    for name, part in parts.items():
-        yield from leaves(part, f"{path}.{name}", (*around, id(output)))
-
-
-def tensors_at(output: Any) -> dict[str, Tensor]:
-    """Return the tensors that an output consists of, by name."""
-    return {path: leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor)}
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """Return a tensor in float64 or complex128, dense."""
-    if x.layout != torch.strided:
-        x = x.to_dense()
-    if x.is_quantized:
-        x = x.dequantize()
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def largest_difference(output: Any, other: Any) -> tuple[float, float]:
-    """Return the largest difference of two outputs, and the largest finite value of the first.
-
-    They are those of the tensor that differs most, relative to its values. Identical infinities are equal, NaN never.
-
-    Raises: UserError if the outputs have different shapes, or no tensors.
-    """
-    tensors = tensors_at(output)
-    others = tensors_at(other)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    other_shapes = {name: tuple(tensor.shape) for name, tensor in others.items()}
-    if shapes != other_shapes:
-        shown: Any = (shapes, other_shapes)
-        if set(shapes) == set(other_shapes) == {""}:
-            shown = (shapes[""], other_shapes[""])
-        raise UserError(
-            f"the outputs of the models have different shapes: {shown[0]} and {shown[1]}"
-        )
-    if not tensors:
-        raise UserError(f"the output of the model has no tensors: {type(output).__name__}")
-    found = [(0.0, 0.0)]
-    for name, tensor in tensors.items():
-        if not tensor.numel():
-            continue
-        y = full_precision(tensor)
-        z = full_precision(others[name])
-        difference = (y - z).abs().masked_fill(y == z, 0).max().item()
-        largest = y.abs().nan_to_num(0, 0, 0).max().item()
-        found.append((max_or_inf([difference]), largest))
-    return max(found, key=lambda pair: (relative(*pair), pair[1]))
-
-
-def relative_difference(output: Any, other: Any) -> float:
-    """Return the largest difference of two outputs as a share of the largest value. Raises: as `largest_difference`."""
-    return relative(*largest_difference(output, other))
-
-
-def noise_of(output: Any, other: Any) -> float:
-    """Return the difference of two outputs of one model, 0 where it is not finite or they have different shapes."""
-    try:
-        difference = largest_difference(output, other)[0]
-    except UserError:
-        return 0.0
-    return difference if math.isfinite(difference) else 0.0

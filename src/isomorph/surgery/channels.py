@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from isomorph.operations import Flow, Operation, Value, tensors_in
+from isomorph.layers.modes import noise
+from isomorph.operations import Flow, Operation, TensorVersion, tensors_in
 from isomorph.surgery.layer_calls import is_unchanged
 
 # Operations each of whose outputs consists of elements of the input, and of zeros.
@@ -84,7 +85,7 @@ class Step(NamedTuple):
     """An operation on a value, and which of its outputs is followed; `others` read other parts of the value."""
 
     operation: Operation
-    value: Value
+    value: TensorVersion
     kind: Kind
     output: int = 0
     others: tuple[Operation, ...] = ()
@@ -120,7 +121,7 @@ class Channels:
         return channels if bool(same.all()) else None
 
 
-def kind_of_step(flow: Flow, operation: Operation, value: Value) -> Kind | None:
+def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind | None:
     """Return how an operation moves the elements of a value, or None if it does something else."""
     others = {other for other in operation.inputs if other != value}
     if operation.inputs.count(value) != 1:
@@ -147,7 +148,7 @@ def _attention_arguments(operation: Operation) -> dict[str, Any]:
     return dict(zip(names, operation.args, strict=False)) | operation.kwargs
 
 
-def _is_plain_attention(flow: Flow, operation: Operation, value: Value) -> bool:
+def _is_plain_attention(flow: Flow, operation: Operation, value: TensorVersion) -> bool:
     given = _attention_arguments(operation)
     is_value = id(given["value"]) == value[0]
     mask = given.get("attn_mask")
@@ -155,7 +156,7 @@ def _is_plain_attention(flow: Flow, operation: Operation, value: Value) -> bool:
     return is_value and constant_mask and not given.get("dropout_p")
 
 
-def _are_attention_weights(flow: Flow, value: Value) -> bool:
+def _are_attention_weights(flow: Flow, value: TensorVersion) -> bool:
     """True for what a softmax gives, also moved."""
     made = flow.made.get(value)
     if made is None or made.name == "softmax":
@@ -165,7 +166,7 @@ def _are_attention_weights(flow: Flow, value: Value) -> bool:
     return _are_attention_weights(flow, made.inputs[0])
 
 
-def _other_attention_weights(flow: Flow, value: Value) -> Tensor:
+def _other_attention_weights(flow: Flow, value: TensorVersion) -> Tensor:
     """Return attention weights made as a value is, from random scores.
 
     Scores may be equal, as those of a layer at its initialisation: then sums over every axis are 1, which is no law.
@@ -173,19 +174,16 @@ def _other_attention_weights(flow: Flow, value: Value) -> Tensor:
     made = flow.made[value]
     source = made.inputs[0]
     if made.name == "softmax":
-        return _run(made, {source: _random(flow.tensors[source])})[0]
+        return _run(made, {source: _noise_like(flow.tensors[source])})[0]
     before = _other_attention_weights(flow, source)
     return _run(made, {source: before})[made.outputs.index(value)]
 
 
-def _random(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        like.device
-    )
+def _noise_like(tensor: Tensor) -> Tensor:
+    return noise(*tensor.shape).to(tensor.device)
 
 
-def _run(operation: Operation, given: dict[Value, Tensor]) -> list[Tensor]:
+def _run(operation: Operation, given: dict[TensorVersion, Tensor]) -> list[Tensor]:
     """Return the outputs of an operation for other tensors in the place of its inputs."""
     by_identity = {value[0]: tensor for value, tensor in given.items()}
 
@@ -205,7 +203,7 @@ def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
         scores = {
             other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]
         }
-        given |= {other: _random(flow.tensors[other]) for other in scores - {step.value}}
+        given |= {other: _noise_like(flow.tensors[other]) for other in scores - {step.value}}
     elif step.kind == "attention":
         (weights,) = set(step.operation.inputs) - {step.value}
         given[weights] = _other_attention_weights(flow, weights)
@@ -216,9 +214,8 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
-        if bool(
-            _run_step(flow, step, torch.zeros_like(tensor)).any()
-        ):  # padded with another number than 0
+        # padded with another number than 0
+        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None
@@ -232,7 +229,9 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
     return after
 
 
-def follow_channels(flow: Flow, start: Value, axis: int, steps: Sequence[Step]) -> Channels | None:
+def follow_channels(
+    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[Step]
+) -> Channels | None:
     """Return the channels of a value after steps from a start with channels on an axis; None if they are mixed."""
     tensor = flow.tensors[start]
     count = tensor.shape[axis]

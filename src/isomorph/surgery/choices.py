@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from isomorph.operations.observe import Running, observing
-from isomorph.operations.values import leaves_in
+from isomorph.operations import observing, tensors_in
+from isomorph.operations.observe import Running
 
 # Operations from floating-point numbers to others that jump at some of them.
 _STEPS = {
@@ -127,8 +127,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = leaves_in([args, kwargs])
-        read = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        read = [x for x in tensors_in(args, kwargs) if x.is_floating_point()]
         operation = func.__name__.partition(".")[0].strip("_")
         reads_shapes = operation.endswith("_like") or operation.startswith("new_")
         if not read or reads_shapes:
@@ -137,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         if jumps:  # it may be in place
             read = [x.clone() for x in read]
         output = func(*args, **kwargs)
-        results = [x for x in leaves_in([output]) if isinstance(x, Tensor)]
+        results = tensors_in(output)
         if not (jumps or any(map(_is_chosen, results))):
             return output
         settings = repr(tree_map_only(Tensor, lambda _: "tensor", (args, kwargs)))
@@ -185,9 +184,8 @@ class _Repeater(_Recorder):
             if result.shape != x.shape:
                 changed = True
                 return result.to(x.dtype, copy=True)
-            if not (
-                jumps or _is_chosen(x)
-            ):  # the largest values are nearly the same, whichever they are
+            # the largest values are nearly the same, whichever they are
+            if not (jumps or _is_chosen(x)):
                 return x
             changed |= not torch.equal(result.to(x.dtype), x)
             return x.copy_(result)  # of an operation in place it is the tensor that was given

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.surgery.calls import full_precision, leaves, parts_of
+from isomorph.operations import leaves, parts_of
+from isomorph.surgery.calls import relative
 
 # Differences up to this many times what a model differs from itself in float64 are rounding.
 ROUNDING = 8
@@ -110,7 +111,9 @@ def as_number(leaf: Any) -> Tensor | None:
 
 
 def check_structure(outputs: Tensors, others: Tensors) -> None:
-    """Raise UserError for outputs of which one has other tensors, or a tensor of another shape; it says which."""
+    """Raise UserError for outputs without tensors, and where one has other tensors or shapes; it says which."""
+    if not outputs:
+        raise UserError("the output of the model has no tensors")
     where = "the outputs of the models have different shapes"
     for path, tensor in outputs.items():
         shape = tuple(tensor.shape)
@@ -177,6 +180,29 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def largest_difference(output: Any, other: Any) -> tuple[float, float]:
+    """Return the largest difference of two outputs, and the largest finite value of the first.
+
+    They are those of the tensor that differs most, relative to its values. Identical infinities are equal, NaN never.
+
+    Raises: UserError if the outputs have other tensors or shapes, or no tensors.
+    """
+    outputs = tensors_by_path(output)
+    others = tensors_by_path(other)
+    check_structure(outputs, others)
+    found = [(0.0, 0.0)]
+    for path, tensor in outputs.items():
+        values = full_precision(tensor)
+        difference = _largest(_apart(values, full_precision(others[path])))
+        found.append((difference, _largest(_finite(values.abs()))))
+    return max(found, key=lambda pair: (relative(*pair), pair[1]))
+
+
+def relative_difference(output: Any, other: Any) -> float:
+    """Return the largest difference of two outputs as a share of the largest value. Raises: as `largest_difference`."""
+    return relative(*largest_difference(output, other))
+
+
 # The outputs of a first model and of another for the same inputs.
 Pair = tuple[Tensors, Tensors]
 
@@ -199,8 +225,6 @@ def compare_tensors(
     """
     check_structure(*single)
     check_structure(*double)
-    if not double[0]:
-        raise UserError("the output of the model has no tensors")
     rows = []
     drawn: list[Tensors] | None = None
     for path, exact in double[0].items():
@@ -248,9 +272,7 @@ class _Compared:
         """Return the largest differences in the whole tensor, or in some of its channels."""
 
         def largest(values: Tensor) -> float:
-            chosen = values if channels is None else values.index_select(axis, channels)
-            found = chosen.max().item() if chosen.numel() else 0.0
-            return math.inf if math.isnan(found) else found
+            return _largest(values if channels is None else values.index_select(axis, channels))
 
         rounding = max(
             ROUNDING * largest(self.noise), min(self.atol, ROUNDING * largest(self.other_noise))
@@ -277,9 +299,8 @@ class _Compared:
             ends = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
             bounds = [0, *ends.tolist(), len(scales)]
             for start, end in pairwise(bounds[1:]):
-                rounding = noises[
-                    : bounds[1]
-                ].max()  # 0 of constants or integers, of which it shows nothing
+                # 0 of constants or integers, of which it shows nothing
+                rounding = noises[: bounds[1]].max()
                 rounds_less = not rounding or noises[start:end].max() <= rounding / _GAP
                 if rounds_less and scales[start] <= scales[0] / _SMALLER:
                     yield axis, order[start:end].sort().values
@@ -300,10 +321,24 @@ class _Compared:
         return bool(scales[larger].min() >= _GAP * largest and scales.max() >= _SMALLER * largest)
 
 
+def full_precision(x: Tensor) -> Tensor:
+    """Return a tensor in float64 or complex128, dense."""
+    if x.layout != torch.strided:
+        x = x.to_dense()
+    if x.is_quantized:
+        x = x.dequantize()
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest value, infinity if one is NaN, 0 without any."""
+    found = values.max().item() if values.numel() else 0.0
+    return math.inf if math.isnan(found) else found
+
+
 def _apart(values: Tensor, others: Tensor) -> Tensor:
-    return (
-        (values - others.to(values.device)).abs().masked_fill(values == others.to(values.device), 0)
-    )
+    others = others.to(values.device)
+    return (values - others).abs().masked_fill(values == others, 0)  # infinities may be equal
 
 
 def _noise(values: Tensor, exact: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from isomorph.layers.attention_base import score_scale
 from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
-from isomorph.layers.modes import first_float
+from isomorph.layers.modes import first_float, noise
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
@@ -160,9 +160,8 @@ class EditedAttention(AlteredAttention):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{name} did not form its map in this call, so it was not edited")
-        if (
-            mode.edited > 1 and self.facts == AttentionFacts()
-        ):  # of a class that is not known to have several
+        # of a class that is not known to have several
+        if mode.edited > 1 and self.facts == AttentionFacts():
             raise ValueError(
                 f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds"
             )
@@ -182,9 +181,7 @@ class EditedAttention(AlteredAttention):
         """
         weight = next(self.map_edit.parameters())
         atol = max(atol, torch.finfo(weight.dtype).eps)
-        scores = torch.randn(
-            1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0), device="cpu"
-        )
+        scores = noise(1, self.edited_heads, 64, 64)
         maps = scores.softmax(-1).to(weight)
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:

@@ -6,14 +6,13 @@ order of axes. What lies between known values is computed in another way, and do
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.compare import differing, in_layout
@@ -37,7 +36,7 @@ class Operations(NamedTuple):
     def of(cls, model: nn.Module, inputs: Inputs) -> "Operations":
         """Return the operations of a module, in the precision of the inputs."""
         seen = watch(model, inputs)
-        outputs = [seen.number_of(x) for x in tensors_in(seen.result)]
+        outputs = list(seen.outputs.values())
         return cls(seen.calls, seen.values, seen.inputs, outputs, rounding=1e-10)
 
 
@@ -118,17 +117,19 @@ class _Side:
                 apart = (marks - self.marks[number]).abs().amax(1)
                 scale = float(self.marks[number][-1])
                 near = (apart <= 2 * tolerance * scale).nonzero().flatten().tolist()
-                match = self._best(number, other, [candidates[i] for i in near], tolerance, scale)
+                match = self._first_equal(
+                    number, other, [candidates[i] for i in near], tolerance, scale
+                )
                 if match is not None:
                     self.matches[number] = match
         self.joined = self._before(self.matches)
         outputs = [number for number in self.run.outputs if number in self.marks]
         self.relevant = self._before(number for number in outputs if number not in self.matches)
 
-    def _best(
+    def _first_equal(
         self, number: int, other: "_Side", candidates: list[int], tolerance: float, scale: float
     ) -> _Match | None:
-        """Return the first of the candidates that equals a value."""
+        """Return the first of the candidates that equals a value, in any order of its axes."""
         value = self.run.values[number]
         for candidate in candidates:
             _, difference = in_layout(other.run.values[candidate].to(value), value, tolerance)
@@ -136,8 +137,8 @@ class _Side:
                 return _Match(candidate, difference, scale)
         return None
 
-    def _before(self, numbers: Iterable[int]) -> set[int]:
-        """Return values, and those that they are computed from."""
+    def _before(self, numbers: Iterable[int], until: Container[int] = ()) -> set[int]:
+        """Return values and those that they are computed from, back to those in `until`."""
         waiting = list(numbers)
         found: set[int] = set()
         while waiting:
@@ -145,7 +146,7 @@ class _Side:
             if number in found or number not in self.live:
                 continue
             found.add(number)
-            if number in self.makers:
+            if number in self.makers and number not in until:
                 waiting += self.makers[number].inputs
         return found
 
@@ -162,19 +163,12 @@ class _Side:
 
     def difference_before(self, call: Call) -> _Match:
         """Return the largest difference of the known values that a call follows from."""
-        waiting = [number for number in call.inputs if number in self.live]
-        visited: set[int] = set()
-        worst = _Match(-1, 0.0, 0.0)
-        while waiting:
-            number = waiting.pop()
-            if number in visited or number not in self.live:
-                continue
-            visited.add(number)
-            if number in self.matches:
-                worst = max(worst, self.matches[number], key=lambda match: match.difference)
-            elif number in self.makers:
-                waiting += self.makers[number].inputs
-        return worst
+        known = [
+            self.matches[number]
+            for number in self._before(call.inputs, until=self.matches)
+            if number in self.matches
+        ]
+        return max(known, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
 
 
 def _marks(value: Tensor) -> Tensor:

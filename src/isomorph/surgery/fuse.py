@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -16,10 +16,10 @@ from isomorph.errors import DoesNotRun, NotFinite, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.calls import Inputs, batches_of, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
-from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
+from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
@@ -137,11 +137,13 @@ def fuse(
     A merge across modules also changes what a module in between gives or gets. It is left out where that module is one
     that code calls alone: a child of the model, or an item of an nn.Sequential or nn.ModuleList there.
 
+    A module in which one layer is left, with what follows it, becomes that layer: its code would add the 0 of branches.
+
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
 
     Args:
-        model: a model in eval mode.
+        model: any network, in train or eval mode, which the copy keeps.
         example: a batch as the model reads it, or several of different sizes; timm's models have an input size. Without
             one, only isomorph's layers with a method `fuse()` are replaced.
         norms: False to replace only these layers.
@@ -151,9 +153,8 @@ def fuse(
         only_forward: True if nothing but `model(x)` is ever called, as in an exported file: other entry points and
             modules called alone may change.
 
-    Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, if hooks would be
-        lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not, or
-        if merged weights are too large for the model's precision.
+    Raises: UserError if hooks would be lost, or if the model does not run on an example; NotFinite if its weights,
+        statistics or outputs are not, or if merged weights are too large for the model's precision.
 
     >>> wide = iso.recast(timm.create_model("cifar_resnet20").eval(), iso.LinearToPyramid(), where="linear")
     >>> thin = iso.fuse(wide)
@@ -196,10 +197,13 @@ def fuse_with_report(
     'conv1'
     """
     plain = check_model(model)
-    _check_eval(plain)
+    _check_not_quantised(plain)
     check_finite(plain)
     names = fusible_modules(plain)
-    exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
+    exact = copy_model(model)
+    exact.eval()
+    calls: ReferenceCalls | None = None
+    problem = "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
         calls, problem = _reference_calls(exact, model, example, only_forward, affine)
@@ -223,6 +227,7 @@ def fuse_with_report(
             across=found.across,
             uncalled=found.uncalled,
             untried=tuple(calls.untried),
+            wholes=found.wholes,
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
@@ -250,32 +255,28 @@ def fuse_with_report(
     return new, replace(report, left=left, parameters=(before, after))
 
 
-def _check_eval(model: nn.Module) -> None:
-    """Raise UserError for a module in train mode, unless it computes the same in both modes, as an activation does.
-
-    Quantised layers say that they are in train mode, whatever the model is.
-    """
+def _check_not_quantised(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_quantised(module):
             raise UserError(f"{name or 'the model'} {describe_stand_in(module)}")
-    for name, module in model.named_modules():
-        if module.training and not acts_alike_in_both_modes(module):
-            shown = name or "the model"
-            raise UserError(
-                f"fuse needs eval mode, but {shown} is in train mode; call model.eval()"
-            )
 
 
 def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
-    """Apply the edits of a merge: those of one module in their order, others together."""
+    """Apply the edits of a merge: those of one module and of what is inside it in their order, others together."""
     rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
-    turns: Counter[str] = Counter()
+    turns: dict[str, int] = {}
     for rule, name in edits:
+        earlier = [turn for other, turn in turns.items() if _overlap(name, other)]
+        turns[name] = max(earlier, default=-1) + 1
         rounds[turns[name], rule].append(name)
-        turns[name] += 1
     for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
         model = apply_edit(model, Edit(rule, tuple(names)))
     return model
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return True for the names of one module, or of a module and another inside it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:
@@ -317,10 +318,10 @@ def _reference_calls(
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"
-        run_model(
-            copy_model(model),
-            example if isinstance(example, torch.Tensor | Mapping) else example[0],
-        )
+        plain = copy_model(model)
+        plain.eval()
+        for inputs in batches_of(example):
+            run_model(plain, inputs)
         return None, f"in float64, {error}"
 
 

@@ -12,8 +12,8 @@ class FuseReport:
 
     `across`: what of it was merged across modules, with a module in between whose inputs or outputs are others now, or
     the norm itself, if it was written into what reads it; no call of the `entry_points` shows it, but code that calls
-    this module itself, or a hook on it, would. `uncalled`:
-    modules with parameters that no call runs, `untried`: arguments of forward that no call sets.
+    this module itself, or a hook on it, would. `uncalled`: modules with parameters that no call runs, `untried`:
+    arguments of forward that no call sets. `wholes`: modules in whose place the one layer is that was left in them.
 
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
     `rounded` is that of the model returned, whose weights are rounded to the precision of the given model.
@@ -33,6 +33,7 @@ class FuseReport:
     entry_points: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
     rounded: float | None = None
 
     def __str__(self) -> str:
@@ -53,6 +54,10 @@ class FuseReport:
         if self.uncalled and self.merged:
             lines.append(
                 f"  not compared, as no example calls them: {list_names(list(self.uncalled))}"
+            )
+        if self.wholes:
+            lines.append(
+                f"  replaced by the one layer left in them: {list_names(list(self.wholes))}"
             )
         for between, names in _grouped(self.across).items():
             if names != [between]:

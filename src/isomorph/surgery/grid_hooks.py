@@ -39,9 +39,8 @@ class _Grids:
     def __init__(self) -> None:
         self.seen: dict[GridSize, None] = {}  # an ordered set
         self.traced: GridSize | None = None  # under a compiler, which sees no thread
-        self.thread = (
-            threading.local()
-        )  # its `image`: the grid of the last one, and the backward pass or -1
+        # its `image`: the grid of the last one, and the backward pass or -1
+        self.thread = threading.local()
 
     def __reduce__(self) -> Any:
         return _Grids, ()
@@ -166,7 +165,7 @@ class GridRule(Rule):
     layer with weights: an edit of the map then finds the grid from the size of the image at each call.
     """
 
-    grid_size: tuple[int, int] | None
+    grid_size: GridSize | None
     prefix_tokens: int | None
 
     def check_grid_fields(self) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -33,6 +34,9 @@ _BLOCK = ".inserted.block"
 # Blocks by the name under which checkpoints store them.
 BLOCKS: dict[str, MakeBlock] = {}
 
+# Names that are valid in this process alone: of modules, lambdas, partial and local functions.
+_TEMPORARY: set[str] = set()
+
 
 def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
     """Name a block, so that `iso.load` can rebuild networks into which it was inserted; a decorator too.
@@ -52,6 +56,15 @@ def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
 
 def block_name(block: Any) -> str:
     return f"{block.__module__}.{getattr(block, '__qualname__', type(block).__qualname__)}"
+
+
+def temporary_blocks(made: Iterable[Edit]) -> dict[str, str]:
+    """Return the inserted blocks that another process cannot find, by the module after which they are."""
+    found = {}
+    for edit in made:
+        if isinstance(edit.rule, Insert) and edit.rule.block in _TEMPORARY:
+            found.update(dict.fromkeys(edit.names, edit.rule.block))
+    return found
 
 
 class WithBlock(Altered):
@@ -185,9 +198,8 @@ def insert(
         raise UserError(
             "give an example, a batch as the model reads it: the shapes are those of its outputs"
         )
-    example = map_tensors(
-        to_model(example, model), torch.clone
-    )  # inference tensors have no gradients
+    # inference tensors have no gradients
+    example = map_tensors(to_model(example, model), torch.clone)
     name = _registered_name(block)
     seen: dict[str, list[Any]] = {place: [] for place in _places(model, after)}
 
@@ -200,19 +212,17 @@ def insert(
         if what == "another size":
             with suppress(UserError):  # it runs at one size only
                 _outputs(copy_model(model), other, seen, after=note)
-    rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
+    rules = {place: _make_rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
         places = tuple(place for place in rules if rules[place] == rule)
         new = apply_edit(new, Edit(rule, places))
-    for (
-        place,
-        rule,
-    ) in rules.items():  # also in a frozen model, and after a module without parameters
+    for place, rule in rules.items():
         features = _entry(seen[place][0], rule.entry)
-        new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(
-            True
-        )
+        inserted = new.get_submodule(f"{place}.inserted")
+        inserted.to(features.device, features.dtype)
+        # also in a frozen model, and after a module without parameters
+        inserted.requires_grad_(True)
     called = copy_model(new)
     outputs = _check_blocks(called, counts, example)
     if not all(a.is_meta or torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
@@ -225,23 +235,24 @@ def insert(
 
 def _registered_name(block: MakeBlock | nn.Module) -> str:
     """Return the name of a block, which is registered under it; of a module, the one of a function that copies it."""
-    if isinstance(block, nn.Module):
-        given = block
-        name = f"{block_name(type(block))} {id(block):x}"
-        BLOCKS.setdefault(name, lambda channels: copy.deepcopy(given))
-        return name
     if not callable(block):
         raise UserError(
             f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention"
         )
-    name = block_name(block)
-    if BLOCKS.get(name) is block:
-        return name
     for known, each in BLOCKS.items():
         if each is block:
             return known
-    BLOCKS[name] = block  # the latest definition, as in a notebook
+    name = block_name(block)
+    make: MakeBlock = partial(_copy_block, block) if isinstance(block, nn.Module) else block
+    if "<" in name or not hasattr(block, "__qualname__"):
+        name = f"{name} {id(block):x}"
+        _TEMPORARY.add(name)
+    BLOCKS[name] = make  # the latest definition, as in a notebook
     return name
+
+
+def _copy_block(block: nn.Module, channels: int) -> nn.Module:
+    return copy.deepcopy(block)
 
 
 def _places(model: nn.Module, after: Where) -> Iterator[str]:
@@ -268,10 +279,8 @@ def _outputs(
     after: Notice | None = None,
 ) -> list[Tensor]:
     """Return the outputs of a model while modules are observed; it may keep a part of this call: give a copy."""
-    with (
-        eval_mode(model),
-        observing(model, before, after, names),
-    ):  # with gradients: the same kernels with blocks
+    # with gradients: the same kernels with blocks
+    with eval_mode(model), observing(model, before, after, names):
         return tensors_in(run_model(model, example))
 
 
@@ -279,9 +288,13 @@ def _is_features(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
-def _rule(
+def _make_rule(
     model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None
 ) -> Insert:
+    """Return the rule that inserts a block after a module: of which entry of its output, in which layout.
+
+    `outputs` are those of the module: first of the example, last of images of another size where the model takes them.
+    """
     if not outputs:
         raise UserError(
             f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
@@ -289,12 +302,12 @@ def _rule(
         )
     output = outputs[0]
     if entry is None and not isinstance(output, Tensor):
-        fitting = [key for key, value in _items_of(output) if _is_features(value)]
-        if len(fitting) != 1:
+        feature_keys = [key for key, value in _items_of(output) if _is_features(value)]
+        if len(feature_keys) != 1:
             raise UserError(
-                f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key"
+                f"the output of {place} has {len(feature_keys)} maps or tokens; give entry, its index or key"
             )
-        entry = fitting[0]
+        entry = feature_keys[0]
     try:
         features = _entry(output, entry)
     except (KeyError, IndexError, TypeError):
@@ -303,7 +316,8 @@ def _rule(
         shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UserError(f"{place} returns no map or tokens, but {shown}; choose a module that does")
     layout = _layout(model, place, features, _entry(outputs[-1], entry))
-    return Insert(block, features.shape[1 if layout == "map" else -1], layout, entry)
+    channel_axis = 1 if layout == "map" else -1
+    return Insert(block, features.shape[channel_axis], layout, entry)
 
 
 def _items_of(output: Any) -> list[tuple[Any, Any]]:
@@ -313,17 +327,19 @@ def _items_of(output: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(output)) if isinstance(output, tuple | list) else []
 
 
-def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Tensor) -> Layout:
+def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tensor) -> Layout:
     """Return the layout of a module's output: channels are the axis that is the same at another size of the image.
 
-    Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
+    Where the model has one size, and `other_features` that too: by how often the module's own parameters, or for a map
+    those of the model, have each axis' size.
     """
     votes: list[list[int]] = [
-        [features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]
+        [features.shape[axis] == other_features.shape[axis] for axis in (1, -1)]
     ]
-    for module in (model.get_submodule(place), model)[
-        : features.ndim - 2
-    ]:  # of three axes by its own alone
+    asked = [model.get_submodule(place)]
+    if features.ndim > 3:
+        asked.append(model)
+    for module in asked:
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = features.ndim > 3  # if nothing tells

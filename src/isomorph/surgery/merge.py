@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
+from isomorph.surgery.collapse import Collapse
 from isomorph.surgery.merge_plan import Plan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
@@ -107,15 +108,16 @@ class Merged(NamedTuple):
     """A model with all groups merged that leave it equal, its edits, what was merged into what, and what was left.
 
     `across`: of what was merged, a module in between whose inputs or outputs changed. `uncalled`: modules with
-    parameters that no call runs or reads.
+    parameters that no call runs or reads. `wholes`: modules that became one of their layers.
     """
 
     model: nn.Module
-    edits: list[tuple[Merge, str]]
+    edits: list[tuple[Rule, str]]
     into: dict[str, str]
     left: dict[str, str]
     across: dict[str, str]
     uncalled: tuple[str, ...]
+    wholes: tuple[str, ...]
 
 
 class _Plans:
@@ -130,8 +132,8 @@ class _Plans:
         self.called: set[str] = set()
         for plan in calls.plans(model, avoid):
             self._add(plan)
-        # into readers first: a branch that reads the value may be written into another layer; chains last
-        order = ("readers", "sum", "chain")
+        # into readers first: a branch that reads the value may be written into another layer; names change last
+        order = ("readers", "sum", "chain", "whole")
         self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
 
     def _add(self, plan: Plan) -> None:
@@ -201,7 +203,7 @@ class _Trials:
         self.plans = plans
         self.chosen: list[Group] | None = None
         self.last = model
-        self.edits: list[tuple[Merge, str]] = []
+        self.edits: list[tuple[Rule, str]] = []
 
     def merged(self, chosen: list[Group]) -> nn.Module:
         groups = self.plans.usable(chosen)
@@ -264,12 +266,12 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
+    wholes = tuple(group.whole for group in good if group.whole)
+    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans), wholes)
     if not any(group.kind == "readers" for group in good):
         return found
-    return _joined(
-        found, merge(new, calls, across, avoid)
-    )  # layers of two norms may read one value now
+    # layers of two norms may read one value now
+    return _joined(found, merge(new, calls, across, avoid))
 
 
 def _joined(first: Merged, second: Merged) -> Merged:
@@ -282,6 +284,7 @@ def _joined(first: Merged, second: Merged) -> Merged:
         left=left,
         across=first.across | second.across,
         uncalled=first.uncalled,
+        wholes=tuple(dict.fromkeys((*first.wholes, *second.wholes))),
     )
 
 
@@ -318,10 +321,10 @@ NOT_CALLED = "no example calls it"
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge, str]]:
-    edits: list[tuple[Merge, str]] = []
+def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Rule, str]]:
+    edits: list[tuple[Rule, str]] = []
 
-    def reshape(rule: Merge, name: str) -> Any:
+    def reshape(rule: Rule, name: str) -> Any:
         old = model.get_submodule(name)
         new = rule.build(Site(old)).eval()
         for alias in aliases[name]:
@@ -339,4 +342,6 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
             layer.bias.copy_(bias)
     for form, name in group.gone:
         reshape(Merge(form), name)
+    if group.whole:
+        reshape(Collapse(group.parts), group.whole)
     return edits

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import Flow, Operation, Value, hooks_on
+from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of
 from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import Step, follow_channels, kind_of_step
+from isomorph.surgery.collapse import Whole, find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
 
 
@@ -63,7 +64,7 @@ class MergePlan:
         self.groups: list[Group] = []
         self._keeps = set(flow.given_out)
         # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
-        self._touching: dict[Value, set[str]] = defaultdict(set)
+        self._touching: dict[TensorVersion, set[str]] = defaultdict(set)
         self._order: dict[str, int] = {}
         self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
@@ -72,18 +73,23 @@ class MergePlan:
         self._values = AffineValues(model, flow, self._keeps, affine, avoid)
         self.norms = self._values.norms
         self.left = self._values.left
+        wholes: list[Whole] = []
         for value, found in self._values.of.items():
             if value in self._values.used:
                 continue
             if found.has_layer:
                 self._write_into_layer(found)
+                whole = find_whole(model, self._values, value, found)
+                wholes += [whole] if whole else []
             else:
                 self._write_into_readers(value, found)
         self._add_chains()
+        for whole in wholes:
+            self._add_whole(whole)
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
-        values: set[Value] = set()
+        values: set[TensorVersion] = set()
         for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
             values |= set(call)
         if hooks_on(module):
@@ -145,7 +151,7 @@ class MergePlan:
 
     # A value without a layer is written into all layers that read it
 
-    def _write_into_readers(self, value: Value, found: Affine) -> None:
+    def _write_into_readers(self, value: TensorVersion, found: Affine) -> None:
         norms = [name for _, name in found.gone if name in self.norms]
         if len(found.summands) > 1:
             for name in norms:
@@ -175,7 +181,9 @@ class MergePlan:
             group, {value, *self._values_between(found.source, value), *self._values_after(value)}
         )
 
-    def _find_readers(self, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
+    def _find_readers(
+        self, value: TensorVersion, found: Affine, readers: list[_Reader]
+    ) -> str | None:
         """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
         if value in self._keeps or not self.flow.reads[value]:
             return "what it gives is an output of the model"
@@ -194,7 +202,9 @@ class MergePlan:
                 return reason
         return None
 
-    def _moved(self, operation: Operation, value: Value, found: Affine) -> dict[Value, Affine]:
+    def _moved(
+        self, operation: Operation, value: TensorVersion, found: Affine
+    ) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that leaves the elements of a value as they are; empty for any other."""
         if is_unchanged(operation) or adds_zero(operation):
             return {operation.outputs[0]: found}
@@ -207,7 +217,7 @@ class MergePlan:
         }
 
     def _add_reader(
-        self, operation: Operation, value: Value, found: Affine, readers: list[_Reader]
+        self, operation: Operation, value: TensorVersion, found: Affine, readers: list[_Reader]
     ) -> str | None:
         """Add a layer that reads a value; return why the value cannot be written into it, if so."""
         output = operation.outputs[0]
@@ -246,9 +256,9 @@ class MergePlan:
 
     # What a group changes
 
-    def _values_between(self, source: Value, value: Value) -> set[Value]:
+    def _values_between(self, source: TensorVersion, value: TensorVersion) -> set[TensorVersion]:
         """Return the values from which one is computed, back to its source, without both."""
-        between: set[Value] = set()
+        between: set[TensorVersion] = set()
         waiting = [value]
         while waiting:
             maker = self.flow.made.get(waiting.pop())
@@ -258,16 +268,18 @@ class MergePlan:
                     waiting.append(read)
         return between
 
-    def _values_after(self, value: Value) -> set[Value]:
+    def _values_after(self, value: TensorVersion) -> set[TensorVersion]:
         """Return what operations give that a norm passes on its way into the layers that read it."""
-        after: set[Value] = set()
+        after: set[TensorVersion] = set()
         for operation in self.flow.reads[value]:
             if operation.name not in LAYERS:
                 for output in operation.outputs:
                     after |= {output, *self._values_after(output)}
         return after
 
-    def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
+    def _across(
+        self, group: Group, changed: set[TensorVersion], parts: set[str]
+    ) -> tuple[str, ...]:
         """Return the modules that are not among the parts and whose inputs or outputs are among the changed values.
 
         A norm that is written into its readers is one of them: it gives what it gets then.
@@ -289,7 +301,9 @@ class MergePlan:
         outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
         return not outside
 
-    def _add(self, group: Group, changed: set[Value], parts: frozenset[str] = frozenset()) -> None:
+    def _add(
+        self, group: Group, changed: set[TensorVersion], parts: frozenset[str] = frozenset()
+    ) -> None:
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
 
         `changed`: the values that are others once the group is merged, by which it is found what lies `across` it:
@@ -360,9 +374,32 @@ class MergePlan:
                 group, self._values_between(before.source, output), frozenset(_parts_of(before))
             )
 
+    # Of a module one layer is left
+
+    def _add_whole(self, whole: Whole) -> None:
+        """Add a module that is to become its layer, unless that is part of a chain or a sum that is not merged."""
+        layer = str(whole.carrier.layer)
+        about = [group for group in self.groups if layer in group.carriers]
+        is_merged = len(whole.modules) > len(whole.parts)
+        kinds = [group.kind for group in about]
+        if "chain" in kinds or ("sum" in kinds) != is_merged:
+            return
+        group = Group(
+            "whole",
+            carriers=(layer,),
+            windows=(whole.carrier.window,),
+            gone=(),
+            summands=whole.skips,
+            needs_sum=is_merged,
+            whole=whole.name,
+            parts=whole.parts,
+        )
+        self._add(group, set())
+
 
 def _names_of(group: Group) -> list[str]:
-    return [*group.carriers, *(name for _, name in group.gone)]
+    names = [*group.carriers, *(name for _, name in group.gone)]
+    return [*names, group.whole] if group.whole else names
 
 
 def _parts_of(found: Affine | Group) -> set[str]:

@@ -13,6 +13,8 @@ from isomorph.surgery.layer_calls import InputWindow
 def merged_weights(model: nn.Module, group: Group) -> list[tuple[Tensor, Tensor | None]]:
     """Return weight and bias of the carriers of a group: of the first of a chain, of the one of a sum, of all readers.
 
+    Of a whole module, if its code adds its input, that of the carrier with it; otherwise none.
+
     The model still has the modules that go.
     """
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
@@ -20,6 +22,8 @@ def merged_weights(model: nn.Module, group: Group) -> list[tuple[Tensor, Tensor 
         return [_product(*layers)]
     if group.kind == "sum":
         return [_sum(model, layers[0], group)]
+    if group.kind == "whole":
+        return [_with_skips(layers[0], group)] if group.summands else []
     each = zip(layers, group.windows, group.scales, strict=True)
     return [_after_scale(layer, window, scale) for layer, window, scale in each]
 
@@ -59,6 +63,14 @@ def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor |
     if carrier.bias is None and not bias.any():
         return weight, None
     return weight, bias
+
+
+def _with_skips(carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the carrier plus its input, times the factors of the module's own code."""
+    weight = carrier.weight
+    for skip in group.summands:
+        weight = weight + _identity_filters(weight, group.windows[0]) * skip.factor
+    return weight, carrier.bias
 
 
 def _weights_of(model: nn.Module, summand: Summand) -> tuple[Tensor | None, Tensor | None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.pyramid.batchnorm import fold, normalise
 from isomorph.layers.pyramid.conv import convolve_normalised
-from isomorph.surgery.plain_layers import is_plain_norm, linear_mismatch, overridden_methods
+from isomorph.surgery.plain_layers import is_plain_norm, linear_mismatch, override_reason
 
 
 @register_notrace_module
@@ -37,9 +37,9 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
     if block.reparam_conv is not None:
         return "it is already fused; recast its reparam_conv instead"
-    methods = " and ".join(overridden_methods(block, MobileOneBlock))
-    if methods:
-        return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
+    reason = override_reason(block, MobileOneBlock, "timm's MobileOneBlock")
+    if reason is not None:
+        return reason
     if type(block.drop_path) is not nn.Identity:
         return (
             "it has stochastic depth, which drops branches; create the model with drop_path_rate=0"
@@ -48,7 +48,7 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if block.conv_scale is not None:
         branches.append(block.conv_scale)
     for branch in branches:
-        if overridden_methods(branch, ConvNormAct) or branch.aa is not None:
+        if override_reason(branch, ConvNormAct, "ConvNormAct") or branch.aa is not None:
             return "one of its branches is not a convolution and a BatchNorm alone"
         reason = linear_mismatch(branch.conv)
         if reason is not None:

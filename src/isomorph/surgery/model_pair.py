@@ -13,7 +13,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.operations import ModuleCall, observing
+from isomorph.operations import ModuleCall, leaves, observing, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     call_model,
@@ -21,13 +21,9 @@ from isomorph.surgery.calls import (
     cast_floats,
     copy_inputs,
     describe_shape,
-    largest_difference,
-    leaves,
     map_floats,
-    noise_of,
     relative,
     run_model,
-    tensors_at,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import (
@@ -36,6 +32,7 @@ from isomorph.surgery.comparison import (
     Tensors,
     as_number,
     compare_tensors,
+    largest_difference,
     structure_notes,
     tensors_by_path,
 )
@@ -193,7 +190,7 @@ class ModelPair:
         model = copy.deepcopy(self.models[torch.float64][0])  # a call may change it
         drawn = []
         exact = cast_floats(batch, torch.float64)
-        if not any(x.is_floating_point() for x in tensors_at(exact).values()):
+        if not any(x.is_floating_point() for x in tensors_in(exact)):
             return []
         with suppress(UserError):  # random inputs may not be any that the model takes
             for _ in range(_REDRAWN):
@@ -213,7 +210,10 @@ class ModelPair:
     def is_random(self, batch: Inputs) -> bool:
         model = self.models[torch.float32][0]
         x = cast_floats(batch, torch.float32)
-        return bool(noise_of(run_model(model, x), run_model(model, x)))
+        with suppress(UserError):  # outputs of different shapes
+            difference, _ = largest_difference(run_model(model, x), run_model(model, x))
+            return 0 < difference < math.inf
+        return False
 
     @torch.no_grad()
     def uncalled(self, names: Sequence[str], batch: Inputs) -> tuple[tuple[str, ...], list[str]]:
@@ -248,9 +248,8 @@ class ModelPair:
             name = call.name
             module = recast.get_submodule(name)
             args, kwargs = given.pop(name)
-            if (
-                type(module) is Attention
-            ):  # it has no use for the grid that a hook passes to gated attention
+            # it has no use for the grid that a hook passes to gated attention
+            if type(module) is Attention:
                 kwargs.pop("grid_size", None)
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             largest = tensors[0].abs().max().item() if tensors else 0.0
@@ -263,9 +262,8 @@ class ModelPair:
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]
-        run_model(
-            recast, batch
-        )  # sets grid_size of the layers that are called outside their model below
+        # sets grid_size of the layers that are called outside their model below
+        run_model(recast, batch)
         with observing(original, before=keep, after=compare, names=names):
             run_model(original, batch)
         return tuple(found[name] for name in names if name in found)
@@ -330,7 +328,7 @@ def _in_mode(model: nn.Module, x: Inputs, mode: str) -> _Run:
     if mode == "channels_last":
         inputs = map_floats(x, _to_channels_last)
         return _Run(model.to(memory_format=torch.channels_last), inputs)
-    devices = [tensor.device.type for tensor in tensors_at(x).values()]
+    devices = [tensor.device.type for tensor in tensors_in(x)]
     return _Run(model, x, partial(torch.autocast, devices[0] if devices else "cpu", torch.bfloat16))
 
 
@@ -339,8 +337,8 @@ def _to_channels_last(x: Tensor) -> Tensor:
 
 
 def _is_same(inputs: Inputs, others: Inputs) -> bool:
-    before = tensors_at(inputs).values()
-    after = tensors_at(others).values()
+    before = tensors_in(inputs)
+    after = tensors_in(others)
     return len(before) == len(after) and all(map(_is_identical, before, after))
 
 

@@ -8,16 +8,18 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import first_float
+from isomorph.layers.modes import first_float, noise
 from isomorph.operations import FollowMaps, FusedCall, observing
 from isomorph.operations.observe import Running
-from isomorph.spec import spec_of
+from isomorph.spec import image_size, spec_of
 from isomorph.surgery.altered import copy_as
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 
@@ -58,16 +60,8 @@ class Scores(NamedTuple):
         )
 
 
-class _Seen(Exception):
-    """Ends a trial when the scores are known."""
-
-    def __init__(self, scores: Scores) -> None:
-        super().__init__()
-        self.scores = scores
-
-
-class _OfLayers(FollowMaps):
-    """Torch function mode that records the first scores of every layer, while a model runs."""
+class _RecordScores(FollowMaps):
+    """Torch function mode that records the first scores of every layer; those of a layer that runs alone under ""."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,16 +77,6 @@ class _OfLayers(FollowMaps):
 
     def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
         self._record(Scores(logits=logits))
-
-
-class _ToScores(FollowMaps):
-    """Torch function mode that ends a call with the first scores."""
-
-    def at_fused(self, call: FusedCall) -> Tensor:
-        raise _Seen(Scores(fused=call))
-
-    def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
-        raise _Seen(Scores(logits=logits))
 
 
 def _on_meta(layer: nn.Module) -> nn.Module:
@@ -157,10 +141,9 @@ def _trials(
     if width is None:
         return
     like = first_float(layer)
-    generator = torch.Generator().manual_seed(0)
     for (H, W), prefix in grids:
         for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
-            x = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64).to(like)
+            x = noise(*shape).to(like)
             more = _further_arguments(layer, x, (H, W))
             if more is not None:
                 yield x, more
@@ -168,14 +151,10 @@ def _trials(
 
 @torch.no_grad()
 def _run(layer: nn.Module, x: Tensor, more: dict[str, Any]) -> Scores | None:
-    try:
-        with warnings.catch_warnings(action="ignore"), _ToScores():
-            layer(x, **more)
-    except _Seen as seen:
-        return seen.scores
-    except Exception:  # of any layer, which does not take such an input
-        return None
-    return None
+    mode = _RecordScores()
+    with suppress(Exception), warnings.catch_warnings(action="ignore"), mode:
+        layer(x, **more)  # any layer, which may not take such an input
+    return mode.found.get("")
 
 
 def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int]]:
@@ -185,14 +164,15 @@ def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int
 
 
 def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ()) -> Scores | None:
-    """Return the scores of a trial call of a layer, with shapes alone where that is enough, or None.
+    """Return the attention scores that a copy of a layer computes of made-up inputs, or None.
 
-    `grids` are sizes that the tokens of the layer may have, and numbers of tokens before them.
+    First tensors have shapes alone (device meta), then values in float64, which some layers need. `grids` are sizes
+    that the tokens of the layer may have, and numbers of tokens before them.
     """
-    makers = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
-    for make in makers:
+    ways_to_copy = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
+    for copy_layer in ways_to_copy:
         try:
-            copied = _silence(make(layer))
+            copied = _silence(copy_layer(layer))
         except Exception:  # a layer that cannot be copied
             return None
         for x, more in _trials(copied, _grids_of(grids)):
@@ -240,21 +220,12 @@ def _fit_scale(logits: Tensor, call: FusedCall) -> float | None:
 def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
     """Yield shapes of images that a model may take: what it says itself, then usual ones."""
     own_size = spec_of(model).input_size or (3,)
-    channels = own_size[0]
-    said = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
-    said.append(own_size[1:])
-    owner = getattr(model, "config", None)
-    said.append(getattr(owner, "image_size", None))
-    channels = getattr(owner, "num_channels", channels)
-    for size in (*said, 224, 64, 32):
-        if isinstance(size, int):
-            yield channels, size, size
-        elif (
-            isinstance(size, tuple | list)
-            and len(size) == 2
-            and all(isinstance(n, int) for n in size)
-        ):
-            yield channels, *size
+    config = getattr(model, "config", None)
+    channels = getattr(config, "num_channels", own_size[0])
+    said = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    for size in (said, own_size[1:], getattr(config, "image_size", None), 224, 64, 32):
+        with suppress(UserError):  # it says none
+            yield channels, *image_size(size)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -270,7 +241,7 @@ def observe_calls(model: nn.Module) -> dict[nn.Module, Scores]:
     except Exception:  # a model that cannot be copied
         return {}
     for shape in _image_sizes(model):
-        mode = _OfLayers()
+        mode = _RecordScores()
         image = torch.empty(1, *shape, device="meta", dtype=first_float(model).dtype)
         watching = observing(copied, names=layers)
         try:

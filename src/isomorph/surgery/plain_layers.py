@@ -23,16 +23,16 @@ _SAVING = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_s
 OVERRIDABLE_METHODS = ("forward", "_conv_forward", *_SAVING)
 
 
-def _patched_methods(module: nn.Module) -> list[str]:
-    return [name for name in OVERRIDABLE_METHODS if name in vars(module)]
+def _attached(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of a module's hooks and of its patched methods."""
+    return hooks_on(module), [name for name in OVERRIDABLE_METHODS if name in vars(module)]
 
 
 def describe_attachments(module: nn.Module) -> str | None:
     """Return a description of the hooks, patched methods or parametrization of one module, or None."""
-    hooks = hooks_on(module)
+    hooks, methods = _attached(module)
     if hooks:
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
-    methods = _patched_methods(module)
     if methods:
         return f"a patched {' and a patched '.join(methods)}"
     return "a parametrized weight" if is_parametrized(module) else None
@@ -48,14 +48,17 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     carried = dict(replacement.named_modules(remove_duplicate=False))
     for path, part in original.named_modules(remove_duplicate=False):
         attachments = describe_attachments(part)
-        if attachments and _attached(carried.get(path)) != _attached(part):
+        if attachments and not _carries(carried.get(path), part):
             full = f"{name}.{path}".strip(".") or "the model"
             raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
 
 
-def _attached(part: nn.Module | None) -> Any:
-    """Return what two modules with the same attachments have in common."""
-    return part is not None and (type(part), len(hooks_on(part)), _patched_methods(part))
+def _carries(replacement: nn.Module | None, part: nn.Module) -> bool:
+    if replacement is None or type(replacement) is not type(part):
+        return False
+    hooks, methods = _attached(replacement)
+    own_hooks, own_methods = _attached(part)
+    return len(hooks) == len(own_hooks) and methods == own_methods
 
 
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
@@ -67,24 +70,30 @@ _PERMANENT_HINT = (
 )
 
 
-def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
+def override_reason(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
+    """Return by which methods a module computes, saves or loads differently from the class `kind`, or None.
+
+    `name` is the class in messages.
+    """
     find = inspect.getattr_static
-    return [
-        name
-        for name in _CHECKED_ATTRIBUTES
-        if find(type(module), name, None) is not find(kind, name, None)
-    ]
+    methods = []
+    for method in _CHECKED_ATTRIBUTES:
+        if find(type(module), method, None) is not find(kind, method, None):
+            methods.append(method)
+    return (
+        f"{type(module).__name__} overrides {' and '.join(methods)} of {name}" if methods else None
+    )
 
 
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     """Return how a module differs from a plain layer of the class `kind`, or None; `name` is the class in messages."""
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
-    methods = " and ".join(overridden_methods(module, kind))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of {name}"
-    tensors = {name: tensor for name, tensor in _tensors_of(module).items() if tensor is not None}
+    reason = override_reason(module, kind, name)
+    if reason is not None:
+        return reason
+    held = {**module._parameters, **module._buffers}
+    tensors = {part: tensor for part, tensor in held.items() if tensor is not None}
     extra = [part for part in (*tensors, *module._modules) if part not in ("weight", "bias")]
     if extra:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
@@ -93,10 +102,6 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
         if reason is not None:
             return reason
     return None
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {**module._parameters, **module._buffers}
 
 
 def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
@@ -189,25 +194,31 @@ def plain_layer(module: Any) -> nn.Module:
         return linear
     if not _has_another_form(module):
         return module
+    weight = module.weight
+    if type(module) is not Conv2dSame:
+        weight = nn.Parameter(_standardised(module))
     padding = module.padding
     if _pads_same(module):
         padding = _equal_sides(module) or (0, 0)
-    conv = nn.Conv2d(
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        padding,
-        module.dilation,
-        module.groups,
-        bias=False,
+    return conv_like(module, weight, module.bias, padding=padding, padding_mode="zeros")
+
+
+def conv_like(
+    conv: Any, weight: nn.Parameter, bias: nn.Parameter | None, **other: Any
+) -> nn.Conv2d:
+    """Return a convolution of torch with these parameters, and the window of another or `other` parts of it."""
+    names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    window = {name: getattr(conv, name) for name in names} | other
+    new = nn.Conv2d(
+        weight.shape[1] * conv.groups,
+        len(weight),
+        bias=bias is not None,
         device="meta",
+        **window,
     )
-    conv.weight = module.weight
-    conv.bias = module.bias
-    if type(module) is not Conv2dSame:
-        conv.weight = nn.Parameter(_standardised(module))
-    return conv.train(module.training)
+    new.weight = weight
+    new.bias = bias
+    return new.train(conv.training)
 
 
 def _standardised(conv: Any) -> Tensor:

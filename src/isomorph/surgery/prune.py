@@ -79,18 +79,22 @@ class Prune(Rule):
         return method(math.inf) if self.becomes == "attention" else method()
 
 
-def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
-    found = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
-    if not found:
+def _select_prunable(model: nn.Module, where: Where) -> dict[str, Any]:
+    """Return the prunable layers that `where` selects, by name. Raises: UserError if there are none."""
+    prunable = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
+    if not prunable:
         raise UserError(
             "the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first"
         )
-    layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
-    if not layers:
+    selected = {}
+    for name, layer in prunable.items():
+        if matches_where(where, name, layer):
+            selected[name] = layer
+    if not selected:
         raise UserError(
-            f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}"
+            f"{describe_where(where)} selects no gated attention layer; there are {', '.join(prunable)}"
         )
-    return layers
+    return selected
 
 
 def prunable_layers(
@@ -107,7 +111,7 @@ def prunable_layers(
     """
     check_number("tolerance", tolerance, TOLERANCE)
     found = {}
-    for name, layer in _gated_layers(model, where).items():
+    for name, layer in _select_prunable(model, where).items():
         check_finite(layer, name)
         if isinstance(layer, WindowAttention):
             left_out = {"windows": float(layer.share > 0 or layer.pruned)}
@@ -131,7 +135,10 @@ def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
     if all(layer.pruned for layer in windows):
         return "these layers compute windows alone already"
     share = max(layer.share.item() for layer in windows)
-    how = "iso.Anneal, or anneal.epochs of a recipe, moves it to 0 in fine-tuning; apply it to an average (EMA) too"
+    how = (
+        "iso.Anneal, or anneal.epochs of `isomorph train`, moves it to 0 in fine-tuning; apply it to an average (EMA) "
+        "too"
+    )
     return f"the share of attention outside of the windows is {share:g}; {how}"
 
 
@@ -165,7 +172,7 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     forms = prunable_layers(model, tolerance, where)
     if not forms:
         raise UserError(
-            f"nothing to prune: {_nothing_to_prune(list(_gated_layers(model, where).values()), tolerance)}"
+            f"nothing to prune: {_nothing_to_prune(list(_select_prunable(model, where).values()), tolerance)}"
         )
     pruned = copy_model(model)
     for form in dict.fromkeys(forms.values()):

@@ -1,6 +1,6 @@
 """Measure the BatchNorm statistics of a model on given data, for its function as it is or after averaging weights."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,15 @@ from isomorph.layers.modes import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.moments import measure_moments
 from isomorph.operations import ModuleCall, observing
-from isomorph.surgery.calls import run_model, to_model
+from isomorph.surgery.calls import Inputs, batches_of, run_model, to_model
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.rule import copy_model
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = True) -> nn.Module:
+def recalibrate(
+    model: nn.Module, batches: Inputs | Iterable[Any], keep_function: bool = True
+) -> nn.Module:
     """Return a copy of the model whose BatchNorms have the statistics of these batches, averaged over the batches.
 
     Weights and biases of BatchNorm change so that eval mode computes the same function with the new statistics. Train
@@ -29,8 +31,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
 
     Args:
         model: a model with BatchNorm.
-        batches: images (B, C, H, W), or (images, labels), as from a loader; or dictionaries of a model's inputs by
-            name.
+        batches: a list or loader of images (B, C, H, W), or of pairs (images, labels), or of dictionaries of a model's
+            inputs by name; or one batch.
         keep_function: False to leave weights and biases of BatchNorm, for models whose running statistics are not those
             of their weights: averaged weights, or pre-training on masked images.
 
@@ -51,18 +53,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError(
             "a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False"
         )
-    if isinstance(batches, Tensor):
-        raise UserError(
-            "recalibrate takes a list of batches or a loader, not one tensor; give [images]"
-        )
-    count = 0
     with eval_mode(model), _measure_inputs(model) if keep_function else _renew_statistics(norms):
-        for batch in batches:
-            inputs = batch if isinstance(batch, Tensor | Mapping) else batch[0]
+        for inputs in batches_of(batches, of_loader=True):
             run_model(model, to_model(inputs, model))
-            count += 1
-    if not count:
-        raise UserError("recalibrate needs at least one batch")
     for norm, measured in zip(_norms(new), norms, strict=True):
         norm.load_state_dict(measured.state_dict())
     return new

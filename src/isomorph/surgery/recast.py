@@ -13,18 +13,16 @@ import torch
 from torch import nn
 
 from isomorph.errors import NotFinite, UserError
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.modules import (
     Ties,
     Where,
+    call_from_parents,
     describe_where,
-    is_excluded,
     list_names,
-    make_parents_call,
     matches_where,
     nearest_names,
-    selectable_modules,
-    why_not_called,
 )
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
@@ -108,7 +106,7 @@ def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
     accepted: list[str] = []
     rejected: dict[str, str] = {}
     for site in sites:
-        reason = rule.reason(site) or why_not_called(site)
+        reason = rule.reason(site)
         if reason is None:
             accepted.append(site.name)
         elif _is_of_kind(rule, site):
@@ -155,7 +153,10 @@ class _Choice(NamedTuple):
 
 
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
-    _check_rule(rule)
+    """Return which modules a rule recasts, and why not the others of its kind. Raises: UserError, as `targets`."""
+    if not isinstance(rule, Rule):
+        like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
+        raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
     sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
     choice = _Choice(rule, where, exclude, sites)
     _check_globs(where, choice)
@@ -171,23 +172,26 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         )
     if where == "*":
         return found._replace(accepted=_outermost(found.accepted))
-    _check_apart(found.accepted)
+    for name in found.accepted:
+        for outer in found.accepted:
+            if _is_inside(name, outer):
+                around = outer or "the model itself"
+                raise UserError(f"target {name} is inside target {around}; select only one of them")
     return found
 
 
-def _check_rule(rule: Any) -> None:
-    if isinstance(rule, Rule):
-        return
-    like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
-    raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
-
-
 def _sites(model: nn.Module, parts: bool) -> list[Site]:
-    """Return the sites of all modules that can be selected, and of the parts of joint projections if they can be."""
-    root = Site(model)
-    names = [name for name, _ in selectable_modules(model)]
+    """Return the sites of all modules by all their names, and of the parts of joint projections if wanted.
+
+    Without those inside a pyramid, which reads the weights of its layers.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    pyramids = [name for name, module in named.items() if isinstance(module, Pyramid)]
+    inside = tuple(f"{name}.".removeprefix(".") for name in pyramids)
+    names = [name for name in named if name in pyramids or not name.startswith(inside)]
     if parts:
         names += part_names(model)
+    root = Site(model)
     return [root.at(name) for name in names]
 
 
@@ -197,12 +201,22 @@ def _selected(choice: _Choice) -> list[Site]:
     for site in choice.sites:
         if not matches_where(choice.where, site.name, site.module):
             continue
-        if is_excluded(choice.exclude, site.name, site.module):
+        if matches_where(choice.exclude, site.name, site.module, inside=True):
             continue
         is_in_whole = site.part and (site.module, "") in selected
         if not is_in_whole:
             selected.setdefault((site.module, site.part), site)
     return list(selected.values())
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name.startswith(f"{outer}.") if outer else bool(name)
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Return the names of modules that are inside no other; the model itself, "", only if it is alone."""
+    inner = [name for name in names if name] or list(names)
+    return [name for name in inner if not any(_is_inside(name, outer) for outer in inner)]
 
 
 def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
@@ -227,28 +241,11 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     if choice.exclude != ():
         return "; exclude leaves out the others"
     around = tuple(f"{site.name}." for site in selected)
-    inside = _judge(
-        choice.rule, [site for site in choice.sites if site.name.startswith(around)]
-    ).accepted
-    if inside:
-        return f"; name what is inside: {list_names(inside)}"
+    inside = [site for site in choice.sites if site.name.startswith(around)]
+    accepted = _judge(choice.rule, inside).accepted
+    if accepted:
+        return f"; name what is inside: {list_names(accepted)}"
     return nearest_names(choice.where, choice.own)
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names of which no other is the beginning; the model itself, "", only if it is alone."""
-    inner = [name for name in names if name]
-    if not inner:
-        return list(names)
-    return [name for name in inner if not any(name.startswith(f"{outer}.") for outer in inner)]
-
-
-def _check_apart(names: Sequence[str]) -> None:
-    for outer in names:
-        for name in names:
-            if name != outer and (not outer or name.startswith(f"{outer}.")):
-                around = outer or "the model itself"
-                raise UserError(f"target {name} is inside target {around}; select only one of them")
 
 
 def _check_globs(globs: Where, choice: _Choice) -> None:
@@ -263,7 +260,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"{glob!r} in where matches no module{nearest_names(glob, choice.own or names)}"
+                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.own or names)}"
             )
 
 
@@ -344,35 +341,33 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     'GPSA2d'
     """
     ties = Ties(model)
+    root = Site(model)
+    places = places_of(model)
     with kept_random_state(model):
-        model = _replace_targets(model, edit)
+        for name in edit.names:
+            site = root.find(name)
+            if site is None:
+                rule = type(edit.rule).__name__
+                raise UserError(f"the model has no module {name}, which {rule} should recast")
+            with float32_on(site.module):
+                replacement = _build(edit.rule, site)
+                model = replace_module(model, site.path, site.module, replacement, places)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
     return model
 
 
-def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
-    rule = edit.rule
-    root = Site(model)
-    places = places_of(model)
-    for name in edit.names:
-        site = root.find(name)
-        if site is None:
-            raise UserError(
-                f"the model has no module {name}, which {type(rule).__name__} should recast"
-            )
-        original = site.module
-        with float32_on(original):
-            try:
-                replacement = rule.build(site)
-            except UserError as error:
-                raise UserError(f"{name or 'the model'}: {error}") from None
-            replacement = match_original(replacement, original)
-            if site.parent is not None and not site.parent.training:
-                replacement.eval()  # a layer that timm makes while it merges is in train mode
-            model = replace_module(model, site.path, original, replacement, places)
-    return model
+def _build(rule: Rule, site: Site) -> nn.Module:
+    """Return the replacement of a site, with the modes of what it replaces."""
+    try:
+        replacement = rule.build(site)
+    except UserError as error:
+        raise UserError(f"{site.name or 'the model'}: {error}") from None
+    replacement = match_original(replacement, site.module)
+    if site.parent is not None and not site.parent.training:
+        replacement.eval()  # a layer that timm makes while it merges is in train mode
+    return replacement
 
 
 @contextmanager
@@ -398,7 +393,7 @@ def attach(model: nn.Module) -> None:
             site = root.find(name)
             if site is not None:
                 edit.rule.connect(site)
-    make_parents_call(model, [name for edit in edits(model) for name in edit.names])
+                call_from_parents(site)
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
@@ -466,8 +461,11 @@ def replace_module(
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
-    if any(map(_is_channels_last, original.parameters())):
-        replacement.to(memory_format=torch.channels_last)
+    for parameter in original.parameters():
+        is_last = parameter.is_contiguous(memory_format=torch.channels_last)
+        if is_last and not parameter.is_contiguous():
+            replacement.to(memory_format=torch.channels_last)
+            break
     for hook in original._forward_hooks.values():
         if records_outputs(hook) and hook not in replacement._forward_hooks.values():
             replacement.register_forward_hook(hook)
@@ -481,9 +479,3 @@ def replace_module(
     for module, inside in places_of(replacement).items():
         places.setdefault(module, []).extend(inside)
     return model
-
-
-def _is_channels_last(parameter: nn.Parameter) -> bool:
-    return not parameter.is_contiguous() and parameter.is_contiguous(
-        memory_format=torch.channels_last
-    )

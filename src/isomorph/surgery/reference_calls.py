@@ -1,7 +1,7 @@
 """The calls by which a model in float64 is compared with what surgery made of it, each on a copy of its own."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
+from isomorph.layers.modes import noise
 from isomorph.operations import (
     Flow,
     copy_module,
@@ -24,16 +25,17 @@ from isomorph.slow_work import SlowWork
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
+    batches_of,
     cast_floats,
+    copy_inputs,
     describe_shape,
-    map_tensors,
     other_inputs,
     own_inputs,
-    relative_difference,
     run_model,
     to_model,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 from isomorph.surgery.merge_plan import Plan, plan_merges
 
@@ -51,8 +53,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
-    generator = torch.Generator().manual_seed(0)
-    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+    return to_model(noise(1, *size), model)
 
 
 class Call(NamedTuple):
@@ -90,10 +91,7 @@ class ReferenceCalls:
         only_forward: bool = False,
         affine: bool = False,
     ) -> None:
-        given: list[Any] = [example]
-        if not isinstance(example, Tensor | Mapping):
-            given = list(example)
-        first, *others = [cast_floats(x, torch.float64) for x in given]
+        first, *others = [cast_floats(x, torch.float64) for x in batches_of(example)]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
         self._work = SlowWork("comparing the fused model")
@@ -133,7 +131,10 @@ class ReferenceCalls:
         """Make the calls: the example, unless `made` is that, other sizes, other entry points at the smallest."""
         self.calls = []
         self.entries = [str(FORWARD)]
-        for inputs in others or _other_sizes(first):
+        for inputs in others:
+            if not self._try(model, FORWARD, inputs):
+                run_model(copy_module(model), inputs)  # says why
+        for inputs in [] if others else _other_sizes(first):
             self._try(model, FORWARD, inputs)
         if not self.calls and not others:  # it runs at one size only
             for what, inputs in other_inputs(first):
@@ -162,9 +163,8 @@ class ReferenceCalls:
             raise NotFinite(
                 "the model's outputs are not finite; check its weights and statistics, and the example"
             )
-        self.calls = [
-            call for call in self.calls if _is_finite(call)
-        ]  # at other sizes a model may divide by 0
+        # at other sizes a model may divide by 0
+        self.calls = [call for call in self.calls if _is_finite(call)]
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
@@ -226,7 +226,7 @@ class ReferenceCalls:
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, _copy(inputs)))
+            made = run(model, partial(entry, model, copy_inputs(inputs)))
         return _numbers_of(found, made.output), made
 
     def _compare(self, call: Call, model: nn.Module) -> float:
@@ -256,7 +256,7 @@ class ReferenceCalls:
                 continue
             called = self._to_call(model)
             self._count_call()
-            flow = see(called, partial(call.entry, called, _copy(call.inputs)))
+            flow = see(called, partial(call.entry, called, copy_inputs(call.inputs)))
             yield plan_merges(called, flow, self._affine, avoid)
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
@@ -314,11 +314,6 @@ def _numbers_of(*values: Any) -> list[Tensor]:
             dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
             numbers.append(dense.double())
     return numbers
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place, each tensor one of its own."""
-    return map_tensors(inputs, torch.clone)
 
 
 def _numbers_in(inputs: Inputs) -> int:

@@ -42,9 +42,8 @@ class Reparameterize(Rule):
         trained = any(parameter.requires_grad for parameter in module.parameters())
         merged: nn.Module = reparameterize_model(module)
         first = next(module.parameters())
-        merged.to(
-            first.device, first.dtype
-        )  # timm makes layers without saying in which dtype and where
+        # timm makes layers without saying in which dtype and where
+        merged.to(first.device, first.dtype)
         return merged.train(module.training).requires_grad_(trained)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError, first_line
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import copy_module, unwrap
+from isomorph.operations import copy_module, tensors_in, unwrap
 from isomorph.spec import ImageSize
 from isomorph.spec import image_size as height_and_width
-from isomorph.surgery.calls import call_model, check_not_empty, leaves, relative_difference
-from isomorph.surgery.comparison import class_agreement
+from isomorph.surgery.calls import call_model, check_not_empty
+from isomorph.surgery.comparison import class_agreement, relative_difference
 from isomorph.surgery.recast import check_model
 
 
@@ -204,9 +204,8 @@ def _for_sizes(
         )
     by_timm: Any = copy_module(original)
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # timm warns when it interpolates relative positions
+        # timm warns when it interpolates relative positions
+        with warnings.catch_warnings(action="ignore"):
             by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error
@@ -256,7 +255,7 @@ class OtherSize:
 
 def _single_tensor(outputs: Any) -> Tensor:
     """Return the single tensor of an output. Raises: UserError for several."""
-    tensors = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(outputs)
     if len(tensors) != 1:
         raise UserError(f"the model gives {len(tensors)} tensors, not one")
     return tensors[0]

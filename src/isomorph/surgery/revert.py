@@ -94,9 +94,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         if module in layers.values()
     }
     places = places_of(model)
-    for name, layer in sorted(
-        layers.items(), key=lambda item: -item[0].count(".")
-    ):  # inner ones first
+    # inner ones first
+    for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):
         original = _original_of(name, layer, atol, alone=len(layers) == 1)
         model = replace_module(model, name, layer, original, places)
     add_notes(model, *ties.restore(model))

@@ -343,7 +343,8 @@ def notes(model: nn.Module) -> tuple[str, ...]:
 
 def add_notes(model: nn.Module, *sentences: str) -> None:
     """Add notes to a model; a note that it already has is not repeated."""
-    update_record(model, notes=tuple(dict.fromkeys((*notes(model), *sentences))))
+    kept = dict.fromkeys((*record(model).notes, *sentences))
+    update_record(model, notes=tuple(kept))
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -89,7 +89,10 @@ class Site:
 
     def find(self, name: str) -> "Site | None":
         """Return another site of the model, or None if it has no module or part of this name."""
-        return None if _locate(self.model, name) is None else self.at(name)
+        try:
+            return self.at(name)
+        except UserError:
+            return None
 
     @property
     def parent(self) -> nn.Module | None:
@@ -122,22 +125,19 @@ class Site:
 
 def _locate(model: nn.Module, name: str) -> tuple[str, str] | None:
     """Return the name of a module and "", or of a joint projection and the name of one of its parts."""
-    if _find_module(model, name) is not None:
-        return name, ""
-    for joint in joint_candidates(name):
-        if is_joint(joint, _find_module(model, joint)):
-            return joint, name.rpartition(".")[2]
+    for path in (name, *joint_candidates(name)):
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if path == name:
+            return name, ""
+        if is_joint(path, module):
+            return path, name.rpartition(".")[2]
     return None
 
 
-def _find_module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def is_joint(name: str, module: nn.Module | None) -> bool:
+def is_joint(name: str, module: nn.Module) -> bool:
     """True for a projection to queries, keys and values, by its name and class."""
     return name.rpartition(".")[2] in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid)
 

@@ -1,7 +1,7 @@
 """Compare the outputs of two models in float32 and float64."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import count_calls
+from isomorph.operations import count_calls, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
+    batches_of,
     cast,
     cast_floats,
     check_not_empty,
@@ -23,7 +24,6 @@ from isomorph.surgery.calls import (
     other_inputs,
     relative,
     run_model,
-    tensors_at,
 )
 from isomorph.surgery.comparison import (
     TensorDifference,
@@ -143,11 +143,7 @@ def compare_outputs(
 
 
 def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> list[Inputs]:
-    batches: list[Any] = [inputs]
-    if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping):
-        batches = list(inputs)
-    if not batches:
-        raise UserError("verify needs at least one batch of inputs")
+    batches = list(batches_of(inputs))
     if isinstance(atol, str) or (atol is not None and not atol >= 0):
         raise UserError(f"atol {atol!r} must be a number of at least 0")
     for batch in batches:
@@ -171,9 +167,13 @@ def _compare_int8(
         pairs.append(outputs)
     stored: Any = recast.fidelity
     found = measure_fidelity(pairs, getattr(original, "num_classes", None))
-    said = (
-        [] if found.is_like(stored) else ["give images as those that it was calibrated on, or atol"]
-    )
+    said = []
+    if not found.is_like(stored):
+        said.append("give images as those that it was calibrated on, or `atol`")
+        said.append(
+            "layers of an int8 file are rounded, so no operation is the first after which it differs; with atol it is "
+            "the first that differs by more"
+        )
     return VerifyReport(ATOL, tuple(rows), notes=tuple(said), fidelity=found, stored=stored)
 
 
@@ -247,7 +247,7 @@ def _is_small_image(batch: Tensor) -> bool:
 
 def _modes(batch: Inputs) -> list[str]:
     modes = ["float16", "autocast to bfloat16"]
-    if any(x.ndim == 4 for x in tensors_at(batch).values()):
+    if any(x.ndim == 4 for x in tensors_in(batch)):
         modes.append("channels_last")
     return modes
 

@@ -1,7 +1,7 @@
 """What `verify` reports of two models: their largest differences, and where they are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -194,6 +194,18 @@ class VerifyReport:
         name = worst.name if worst.kind else worst.mode
         return f"; but {name} differs by {relative(worst.deviation, worst.scale):.3g}{place}"
 
+    def _largest_inputs(self) -> Iterator[tuple[Difference, int]]:
+        """Yield the largest difference of the inputs of each shape and kind, and the number of these inputs."""
+        alike: dict[tuple[str, str], list[Difference]] = {}
+        for row in self.inputs:
+            alike.setdefault((row.name, row.mode), []).append(row)
+        for rows in alike.values():
+            differing = [row for row in rows if not row.is_within(self.atol)]
+            yield (
+                max(differing or rows, key=lambda row: relative(row.deviation, row.scale)),
+                len(rows),
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, with None for what is not finite."""
         return json_values(
@@ -204,8 +216,9 @@ class VerifyReport:
         lines = [self.verdict]
         if self.first:
             lines.append(f"  {self.first}")
-        for row in (*self.inputs, *self.targets):
-            lines.append(f"  {row}")
+        for row, count in (*self._largest_inputs(), *((row, 1) for row in self.targets)):
+            more = f" (the largest of {count})" if count > 1 else ""
+            lines.append(f"  {row}{more}")
             for line in row.details(self.atol):
                 lines.append(f"  {line}")
         for note in self.notes:

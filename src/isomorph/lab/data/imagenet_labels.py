@@ -12,9 +12,8 @@ from timm.data import ImageNetInfo
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source, image_name, with_changes
 
-LABEL_FILE = Path(__file__).with_name(
-    "imagenet_labels.npz"
-)  # written by benchmarks/imagenet_labels.py
+# written by benchmarks/imagenet_labels.py
+LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
 _WNID = re.compile(r"n\d{8}")
 _NUMBER = re.compile(r"\d+")
 _NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"

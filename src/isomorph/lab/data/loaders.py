@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -17,20 +17,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
-from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
 from isomorph.lab.data.label_maps import MapLabels
 from isomorph.lab.data.sampler import SeededIndex, TrainSampler
 from isomorph.lab.data.sources import Examples, Source, with_changes
+from isomorph.lab.distributed import Runtime, seed_generators
 from isomorph.process import SafeChildProcesses, handler_kept
 from isomorph.terminal_tables import count_of
 
+# What a model expects of its images: input_size, mean, std, interpolation, crop_pct, crop_mode, as timm names them.
+ImageConfig = dict[str, Any]
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
-Example = tuple[
-    Tensor, int | MapLabels, list[str]
-]  # image, label, errors of unreadable images skipped before it
+# image, label, errors of unreadable images skipped before it
+Example = tuple[Tensor, int | MapLabels, list[str]]
 
 _NO_AUGMENTATION: dict[str, Any] = dict(
     scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0
@@ -76,7 +77,7 @@ def _explained(batches: Iterator[Any]) -> Iterator[Any]:
 
 def eval_loader(
     source: Source,
-    config: Mapping[str, Any],
+    config: ImageConfig,
     batch_size: int = 100,
     workers: int = 0,
     rfc: float | None = None,
@@ -164,7 +165,7 @@ def batch_ranges(images: int, batch_size: int) -> list[Sequence[int]]:
     return [range(start, min(start + batch_size, images)) for start in range(0, images, batch_size)]
 
 
-def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
+def eval_transform(config: ImageConfig) -> Callable[[Image.Image], Any]:
     """Return timm's transform of test images for a model's data config; for 1 channel, colour is left out.
 
     `config` is timm's data config: input_size, mean, std, interpolation, crop_pct, crop_mode.
@@ -178,7 +179,7 @@ def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
     return _in_channels(config, create_transform(**options))
 
 
-def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
+def _in_channels(config: ImageConfig, transform: Any) -> Any:
     """Return a transform for images in as many channels as the model reads: 3, or 1, for which colour is left out.
 
     Raises: UserError for another number of channels.
@@ -222,7 +223,7 @@ def train_loader(
 
 
 def train_transform(
-    config: Mapping[str, Any], crop_padding: int = 0, **augmentation: Any
+    config: ImageConfig, crop_padding: int = 0, **augmentation: Any
 ) -> Callable[[Image.Image], Any]:
     """Return timm's training transform for a model's data config; `augmentation` are its arguments (hflip, ...).
 
@@ -283,9 +284,8 @@ def ignore_stop_signals(worker: int) -> None:
     """Make a worker ignore signals to stop: the main process handles them, and ends its workers once it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if hasattr(
-        signal, "sigwaitinfo"
-    ):  # some systems lack it: there, a SIGTERM to all processes ends the workers
+    # some systems lack it: there, a SIGTERM to all processes ends the workers
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_when_parent_asks, daemon=True).start()
 

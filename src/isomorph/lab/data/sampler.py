@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
+from isomorph.lab.distributed import derive_seed
 
 SeededIndex = tuple[int, int]  # the index of an image, and the seed of its augmentation
 

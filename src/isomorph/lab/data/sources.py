@@ -15,6 +15,7 @@ from PIL.Image import Transpose
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError, first_line
+from isomorph.spec import ImageSize
 
 ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
 # Largest value of 16-bit pixels below which their white is unknown: photos of 8, 10 or 12 bits are stored in them.
@@ -101,7 +102,7 @@ def upright(image: Image.Image) -> Image.Image:
     return image.transpose(turn)
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
+def upright_size(image: Image.Image) -> ImageSize:
     """Return width and height of an opened image as `upright` returns it, without decoding it."""
     turned = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
     if turned:
@@ -128,9 +129,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
-    if (
-        image.mode == "I" and image.format == "PPM"
-    ):  # Pillow scales these to 16 bits, whatever their white
+    # Pillow scales these to 16 bits, whatever their white
+    if image.mode == "I" and image.format == "PPM":
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("F", "I"):
         low, high = image.getextrema()

@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from isomorph.distributed import derive_seed, seed_generators
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.huggingface import (
     DatasetSplit,
@@ -36,6 +35,7 @@ from isomorph.lab.data.sources import (
     explain_decode_errors,
     unreadable_image_error,
 )
+from isomorph.lab.distributed import derive_seed, seed_generators
 
 STREAMS = ("huggingface-stream",)
 _ROWS_PER_READ = 16
@@ -190,9 +190,8 @@ def open_stream(
     return Stream(opened, names or map(str, range(classes or 0)), images or opened.images)
 
 
-_StreamBatch = tuple[
-    Tensor, Labels, list[str]
-]  # images, labels, error messages of unreadable images
+# images, labels, error messages of unreadable images
+_StreamBatch = tuple[Tensor, Labels, list[str]]
 
 
 def workers_of_part(parts: BatchParts, workers: int) -> int:
@@ -229,9 +228,8 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         parts = self.sampler.parts.own
         first = self.sampler.first
         worker, workers = _worker_position()
-        turn = (
-            worker + first * len(parts)
-        ) % workers  # the loader asks worker 0 first, at whichever step it starts
+        # the loader asks worker 0 first, at whichever step it starts
+        turn = (worker + first * len(parts)) % workers
         for epoch in range(first // steps, self.sampler.epochs):
             shares: dict[int, Iterator[StreamSample]] = {}
             for number in range(epoch * steps * len(parts), (epoch + 1) * steps * len(parts)):

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_maps
 from isomorph.checkpoints.model import save
-from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.loaders import ImageConfig, eval_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.recipes import load_recipe
 from isomorph.lab.training.build import data_config, open_sources
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.loop import train
 from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
+from isomorph.terminal_tables import Metrics, Table
 
 LAYERS = "layer3.*.conv?"  # the convolutions that the demo recasts: all six of the CNN's last stage
 
@@ -46,7 +47,7 @@ class Trained:
     name: str
     model: nn.Module = field(repr=False)
     top1: list[float]
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Demo:
     report: VerifyReport
     agreeing: int  # test images for which the CNN and its T-CNN predict the same class
     images: Tensor = field(repr=False)  # normalised test images (N, 3, H, W)
-    config: dict[str, Any] = field(repr=False)
+    config: ImageConfig = field(repr=False)
     weight: float  # largest attention of a query, as a mean over layers, heads, queries and images of the T-CNN
     vits: list[Trained] = field(default_factory=list)
     seconds: float = 0.0
@@ -81,7 +82,7 @@ class Demo:
             f"with the usual initialisation {plain:.1f}%."
         )
 
-    def table(self) -> list[list[str]]:
+    def table(self) -> Table:
         """Return the header and the rows of the ViTs' results."""
         head = [f"{len(self.images)} test images", "first epoch", "last epoch (top-1, %)", "NLL"]
         table = [head]
@@ -96,9 +97,8 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
     """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # threads that wait for each other come to a standstill next to other busy processes
+    # threads that wait for each other come to a standstill next to other busy processes
+    torch.set_num_threads(1)
     try:
         with TemporaryDirectory(prefix="isomorph-demo-") as runs:
             demo = _run_steps(folder, Path(runs), show, list(overrides))

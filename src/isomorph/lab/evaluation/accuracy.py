@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits
+from isomorph.terminal_tables import Metrics
 
 _ECE_BINS = 15
 # Losses and confidences are rounded to multiples of this, so their float64 sums are exact up to 2**25 in any order.
@@ -80,7 +81,7 @@ class PredictionCounts(_Counts):
         self.bins.index_add_(1, index, torch.stack([torch.ones_like(confidence), confidence, top1]))
         self.nll += nll.sum()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return top1, top5 of more than five classes (%), nll (nats), ece (%), images.
 
         Raises: UserError when no image was counted.
@@ -114,7 +115,7 @@ class MultiLabelCounts(_Counts):
         self.images = self.images + int(labelled.sum())
         self.correct = self.correct + int(correct.sum())
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return top1 (%), images. Raises: UserError when no image was counted."""
         return {"top1": 100 * self.correct / _require_images(self.images), "images": self.images}
 
@@ -179,7 +180,7 @@ def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCoun
     return counts[0]
 
 
-def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: Iterable[Any]) -> Metrics:
     """Return the accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
     `loader` yields images and labels; images labelled -1 do not count.

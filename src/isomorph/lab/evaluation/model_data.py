@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import DataWarning, UserError
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
@@ -29,6 +28,7 @@ from isomorph.lab.data.sources import (
     spaced_indices,
     with_changes,
 )
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.accuracy import (
     MultiLabelCounts,
     PredictionCounts,
@@ -36,18 +36,16 @@ from isomorph.lab.evaluation.accuracy import (
     sum_counts,
 )
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
 from isomorph.models.input_sizes import (
-    check_own_classes,
-    config_labels,
     evaluation_config,
     fit_to_size,
     image_size,
     label_names,
-    recorded_split,
-    shorten,
 )
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
+from isomorph.terminal_tables import Metrics, Row, Rows
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
@@ -56,9 +54,8 @@ def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = spec_of(model).config
     source = config.get("source")
-    named = (
-        source in registry.SOURCES or not Path(str(source)).exists()
-    )  # a file may name no folder of this machine
+    # a file may name no folder of this machine
+    named = source in registry.SOURCES or not Path(str(source)).exists()
     if source and source not in _WEIGHT_LOCATIONS and named:
         return source
     if "cifar10" in (config.get("tag") or ""):
@@ -124,7 +121,7 @@ def open_split(
         return _open(model, "test", data, root)
     if test_fraction is not None:
         return _open(model, split, data, root, test_fraction % 1 or None)
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
@@ -133,8 +130,8 @@ def open_split(
                 return part
             if part.classes == tuple(map(composed, label_names(model))):
                 warnings.warn(
-                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
-                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    f"the folder has {now} images, that of training had {images}: those that "
+                    f"test_fraction={fraction:g} gives to {split}ing are used ({len(part)}); test_fraction=1 takes all",
                     DataWarning,
                     stacklevel=2,
                 )
@@ -159,12 +156,12 @@ def _open(
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
-    fraction, images = recorded_split(model)
+    fraction, images = spec_of(model).split
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(
-            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
-            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+            f"the model was trained on a folder of {images} images like this one; give "
+            f"test_fraction={fraction:g} to test on the images left out, or test_fraction=1 for all of them"
         )
 
 
@@ -223,7 +220,7 @@ def evaluation_data(
     model: nn.Module,
     data: str | None = None,
     root: Path | None = None,
-    size: tuple[int, int] | None = None,
+    size: ImageSize | None = None,
     classes: int | None = None,
     test_fraction: float | None = None,
 ) -> tuple[Source, dict[str, Any]]:
@@ -246,10 +243,10 @@ def evaluate_classifier(
     data: Iterable[Any] | Source | str | Path | None,
     *,
     test_fraction: float | None = None,
-    size: int | tuple[int, int] | None = None,
+    size: int | ImageSize | None = None,
     batch_size: int = 100,
     workers: int = 0,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
     if size is not None:
         size = image_size(size)
@@ -275,9 +272,8 @@ def evaluate_classifier(
 
 
 Size = tuple[int, int]
-BatchProgress = Callable[
-    [Iterable[Any], str, int], Iterable[Any]
-]  # batches, title, number of batches
+# batches, title, number of batches
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -348,7 +344,7 @@ def run_sweep(
     workers: int = 0,
     progress: BatchProgress = lambda batches, title, total: batches,
     runtime: Runtime = ALONE,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[Rows, Rows]:
     """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes.
 
     The processes of `runtime` share the batches, and all of them return the same rows.
@@ -364,13 +360,13 @@ def run_sweep(
         )
         jobs.append((size, ratio, test_set, loader))
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}
-    rows: list[dict[str, Any]] = []
-    class_rows: list[dict[str, Any]] = []
+    rows: Rows = []
+    class_rows: Rows = []
     for size, ratio, test_set, loader in jobs:
         title = "evaluating"
         if test_set.title:
             title += f" {test_set.title}"
-        point: dict[str, Any] = {}
+        point: Row = {}
         if size:
             title += " at {} x {}".format(*size)
             point["size"] = list(size)
@@ -388,9 +384,9 @@ def run_sweep(
     return rows, class_rows
 
 
-def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> list[dict[str, Any]]:
+def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Rows:
     """Return a row for each class that has images."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for name, images, right in zip(
         classes, counts.total.tolist(), counts.correct.tolist(), strict=True
     ):
@@ -434,9 +430,7 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(
-    model: nn.Module, sizes: Sequence[Size], images: int, exported: bool
-) -> list[dict[str, Any]]:
+def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> Rows:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
@@ -445,7 +439,7 @@ def measure_costs(
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
         shape = evaluation_config(model, size)["input_size"]
-        row: dict[str, Any] = {}
+        row: Row = {}
         if size:
             row["size"] = list(size)
         if not exported:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,6 +15,7 @@ from isomorph.lab.data.formats.registry import CLASS_NAME, data_root, detect_for
 from isomorph.lab.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.model_data import Scoring, Sweep, TestSet, check_num_classes, run_sweep
+from isomorph.terminal_tables import Rows
 
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 Location = tuple[Path, str]
@@ -62,7 +62,7 @@ class Suite:
                 return path, form or detect_format(path)
         searched = ", ".join(name for name in self.folders if name != ".")
         where = f"no folder of {self.name} in {top} (searched {searched})"
-        raise UserError(f"{where}; give --suite {self.name}=FOLDER or another --root")
+        raise UserError(f"{where}; give suite={self.name}=FOLDER or another `root`")
 
     def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
         """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""
@@ -88,11 +88,7 @@ class Suite:
     ) -> None:
         if count == expected or (count < expected and partial):
             return
-        hint = (
-            "; to evaluate on a part of it, give --partial (partial=True)"
-            if count < expected
-            else ""
-        )
+        hint = "; to evaluate on a part of it, give partial=True" if count < expected else ""
         raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
 
 
@@ -193,7 +189,7 @@ def evaluate_suites(
     sweep: Sweep | None = None,
     batch_size: int = 100,
     workers: int = 0,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Evaluate a model on ImageNet test suites: a row of metrics for every suite and point of the sweep.
 
     `suites`, `root`, `form`, `partial`: as in `open_suites`. The model stays on its device; `workers` processes

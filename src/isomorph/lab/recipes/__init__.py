@@ -3,10 +3,11 @@
 docs/recipes.md lists the published runs that are not included.
 """
 
+import copy
 import difflib
 import tomllib
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,62 @@ from isomorph.yaml_values import load_yaml
 if TYPE_CHECKING:
     from isomorph.lab.training import Recipe
 
+# Nested dicts of the fields of a recipe that differ from their defaults.
+Fields = dict[str, Any]
+
+# All recipes by name, which are read when they are first asked for.
+RECIPES: dict[str, Fields]
+
+# Groups that are shown before all other fields.
+_FIRST = ("task", "model", "data")
+
+_FOLDER = Path(__file__).with_name("named")
 _PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
 _FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
-# Recipes by name: nested dicts of the fields that differ from their defaults.
-RECIPES: dict[str, dict[str, Any]] = {}
-for _file in _FILES:
-    RECIPES |= import_module(f"isomorph.lab.recipes.{_file}").RECIPES
+
+
+@cache
+def _named_recipes() -> dict[str, Fields]:
+    """Return all recipes by name, read from named/*.yaml.
+
+    An entry has the fields of its `base`, and changes some; `optim.lr` is a field of a group. Names that begin with a
+    dot are bases only.
+    """
+    import yaml
+
+    entries: dict[str, Fields] = {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for file in _FILES:
+        text = (_FOLDER / f"{file}.yaml").read_text(encoding="utf-8")
+        entries |= yaml.load(text, loader)
+    recipes: dict[str, Fields] = {}
+    for name in entries:
+        if not name.startswith("."):
+            fields = _fields_of(name, entries)
+            first = {group: fields[group] for group in _FIRST if group in fields}
+            recipes[name] = first | fields
+    return recipes
+
+
+def _fields_of(name: str, entries: Mapping[str, Fields]) -> Fields:
+    fields: Fields = {}
+    for path, value in entries[name].items():
+        if path == "base":
+            fields = _fields_of(value, entries)
+            continue
+        *groups, last = path.split(".")
+        group = fields
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[last] = copy.deepcopy(value)
+    return fields
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RECIPES":
+        return _named_recipes()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Options of other commands, and the recipe fields that they are.
 _OTHER_NAMES = {
@@ -45,15 +96,16 @@ def recipe_values(name: str) -> dict[str, Any]:
 
     Raises: UserError with the closest names if there is no such recipe.
     """
-    if name in RECIPES:
-        return {"name": name, **RECIPES[name]}
+    recipes = _named_recipes()
+    if name in recipes:
+        return {"name": name, **recipes[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
         return {"name": path.stem, **_read_recipe(path)}
     if path.is_file():
         raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
-    completions = [known for known in RECIPES if known.startswith(name)]
-    close = difflib.get_close_matches(name, completions or RECIPES, n=3)
+    completions = [known for known in recipes if known.startswith(name)]
+    close = difflib.get_close_matches(name, completions or recipes, n=3)
     names = list(dict.fromkeys([*close, *completions]))
     hint = "; see `isomorph recipes`, or give a .yaml or .toml file"
     if names:

@@ -80,9 +80,8 @@ def published_tables() -> dict[str, PublishedTable]:
 def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
     columns = tuple(fields["columns"])
     rows = [_read_row(columns, values) for values in fields["rows"]]
-    if not MEASURED.keys() & set(
-        columns
-    ):  # a figure without numbers, of which runs measure the accuracy
+    # a figure without numbers, of which runs measure the accuracy
+    if not MEASURED.keys() & set(columns):
         columns = (*columns, "top1")
         rows = [replace(row, values={**row.values, "top1": None}) for row in rows]
     for column, value in fields.get("where", {}).items():

@@ -22,6 +22,7 @@ from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.cost import count_once, count_parameters, static_cost
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.report import guides
 from isomorph.lab.report.attention_viewer import (
     EQUAL_BOUNDS,
@@ -31,7 +32,7 @@ from isomorph.lab.report.attention_viewer import (
     build_viewer,
     capture_layer_maps,
 )
-from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, format_number
 from isomorph.lab.report.html import Details, ImageCard, Section
 from isomorph.lab.report.page_images import PageImage, normalise_images
 from isomorph.lab.report.page_models import (
@@ -47,7 +48,7 @@ from isomorph.lab.report.page_models import (
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
-from isomorph.terminal_tables import count_of
+from isomorph.terminal_tables import Table, count_of
 
 # Smaller differences of gates, spans, distances, entropies and logits are not drawn.
 RESOLUTION = 1e-3
@@ -232,7 +233,7 @@ def _gating_section(charts: Sequence[Dots]) -> Section:
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
-def _cost(subject: PageModel) -> dict[str, Any]:
+def _cost(subject: PageModel) -> JsonObject:
     if subject.inputs is None:
         return static_cost(subject.model, subject.config["input_size"])
     image = torch.zeros(1, *subject.config["input_size"])

@@ -17,9 +17,11 @@ from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.report.charts import json_numbers
 from isomorph.lab.report.page_images import PageImage
 from isomorph.operations import AppliedAttention
+from isomorph.spec import ImageSize
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where
 
@@ -48,7 +50,7 @@ class LayerMaps:
     exact: Tensor | None = field(default=None, repr=False)
 
     @property
-    def keys(self) -> tuple[int, int]:
+    def keys(self) -> ImageSize:
         """Rows and columns of the grid of keys, without padding."""
         height, width = self.where.keys
         rows, columns = self.where.padding
@@ -234,7 +236,7 @@ class ViewerModel:
 class Viewer:
     """Data of the page's script, packed maps by name, and a sentence on rounding."""
 
-    data: dict[str, Any] = field(repr=False)
+    data: JsonObject = field(repr=False)
     blobs: dict[str, str] = field(repr=False)
     note: str = ""
 
@@ -254,7 +256,7 @@ def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMap
 
 def _layer_geometry(
     maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
     stored = maps.stored_positions(step)
     windows = None
@@ -292,7 +294,7 @@ def build_viewer(
     numbers = {id(maps): number for number, maps in enumerate(all_maps)}
     layers = []
     for name, of in pairs:
-        by_model: list[dict[str, Any] | None] = []
+        by_model: list[JsonObject | None] = []
         for model, maps in zip(models, of, strict=True):
             if maps is None:
                 by_model.append(None)
@@ -327,7 +329,7 @@ def _window_layouts(all_maps: Sequence[LayerMaps]) -> list[list[list[int]]]:
     return layouts
 
 
-def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:
+def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> JsonObject:
     predictions = []
     for model in models:
         predictions.append(model.predictions[number] if model.predictions else "")

@@ -8,8 +8,10 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
-# Rows of cells; the first row is the head.
-Table = list[list[str]]
+from isomorph.terminal_tables import Table
+
+# What the browser reads of a chart, or of a part of it.
+Drawing = dict[str, Any]
 # Relative differences of float32 that are rounding.
 ROUNDING = 1e-6
 # More series with different constant values are drawn.
@@ -32,14 +34,14 @@ class Chart(ABC):
     title: str
 
     @abstractmethod
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         """Return the parts of the drawing, for JSON, without title and table."""
 
     @abstractmethod
     def table(self) -> Table:
         """Return the chart's numbers as text; an empty table for curves of more than `MAX_TABLE_POINTS` points."""
 
-    def drawing(self) -> dict[str, Any]:
+    def drawing(self) -> Drawing:
         """Return what the page's script draws, as a dictionary for JSON."""
         return {"title": self.title, "table": self.table(), **self.parts()}
 
@@ -82,7 +84,7 @@ class Panel(Chart):
     ordered: bool = False
     resolution: float = 0.0
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         xs = [x for line in self.lines.values() for x in line.x]
         ys = [y for line in self.lines.values() for y in line.values()]
         series = []
@@ -138,7 +140,7 @@ class Dots(Chart):
     def layers(self) -> list[str]:
         return _names(self.series)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         numbers = {layer: number for number, layer in enumerate(self.layers)}
         middle = (len(self.series) - 1) / 2
         series = []
@@ -198,7 +200,7 @@ class Bars(Chart):
     def groups(self) -> list[str]:
         return _names(self.series)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         groups = self.groups
         series = []
         heights = [0.0]
@@ -230,7 +232,7 @@ class Matrix(Chart):
     low: float = 0.0
     high: float = 1.0
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         return {
             "kind": "matrix",
             "rows": list(self.rows),
@@ -275,7 +277,7 @@ class Paths(Chart):
                 reach = max(reach, abs(row), abs(column))
         return reach
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         series = []
         stops = []
         for layer, paths in self.series.items():
@@ -324,7 +326,7 @@ class Scatter(Chart):
     y_label: str
     series: Mapping[str, Mapping[str, tuple[float, float]]]
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Drawing:
         series = []
         stops: list[tuple[float, float]] = []
         for name, points in self.series.items():
@@ -381,9 +383,7 @@ def series_table(
     return table
 
 
-def _series(
-    name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()
-) -> dict[str, Any]:
+def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> Drawing:
     """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
     numbers = [[json_numbers(point) for point in line] for line in lines]
     return {
@@ -393,7 +393,7 @@ def _series(
     }
 
 
-def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
+def _axis(label: str, values: Iterable[float]) -> Drawing:
     known = list(filter(math.isfinite, values)) or [0.0, 1.0]
     low = min(known)
     high = max(known)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
+from isomorph.json_values import JsonObject
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import (
     Chart,
@@ -17,14 +18,20 @@ from isomorph.lab.report.charts import (
     Panel,
     Paths,
     Scatter,
-    Table,
     format_number,
     is_number,
 )
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
 from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
-from isomorph.terminal_tables import METRIC_FORMATS, chance_difference, count_of, interval_text
+from isomorph.terminal_tables import (
+    METRIC_FORMATS,
+    Row,
+    Table,
+    chance_difference,
+    count_of,
+    interval_text,
+)
 
 
 class MeasureHistory(NamedTuple):
@@ -71,9 +78,9 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
     return tables
 
 
-def histories_json(histories: MeasureHistories) -> dict[str, Any]:
+def histories_json(histories: MeasureHistories) -> JsonObject:
     """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, NaN where unknown."""
-    plain: dict[str, Any] = {}
+    plain: JsonObject = {}
     for measure, runs in histories.items():
         plain[measure] = {}
         for run, history in runs.items():
@@ -127,7 +134,7 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
     return Line([point[0] for point in points], [point[1] for point in points])
 
 
-def _logged_number(row: dict[str, Any], key: str) -> Any:
+def _logged_number(row: Row, key: str) -> Any:
     value = row.get(key)
     if not isinstance(value, Mapping):
         return value

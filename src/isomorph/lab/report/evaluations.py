@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.evaluation.suites import SUITES
 from isomorph.lab.report.charts import is_number
 
@@ -74,7 +75,8 @@ def _read_file(path: Path) -> list[Evaluation]:
     rows = list(rows_of(result))
     if not rows:
         raise UserError(
-            f"{path} has no result of a test suite; evaluate {result['model']} with --suite"
+            f"{path} has no result of a test suite; write it with isomorph evaluate {result['model']} --suite imagenet "
+            "--json"
         )
     model = result["model"].removesuffix(RANDOM)
     if model != result["model"] or result.get("weights") == "random":
@@ -82,9 +84,9 @@ def _read_file(path: Path) -> list[Evaluation]:
     return [Evaluation(path.stem, model, **row) for row in rows]
 
 
-def _suite_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _suite_rows(result: Mapping[str, Any]) -> Iterator[JsonObject]:
     """Yield what was measured at each size and calibration ratio, of all suites together."""
-    points: dict[Any, dict[str, Any]] = {}
+    points: dict[Any, JsonObject] = {}
     for row in result.get("rows", ()):
         column = SUITE_COLUMNS.get(row.get("suite"))
         if column is None or not is_number(row.get("top1")):
@@ -102,7 +104,7 @@ def _suite_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from points.values()
 
 
-def _robustness_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _robustness_rows(result: Mapping[str, Any]) -> Iterator[JsonObject]:
     if result.get("suite") != "imagenet-c" or not is_number(result.get("mean_top1")):
         return
     differs = ""

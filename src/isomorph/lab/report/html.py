@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -15,6 +15,7 @@ from markupsafe import Markup
 from isomorph.checkpoints.files import write_atomically
 from isomorph.lab.report.attention_viewer import Viewer
 from isomorph.lab.report.charts import Chart
+from isomorph.terminal_tables import Rows
 
 # The files of the page's script, in the order in which they use each other.
 SCRIPTS = (
@@ -85,8 +86,8 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
     Its Content-Security-Policy lets the browser run only the page's script, known by its hash, and request nothing.
     """
-    charts: list[dict[str, Any]] = []
-    viewers: list[dict[str, Any]] = []
+    charts: Rows = []
+    viewers: Rows = []
     blobs: list[tuple[str, str]] = []
     contents = []
     for section in sections:
@@ -135,21 +136,21 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
 
 def write_page(
-    path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = ""
+    path: str | Path, title: str, lead: str, sections: Sequence[Section], footer: str = ""
 ) -> int:
     """Write sections as one HTML page, completely or not at all, and return its size in bytes.
 
     The lead, under the title, is the finding of the page in a sentence; what follows the first line of the footer is
     shown as code, with a button that copies it.
 
-    >>> from pathlib import Path
     >>> gates = iso.report.Section("Gates", "Of every head.")
-    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "All gates are 0.73.", [gates])
-    >>> Path("page.html").stat().st_size == size
+    >>> size = iso.report.write_page("page.html", "My T-CNN", "All gates are 0.73.", [gates])
+    >>> import os
+    >>> os.path.getsize("page.html") == size
     True
 
     Raises: UserError when the page cannot be written.
     """
     page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
-    write_atomically(path, lambda file: file.write_bytes(page))
+    write_atomically(Path(path), lambda file: file.write_bytes(page))
     return len(page)

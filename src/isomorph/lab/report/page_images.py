@@ -5,7 +5,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 
 # Images with larger sides are embedded as JPEG, others as PNG.
@@ -43,21 +42,20 @@ class PageImage:
         return f"data:image/{form};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:
+def normalise_images(images: Sequence[PageImage], config: ImageConfig) -> Tensor:
     """Return the images as a batch, normalised by the mean and std of the config. Shape: -> (B, C, H, W)"""
     batch = torch.stack([image.pixels for image in images])
     mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
     return (batch - mean) / std
 
 
-def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage]:
+def open_images(paths: Sequence[str | Path], config: ImageConfig) -> list[PageImage]:
     """Read image files, resized and cropped by a model's data config, as timm's `resolve_data_config` returns it.
 
     >>> from PIL import Image
-    >>> from pathlib import Path
     >>> Image.new("RGB", (60, 40)).save("black.png")
     >>> config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
-    >>> iso.report.open_images([Path("black.png")], config)[0].pixels.shape
+    >>> iso.report.open_images(["black.png"], config)[0].pixels.shape
     torch.Size([3, 32, 32])
 
     Raises: UserError naming a file that cannot be read.
@@ -68,4 +66,5 @@ def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform = eval_transform(unnormalised)
     mode = "L" if channels == 1 else "RGB"
-    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in paths]
+    files = map(Path, paths)
+    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in files]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, nonlocality
+from isomorph.lab.data.loaders import ImageConfig
+from isomorph.lab.evaluation.classes import class_namer, named_logits
 from isomorph.layers.modes import eval_mode
-from isomorph.models.input_sizes import class_namer, named_logits
 from isomorph.spec import spec_of
 from isomorph.surgery import edits
 from isomorph.surgery.calls import Inputs, run_model
@@ -52,7 +53,7 @@ class PageModel:
 
     name: str
     model: nn.Module = field(repr=False)
-    config: Mapping[str, Any] = field(repr=False)
+    config: ImageConfig = field(repr=False)
     recipe: Mapping[str, Any] | None = None
     inputs: Callable[[Tensor], Inputs] | None = field(default=None, repr=False)
 
@@ -83,7 +84,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return [f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
-def framing_text(config: Mapping[str, Any]) -> str:
+def framing_text(config: ImageConfig) -> str:
     """Return a sentence on how images are resized and cropped, from a model's data config."""
     height, width = config["input_size"][-2:]
     rows = math.floor(height / config["crop_pct"])

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isomorph.json_values import JsonObject
 from isomorph.lab.report.charts import Chart, Line, Panel, Scatter, is_number
 from isomorph.lab.report.run_files import RunLog
-from isomorph.terminal_tables import interval_text
+from isomorph.terminal_tables import Row, Table, interval_text
 
 # Titles of the columns of published tables, by their names in recipes/published/*.yaml.
 COLUMNS: dict[str, str] = {
@@ -105,7 +106,7 @@ class RunResult:
     def of(cls, log: RunLog, columns: Sequence[str], differs: str) -> "RunResult":
         """Return the last evaluation of a run, and the sums of its log."""
         seconds = []
-        latest: dict[str, Any] = {}
+        latest: Row = {}
         for row in log.epochs:
             if not row.get("epoch"):  # before training
                 continue
@@ -131,7 +132,7 @@ class RunResult:
             images=log.test_images,
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return run, numbers, difference, epochs and hours as plain values, for JSON."""
         return {
             "run": self.run,
@@ -159,7 +160,7 @@ class TableRow:
     """Commands that make the row, first to last; none for a quoted number."""
     runs: Sequence[RunResult] = field(default=())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the row as plain values, for JSON."""
         return {
             "row": self.label,
@@ -170,7 +171,7 @@ class TableRow:
         }
 
 
-def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[list[str]]:
+def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> Table:
     """Return the rows as text: the paper's columns, and where there are runs what they measured.
 
     A run that differs from its row has no number under "measured"; its numbers stand next to what differs.

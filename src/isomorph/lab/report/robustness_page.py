@@ -16,8 +16,9 @@ from isomorph.lab.evaluation.robustness.scores import (
     summary_lines,
 )
 from isomorph.lab.report import guides
-from isomorph.lab.report.charts import Bars, Chart, Matrix, Table
+from isomorph.lab.report.charts import Bars, Chart, Matrix
 from isomorph.lab.report.html import Section, write_page
+from isomorph.terminal_tables import Table
 
 
 def _corrupted(cells: CellValues) -> CellValues:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.report.charts import is_number
 from isomorph.lab.report.page_models import short_name
 
@@ -88,7 +89,7 @@ def _read_run(folder: Path) -> RunLog:
     return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
 
 
-def _read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_recipe(path: Path, problems: list[str]) -> JsonObject:
     if not path.is_file():
         problems.append(f"no {path.name}")
         return {}
@@ -165,7 +166,8 @@ def _read_point(path: Path) -> AccuracyPoint:
     missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
     if missing:
         raise UserError(
-            f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost"
+            f"{path} has no {' and no '.join(missing)}; write it with isomorph evaluate {result['model']} --json, "
+            "without --no-cost"
         )
     name = short_name(result["model"])
     if result.get("weights") == "random":

@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source
+from isomorph.lab.distributed import open_runtime
 from isomorph.lab.evaluation.model_data import data_root, evaluate_classifier
 from isomorph.lab.training.task import EvaluationOptions, task_of
 from isomorph.layers.modes import first_float
 from isomorph.operations import unwrap
+from isomorph.spec import ImageSize
+from isomorph.terminal_tables import Metrics
 
 
 def evaluate(
@@ -20,10 +22,10 @@ def evaluate(
     data: Iterable[Any] | Source | str | Path | None = None,
     *,
     test_fraction: float | None = None,
-    size: int | tuple[int, int] | None = None,
+    size: int | ImageSize | None = None,
     batch_size: int = 100,
     workers: int = 0,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the accuracy of a classifier: top1, top5 of more than five classes (%), nll (nats), ece (%), images.
 
     `data` is a folder of images, the name of a data source, a `Source`, or a loader that yields images and labels; by

@@ -13,8 +13,8 @@ from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.robustness.cells import measure_classifier
 from isomorph.lab.evaluation.robustness.images import RobustnessOptions
 from isomorph.lab.training.task import task_of
-from isomorph.models.input_sizes import task_record
 from isomorph.operations import unwrap
+from isomorph.spec import spec_of
 
 
 def robustness(
@@ -78,5 +78,5 @@ def check_classifier(model: nn.Module, name: str) -> None:
     """Raise UserError for a model of another task; `name` is the model's in the message."""
     if task_of(model):
         raise UserError(
-            f"robustness is for image classifiers; {name} is for {task_record(model)['name']}"
+            f"robustness is for image classifiers; {name} is for {spec_of(model).task['name']}"
         )

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.model import load_state
-from isomorph.checkpoints.open import build_own, load, local_file, open_with_classes
-from isomorph.distributed import Runtime
+from isomorph.checkpoints.open import build_own, load, local_file
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource
 from isomorph.lab.data.loaders import (
+    ImageConfig,
     eval_transform,
     loader_of_share,
     train_loader,
@@ -26,6 +26,8 @@ from isomorph.lab.data.loaders import (
 from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.lab.data.sources import Source, class_fraction, drawn_once, first_classes
 from isomorph.lab.data.streams import Stream, open_stream, stream_loader, stream_test_loader
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.training.open import open_with_classes
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.models import create
@@ -109,7 +111,7 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
     if ignored:
         names = " and ".join(ignored)
         raise UserError(
-            f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE"
+            f"{names} cannot be passed to {part.name}; give its arguments as model.kwargs.NAME=VALUE"
         )
     model = build_own(part.name, part.kwargs)
     if part.weights is None:
@@ -201,7 +203,7 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
     return model
 
 
-def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+def data_config(recipe: Recipe, model: nn.Module) -> ImageConfig:
     """Return input size, mean, std, interpolation and test crop: the model's, unless the recipe gives others."""
     crop: dict[str, Any] = {}
     if recipe.data.crop_pct:
@@ -263,7 +265,7 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
 
 def build_train_loader(
-    recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler
+    recipe: Recipe, config: ImageConfig, train: Data, sampler: TrainSampler
 ) -> DataLoader[Any]:
     augment = recipe.augment
     data = recipe.data
@@ -277,7 +279,7 @@ def build_train_loader(
 
 
 def build_test_loader(
-    recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime
+    recipe: Recipe, config: ImageConfig, test: Data, runtime: Runtime
 ) -> DataLoader[Any]:
     """Return the loader of this process's test images. Raises: UserError for fewer images than processes."""
     batch = max(1, recipe.data.batch_size // runtime.world)

@@ -9,13 +9,14 @@ from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.distributed import Runtime
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.label_maps import random_label_maps
-from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
 from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
+from isomorph.lab.evaluation.classes import check_image_size, class_count, class_logits, class_namer
 from isomorph.lab.training.build import (
     build_test_loader,
     build_train_loader,
@@ -30,13 +31,8 @@ from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective, Prediction, Task
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import (
-    check_image_size,
-    class_count,
-    class_logits,
-    class_namer,
-    evaluation_config,
-)
+from isomorph.models.input_sizes import evaluation_config
+from isomorph.terminal_tables import Metrics, Rows
 
 TOP_CLASSES = 5
 
@@ -60,7 +56,7 @@ class Classification(Task):
     test_loader: Any = staticmethod(build_test_loader)
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         check_image_size(
             model, config["input_size"], recipe.model.name or str(recipe.model.weights)
         )
@@ -99,7 +95,7 @@ class Classification(Task):
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[Any, Any]:
@@ -118,22 +114,21 @@ class Classification(Task):
             logits = class_logits(model(x))
         name_of = class_namer(model, logits.shape[1])
         shares, classes = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for share, number in zip(shares.tolist(), classes.tolist(), strict=True):
             rows.append({"class": name_of(number), "probability": 100 * share})
         return Prediction(rows, {".json": rows})
 
 
-def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
     counts = count_predictions(model, runtime.pad_batches(loader))
     return sum_counts(runtime.gather(counts)).metrics()
 
 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
-    logits = (
-        output[0] if isinstance(output, tuple) else output
-    )  # of the class token, not of a distillation token
+    # of the class token, not of a distillation token
+    logits = output[0] if isinstance(output, tuple) else output
     if target.ndim > 1:
         target = target.argmax(1)
     return (logits.argmax(1) == target).float().mean()

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from isomorph.analysis import GatingHistory, track, track_gating
 from isomorph.analysis.cost import count_macs, count_parameters
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions
-from isomorph.checkpoints.open import needs_options, open_trained
-from isomorph.checkpoints.snapshot import newest_snapshot
 from isomorph.errors import UserError
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import Source
+from isomorph.lab.training.open import needs_options, open_trained
 from isomorph.lab.training.run.log import read_log
+from isomorph.lab.training.run.snapshot import newest_snapshot
 from isomorph.models.input_sizes import evaluation_config
 
 

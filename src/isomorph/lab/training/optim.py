@@ -1,7 +1,6 @@
 """Parameter groups, optimiser and schedule."""
 
 import math
-from typing import Any
 
 import timm.optim
 from timm.models import group_parameters
@@ -18,6 +17,7 @@ from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.map_attention import InsertedBlock
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.models.base import parameters_without_decay
+from isomorph.terminal_tables import Rows
 
 _GATED = (TokenPositions, TapHeads)
 
@@ -76,7 +76,7 @@ def parameter_groups(
     branch_lr: float | str | None = None,
     gamma_lr: float | str = "1x",
     layer_decay: float = 1.0,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return parameter groups for a torch optimiser of your own, as isomorph's training loop makes them.
 
     Weights have weight decay. Biases, norms, gates, centres, localities and what the model exempts itself have none,
@@ -107,14 +107,13 @@ def parameter_groups(
     )
     decays = dict(weight_decay=weight_decay, layer_decay=layer_decay)
     groups = scaled_groups(model, check_part(OptimPart, "parameter_groups", rates | decays))
-    for (
-        group
-    ) in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
+    # without lr_scale, by which timm's schedulers would multiply the rate again
+    for group in groups:
         group["lr"] = lr * group.pop("lr_scale")
     return groups
 
 
-def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
+def scaled_groups(model: nn.Module, optim: OptimPart) -> Rows:
     """Return the parameter groups of a run, one for each of `GROUP_KINDS` that the model has (by layer with decay).
 
     `lr_scale` is the factor of each group's rate on `optim.lr`, as timm's schedulers take it.

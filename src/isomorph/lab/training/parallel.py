@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.recipe.fields import ScalePart
 
 

@@ -13,9 +13,10 @@ from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import (
     SyntheticData,
@@ -26,8 +27,10 @@ from isomorph.lab.training.dry_run.synthetic import (
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe, check_part
 from isomorph.lab.training.recipe.tasks import find_task
-from isomorph.models.input_sizes import task_record, training_config
+from isomorph.models.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.spec import ImageSize, spec_of
+from isomorph.terminal_tables import Metrics, Rows
 
 
 class EvaluationOptions(NamedTuple):
@@ -42,7 +45,7 @@ class EvaluationOptions(NamedTuple):
     root: Path | None = None
     batch_size: int = 100
     workers: int = 0
-    size: tuple[int, int] | None = None
+    size: ImageSize | None = None
     max_images: int | None = None
 
 
@@ -53,7 +56,7 @@ class Prediction(NamedTuple):
     or plain values for JSON, each under the ending of its file's name: {".png": picture, "-mask.png": mask}.
     """
 
-    rows: list[dict[str, Any]]
+    rows: Rows
     files: dict[str, Any]
 
 
@@ -74,7 +77,7 @@ class Objective:
     """The loss, with the modules that it trains."""
     measure: Measure
     """Computes the test metrics, over all processes."""
-    score: Callable[[dict[str, float]], float]
+    score: Callable[[Metrics], float]
     """Turns metrics into the number that is highest for the best epoch."""
     result: Callable[[nn.Module], nn.Module] = lambda trained: trained
     """Returns the model to evaluate and save, given the trained module."""
@@ -133,21 +136,21 @@ class Task:
         """Build the network with its initial weights, and recast it if `recast_now`."""
         return build_model(recipe.model, len(train.classes), recipe.drop_path, recast_now)
 
-    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    def data_config(self, recipe: Recipe, model: nn.Module) -> ImageConfig:
         """Return what the loaders need to know about the model's inputs: here input_size, mean, std, interpolation."""
         return training_config(model, recipe.data.size, {})
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         """Raise UserError, before anything is written, if the model cannot process the data."""
 
-    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
+    def attention_inputs(self, config: ImageConfig) -> torch.Tensor | None:
         """Return inputs of the right shape to try `monitor_every` on; None if attention cannot be monitored."""
         if "input_size" in config:
             return torch.zeros(1, *config["input_size"])
         return None
 
     def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: ImageConfig, train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
         """Return the loader of this process's parts of batches: (inputs, targets, messages about unreadable samples).
 
@@ -160,7 +163,7 @@ class Task:
         return None
 
     def test_loader(
-        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+        self, recipe: Recipe, config: ImageConfig, test: Any, runtime: Runtime
     ) -> Iterable[Any]:
         """Return the batches of this process's share of the test data: samples rank, rank + world, ..."""
         raise NotImplementedError
@@ -177,7 +180,7 @@ class Task:
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[Any, Any]:
@@ -189,9 +192,7 @@ class Task:
         """Return the loss of a batch on the meta device, which has shapes only; for a dry run."""
         return objective.loss_module(inputs, targets)["loss"]
 
-    def evaluate(
-        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(
             f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl"
@@ -215,7 +216,7 @@ def task_of(model: nn.Module) -> Task | None:
 
 def recorded_task(model: nn.Module) -> Task | None:
     """Return the task that a model was trained for, as its checkpoint recorded it; None if the recipe named none."""
-    recorded = task_record(model)
+    recorded = spec_of(model).task
     if not recorded:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}

@@ -10,7 +10,6 @@ be rectangular.
 Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
-import copy
 import math
 from typing import Any, ClassVar
 
@@ -19,8 +18,10 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import copy_parts
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import require_same
 
 
@@ -56,7 +57,7 @@ class PositionalAttention(TokenHeads):
         k = self.split_heads(self.k(x))
         return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2))
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         p = self.prefix_tokens
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
@@ -68,7 +69,7 @@ class PositionalAttention(TokenHeads):
             attended = torch.cat([prefix.transpose(1, 2), attended], dim=1)
         return self.proj_drop(self.proj(attended.flatten(2)))
 
-    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         position = self.position_map(self.check_grid(x, grid_size), x.dtype)
         position = position.expand(x.shape[0], -1, -1, -1)
@@ -134,7 +135,7 @@ class GPSA(TokenHeads):
         super()._add_content(dim, qkv_bias)
         self.gate = nn.Parameter(torch.empty(self.num_heads))
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
@@ -152,7 +153,7 @@ class GPSA(TokenHeads):
         q, k = self.queries_keys(x)
         return q * q.shape[-1] ** -0.5, k, None
 
-    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
@@ -177,11 +178,9 @@ class GPSA(TokenHeads):
                 queries, keys = joint.chunk(2)
                 getattr(layer.q, kind).copy_(queries)
                 getattr(layer.k, kind).copy_(keys)
-            layer.q_norm = copy.deepcopy(self.q_norm)
-            layer.k_norm = copy.deepcopy(self.k_norm)
+            copy_parts(self, layer, ("q_norm", "k_norm"))
         layer.position.copy_(self.position)
-        for name in ("v", "proj", "proj_drop"):
-            setattr(layer, name, copy.deepcopy(getattr(self, name)))
+        copy_parts(self, layer, ("v", "proj", "proj_drop"))
         return layer.train(self.training)
 
 
@@ -219,8 +218,7 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         if self.qk.bias is not None and self.v.bias is not None:
             bias = torch.cat([self.qk.bias, self.v.bias])
             attention.qkv.bias.copy_(bias)
-        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
-            setattr(attention, name, copy.deepcopy(getattr(self, name)))
+        copy_parts(self, attention, ("proj", "proj_drop", "q_norm", "k_norm"))
         tokens = self.prefix_tokens + math.prod(self.grid_size)
         advice = "keep it, or open the gates with set_gating(gate=-15)"
         require_same(self, attention, (1, tokens, dim), atol, advice)

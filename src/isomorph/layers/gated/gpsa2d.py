@@ -79,7 +79,9 @@ def _key_scores(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return 0 for keys in the window, -inf outside, and log(number of padded keys in it) for the last.
+    """Return 0 for keys in the window of a query and -inf for others.
+
+    The last column stands for all keys in the window that are padding: the log of their number.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
     """
@@ -87,11 +89,11 @@ def _key_scores(
     ph, pw = padding
     mask = windows.mask(device)
     unpadded = mask[:, :, ph : height - ph, pw : width - pw]
-    inside = unpadded.flatten(2).flatten(0, 1)  # (Nq, H W)
-    every = mask.sum((2, 3)).flatten()  # (Nq,)
-    outside = every[:, None] - inside.sum(1, keepdim=True)  # (Nq, 1)
-    counts = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
-    return counts.log().to(dtype)  # log 0 is -inf
+    real_keys = unpadded.flatten(2).flatten(0, 1)  # (Nq, H W)
+    all_keys = mask.sum((2, 3)).flatten()  # (Nq,)
+    padded_keys = all_keys[:, None] - real_keys.sum(1, keepdim=True)  # (Nq, 1)
+    counts = torch.cat([real_keys, padded_keys], 1).to(torch.promote_types(dtype, torch.float32))
+    return counts.log().to(dtype)  # of a real key log 1 = 0 in the window, log 0 = -inf elsewhere
 
 
 class _SoftPatches(torch.autograd.Function):

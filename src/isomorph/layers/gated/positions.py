@@ -20,13 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.grid import axis_offsets
-from isomorph.layers.modes import KeepsInEval, constant, is_eager, on_cpu
-
-
-def geometry_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype for offsets and their softmax, float32 at least: squared offsets are inexact in bfloat16."""
-    return torch.promote_types(parameter.dtype, torch.float32)
+from isomorph.layers.grid import GridSize, axis_offsets
+from isomorph.layers.modes import KeepsInEval, at_least_float32, constant, is_eager, on_cpu
 
 
 def is_autocast_on(x: Tensor) -> bool:
@@ -107,7 +102,7 @@ def axis_scores(
     softmax. Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
     """
     rows, columns = axes
-    features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
+    features = constant(_features, position, (rows, columns), of_taps, at_least_float32(position))
     # not a product of matrices, which may be in low precision
     scores = (position.unsqueeze(1) * features).sum(-1)
     by_row, by_column = scores.split(
@@ -151,7 +146,7 @@ def _by_position(grid: Tensor) -> Tensor:
     return grid.flatten(3).flatten(1, 2)
 
 
-def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def to_head_grid(tokens: Tensor, grid_size: GridSize) -> Tensor:
     """Lay out tokens for products along either axis. Shape: (B, H W, nh, hd) -> (nh, H, W, B, hd)"""
     return tokens.unflatten(1, grid_size).permute(3, 1, 2, 0, 4).contiguous()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from isomorph.layers.attention_base import join_heads
 from isomorph.layers.gated.positions import axis_scores, image_axis, outer_sum
 from isomorph.layers.gated.token_heads import TokenHeads
+from isomorph.layers.grid import GridSize
 
 
 @register_notrace_module
@@ -43,13 +44,13 @@ class PSA(TokenHeads):
         torch.Size([1, 4, 20, 20])
     """
 
-    def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def position_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
         """Return v_pos . r for every query and key, 0 from and to prefix tokens. Shape: -> (1, nh, N, N)"""
         scores = outer_sum(*axis_scores(self.position, map(image_axis, grid_size, grid_size)))
         bias = scores[None].to(dtype)
         return F.pad(bias, (self.prefix_tokens, 0) * 2) if self.prefix_tokens else bias
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
@@ -60,14 +61,14 @@ class PSA(TokenHeads):
     def content_scores(
         self,
         x: Tensor,
-        grid_size: tuple[int, int] | None = None,
+        grid_size: GridSize | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scaled queries, the keys and v_pos . r. Shape: -> two of (B, nh, N, hd), (1, nh, N, N)"""
         q, k = self.queries_keys(x)
         bias = self.position_bias(self.check_grid(x, grid_size), q.dtype)
         return q * q.shape[-1] ** -0.5, k, bias
 
-    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+    def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         q, k, bias = self.content_scores(x, grid_size)
         return torch.softmax(q @ k.mT + bias, dim=-1)

@@ -18,14 +18,13 @@ from isomorph.layers.gated.positions import (
     PositionHeads,
     axis_attention,
     compute_dtype,
-    geometry_dtype,
     is_autocast_on,
     kronecker,
     without_subnormals,
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
-from isomorph.layers.grid import batched, conv_output_size, window_centres
-from isomorph.layers.modes import can_keep, on_cpu, require_same
+from isomorph.layers.grid import GridSize, batched, conv_output_size, window_centres
+from isomorph.layers.modes import at_least_float32, can_keep, on_cpu, require_same
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
 # misprint).
@@ -102,7 +101,7 @@ class TapHeads(PositionHeads):
         """Rows of W_qry and W_key of each head, the last ones filled up with zeros."""
         return -(-self.in_channels // self.num_heads)
 
-    def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
+    def check_map(self, x: Tensor, query: int | None = None) -> GridSize:
         """Return the height and width of a feature map.
 
         Raises: ValueError if its channels or its dtype are not the layer's, or for a `query` that is no index of one.
@@ -128,7 +127,7 @@ class TapHeads(PositionHeads):
                 raise ValueError(f"query {query} must be from 0 to {queries - 1}")
         return H, W
 
-    def query_grid(self, H: int, W: int) -> tuple[int, int]:
+    def query_grid(self, H: int, W: int) -> GridSize:
         """Return the size of the output. Raises: ValueError for a feature map smaller than the window."""
         Hq = conv_output_size(H, self.kernel_size, self.stride[0], self.padding[0])
         Wq = conv_output_size(W, self.kernel_size, self.stride[1], self.padding[1])
@@ -163,7 +162,7 @@ class TapHeads(PositionHeads):
     def locality(self) -> Tensor:
         """Sharpness of each head's position attention; 1 / locality is its span. Shape: -> (nh,)"""
         return F.softplus(
-            self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA
+            self.raw_locality.to(at_least_float32(self.raw_locality)), beta=SOFTPLUS_BETA
         )
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +220,7 @@ class TapHeads(PositionHeads):
     def tap_axes(self, H: int, W: int) -> list[TapAxis]:
         """Return the heads along the rows and the columns of an H x W map."""
         queries = self.query_grid(H, W)
-        centre = self.centre.to(geometry_dtype(self.centre))
+        centre = self.centre.to(at_least_float32(self.centre))
         locality = self.locality
         axes = []
         for axis, keys in enumerate((H, W)):

@@ -198,9 +198,8 @@ class WindowGPSA2d(GPSA2d):
     def _axis_tiles(
         self, size: int, queries: int, keys: int, stride: int, padding: int, window: int
     ) -> AxisTiles:
-        number = (
-            queries + size - 1
-        ) // size  # rounded up without negative numbers, which ONNX rounds towards 0
+        # rounded up without negative numbers, which ONNX rounds towards 0
+        number = (queries + size - 1) // size
         first = self.kernel_size // 2 - padding - window // 2
         return AxisTiles(
             number, size, first, stride * size, stride * (size - 1) + window, padding, keys

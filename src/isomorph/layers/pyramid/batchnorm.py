@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import is_eager
+from isomorph.layers.modes import at_least_float32, is_eager
 from isomorph.layers.pyramid.moments import check_count
 
 NEEDS_EVAL = (
@@ -122,7 +122,7 @@ def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, T
 def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
     """Return a weight as one matrix per group, in float32 at least. Shape: -> (G, out, C)"""
     weight = layer.weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return weight.to(at_least_float32(weight))
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:

@@ -62,6 +62,7 @@ class PyramidConv2d(Pyramid):
         rescale_by: float | None = None,
         form: TrainingForm = "closed",
     ) -> None:
+        # before super().__init__, which makes the branches: each reads this window
         self.window = Window(
             to_2tuple(kernel_size),
             to_2tuple(stride),

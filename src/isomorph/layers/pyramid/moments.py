@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.layers.modes import (
+    at_least_float32,
     can_write_into,
     disable_autocast,
     is_eager,
@@ -95,7 +96,7 @@ def _measure_tokens(
     In a group of processes also the number of tokens of all of them.
     """
     tokens = read_tokens(x, window)
-    work = torch.promote_types(x.dtype, torch.float32)
+    work = at_least_float32(x)
     count = tokens.shape[1]
     total = None
     if group is None:
@@ -140,7 +141,7 @@ class MeasureMoments(torch.autograd.Function):
         ctx: Any, x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
     ) -> tuple[Tensor, ...]:
         by_lag = window is not None and group is None and is_summed_by_lag(x, window)
-        work = torch.promote_types(x.dtype, torch.float32)
+        work = at_least_float32(x)
         total = None
         if by_lag and window is not None:
             source = x.view_as(x)

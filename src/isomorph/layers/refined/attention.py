@@ -276,7 +276,7 @@ class SpatialAttention(RefinedAttention):
         self,
         dim: int,
         num_heads: int = 8,
-        grid_size: tuple[int, int] = (14, 14),
+        grid_size: GridSize = (14, 14),
         prefix_tokens: int = 0,
         **kwargs: Any,
     ) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import KeepsInEval, disable_autocast
 
 Init = Literal["same-function", "paper"]
@@ -264,7 +265,7 @@ class SpatialRefiner(Refiner):
     def forward(
         self,
         maps: Tensor,
-        grid_size: tuple[int, int] = (1, 1),
+        grid_size: GridSize = (1, 1),
         prefix_tokens: int = 0,
     ) -> Tensor:
         kernel = self.kernel()

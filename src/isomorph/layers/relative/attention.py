@@ -16,10 +16,16 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
 from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
-from isomorph.layers.modes import KeepsInEval, constant, is_eager, is_functorch_tensor
+from isomorph.layers.modes import (
+    KeepsInEval,
+    at_least_float32,
+    constant,
+    is_eager,
+    is_functorch_tensor,
+)
 
 
-def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
     """Resize the table by bilinear interpolation in float32 at least; offset 0 stays in the middle (CoAtNet A.1).
 
     Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
@@ -29,7 +35,7 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     # sizes that an export leaves open are not known to be equal, and are interpolated
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
-    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    exact = table.to(at_least_float32(table))
     # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
     exact = exact.unsqueeze(0)
     resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
@@ -141,7 +147,7 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         self,
         dim: int,
         num_heads: int = 8,
-        grid_size: tuple[int, int] = (14, 14),
+        grid_size: GridSize = (14, 14),
         **kwargs: Any,
     ) -> None:
         if num_heads < 1 or (dim % num_heads and not kwargs.get("attn_head_dim")):
@@ -166,23 +172,23 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     @torch.no_grad()
-    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: GridSize) -> None:
         """Resize the table to another grid permanently."""
         table = resize_table(self.relative_bias, grid_size)
         self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
         self.grid_size = grid_size
 
-    def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def position_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, which eval mode keeps. Shape: -> (nh, N, N)"""
         return self.cached(
             tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype
         )
 
-    def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions of a grid, in a dtype. Shape: -> (nh, N, N)"""
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
         """Return softmax(q k^T / sqrt(hd) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         bias = self.position_bias(grid_size, q.dtype)
@@ -194,16 +200,21 @@ class RelativeAttention(AttentionBase, KeepsInEval):
                 f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
             )
         grid_size = (x.shape[1], x.shape[2])
-        tokens = x.flatten(1, 2)  # (B, N, C)
-        q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
-        mixed = self.attend(q, k, v, grid_size)
-        return self.project_output(mixed, tokens).unflatten(1, grid_size)
+        return self.mix_tokens(x.flatten(1, 2), grid_size).unflatten(1, grid_size)
+
+    def mix_tokens(self, x: Tensor, grid_size: GridSize) -> Tensor:
+        """Return what `forward` computes of the tokens of a grid. Shape: x (B, N, C) -> (B, N, C)"""
+        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
+        return self.project_output(self.attend(q, k, v, grid_size), x)
+
+    def token_scores(self, x: Tensor, grid_size: GridSize) -> tuple[Tensor, Tensor, Any]:
+        """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, self.position_bias(grid_size, q.dtype)
 
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
-        q, k, _v = self.queries_keys_values(x.flatten(1, 2))
-        bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
-        return q * self.scale, k, bias
+        return self.token_scores(x.flatten(1, 2), (x.shape[1], x.shape[2]))
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
@@ -231,7 +242,7 @@ class PostRelativeAttention(RelativeAttention):
         torch.Size([2, 7, 7, 64])
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
         """Return (softmax(q k^T / sqrt(hd)) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
@@ -314,10 +325,7 @@ class ViTRelativeAttention(RelativeAttention):
         is_causal: bool = False,
         grid_size: GridSize | None = None,
     ) -> Tensor:
-        grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
-        mixed = self.attend(q, k, v, grid_size)
-        return self.project_output(mixed, x)
+        return self.mix_tokens(x, self.check_call(x, attn_mask, is_causal, grid_size))
 
     def attention(
         self,
@@ -328,16 +336,14 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, bias = self.content_scores(x, grid_size=grid_size)
+        q, k, bias = self.token_scores(x, grid_size)
         return (q @ k.mT + bias).softmax(-1)
 
     def content_scores(
         self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
     ) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
-        q, k, _v = self.queries_keys_values(x)
-        bias = self.position_bias(grid_size or self.grid_size, q.dtype)
-        return q * self.scale, k, bias
+        return self.token_scores(x, grid_size or self.grid_size)
 
     def check_call(
         self,

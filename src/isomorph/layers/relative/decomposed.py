@@ -25,7 +25,7 @@ from isomorph.layers.attention_base import (
     split_heads,
 )
 from isomorph.layers.grid import GridSize, no_mask
-from isomorph.layers.modes import constant
+from isomorph.layers.modes import at_least_float32, constant
 
 
 def offset_vectors(table: Tensor, size: int) -> Tensor:
@@ -34,7 +34,7 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
     Shape: table (2 s - 1, hd) -> (size, size, hd)
     """
     if table.shape[0] != 2 * size - 1:
-        exact = table.to(torch.promote_types(table.dtype, torch.float32))
+        exact = table.to(at_least_float32(table))
         by_channel = exact.T.unsqueeze(0)  # (1, hd, 2 s - 1)
         resized = F.interpolate(by_channel, 2 * size - 1, mode="linear")
         table = resized[0].T.to(table.dtype)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.base import (
+    State,
     build_variant,
     own_filter,
     parameters_without_decay,
     unwrap_state_dict,
 )
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.spec import record_config, spec_of
+from isomorph.spec import ImageSize, record_config, spec_of
 
 
 class FeatureBackbone(NamedTuple):
@@ -49,7 +50,7 @@ class FeatureBackbone(NamedTuple):
 def build_backbone(
     name: str,
     in_chans: int = 3,
-    img_size: int | tuple[int, int] | None = None,
+    img_size: int | ImageSize | None = None,
     pretrained: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> FeatureBackbone:
@@ -60,7 +61,7 @@ def build_backbone(
 
     Raises: UserError for a model without feature maps; what timm raises for others.
     """
-    given = _default_arguments(name, img_size) | dict(arguments or {})
+    given = _image_size_arguments(name, img_size) | dict(arguments or {})
     model = timm.create_model(
         name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **given
     )
@@ -78,17 +79,18 @@ def build_backbone(
     return FeatureBackbone(model, indices, channels, reductions)
 
 
-def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
-    kind = _model_class(name.partition(".")[0])
+def _image_size_arguments(name: str, img_size: int | ImageSize | None) -> dict[str, Any]:
+    """Return the arguments with which a model takes images of any size, as far as its class and its bases have them."""
+    model_class = _model_class(name.partition(".")[0])
     arguments: dict[str, Any] = {}
-    if not issubclass(kind, BlockwiseViT):
+    if not issubclass(model_class, BlockwiseViT):  # which takes them anyway
         arguments |= {"dynamic_img_size": True, "strict_img_size": False}
     if img_size is not None:
         arguments["img_size"] = to_2tuple(img_size)
-    taken: set[str] = set()
-    for base in kind.__mro__:
-        taken |= inspect.signature(base.__init__).parameters.keys()  # type: ignore[misc]
-    return {key: value for key, value in arguments.items() if key in taken}
+    accepted: set[str] = set()
+    for base in model_class.__mro__:
+        accepted |= inspect.signature(base.__init__).parameters.keys()  # type: ignore[misc]
+    return {key: value for key, value in arguments.items() if key in accepted}
 
 
 @cache
@@ -193,7 +195,7 @@ def backbone_state(
     backbone = network.backbone
     convert = getattr(backbone, "convert_foreign", None)
     given = convert(state) if convert else own_filter(type(backbone))(state, backbone)
-    own: dict[str, Tensor] = backbone.state_dict()
+    own: State = backbone.state_dict()
     if not own.keys() & given.keys():
         raise UserError(
             f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own",

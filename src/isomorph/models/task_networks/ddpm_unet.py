@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
 from isomorph.models.base import (
+    State,
     Variant,
     build_variant,
     image_cfg,
     register_variants,
     renamed_in_order,
 )
+from isomorph.spec import ImageSize
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -107,7 +109,7 @@ class DDPMUNet(nn.Module):
             )
         return self.unet(x, t, return_dict=False)[0]
 
-    def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def example_inputs(self, batch: int, size: ImageSize | None = None) -> dict[str, Tensor]:
         """Return random images with time steps spread over the diffusion. Shape: -> x (batch, C, H, W), t (batch,)"""
         height, width = size or self.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
         generator = torch.Generator().manual_seed(0)
@@ -137,7 +139,7 @@ def sinusoids(steps: int, width: int) -> Tensor:
     return waves.flatten(1)  # (steps, width)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a checkpoint of diffusers, or of the code that TDRL names: same order, 1x1 convolutions for matrices."""
     state = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if "conv_in.weight" in state:

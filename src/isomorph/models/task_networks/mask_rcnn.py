@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,10 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.modes import require_finite
+from isomorph.layers.modes import at_least_float32, require_finite
 from isomorph.models.base import (
     Mixin,
+    State,
     Variant,
     image_cfg,
     own_filter,
@@ -47,6 +47,8 @@ from isomorph.models.task_networks.backbone import (
     build_backbone,
     create_network,
 )
+from isomorph.operations import observing
+from isomorph.spec import ImageSize
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
 # (n, H, W).
@@ -56,7 +58,7 @@ _RATIOS = (0.5, 1.0, 2.0)
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))
 
 
 class Float32Outputs(Mixin):
@@ -172,10 +174,10 @@ def fixed_boxes(x: Tensor) -> Tensor:
             top = row * height
             left = column * width
             boxes.append((left, top, left + width, top + height))
-    return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return torch.tensor(boxes, dtype=at_least_float32(x), device=x.device)
 
 
-def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_prefix_tokens(state: State) -> State:
     """Drop a ViT's prefix tokens and their positions; those of patches are the largest square."""
     tokens = ("cls_token", "reg_token", "dist_token")
     state = {name: tensor for name, tensor in state.items() if name not in tokens}
@@ -204,7 +206,7 @@ class WindowedViT(nn.Module):
     def __init__(
         self,
         vit: VisionTransformer,
-        img_size: tuple[int, int],
+        img_size: ImageSize,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
     ) -> None:
@@ -242,7 +244,7 @@ class WindowedViT(nn.Module):
             else:
                 block.attn = DecomposedAttention.from_attention(block.attn, (window, window))
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_foreign(self, state: State) -> State:
         """Return a plain ViT's weights without prefix tokens, under the backbone's names."""
         return self.source_filter(_without_prefix_tokens(state), self)
 
@@ -369,7 +371,7 @@ class MaskRCNN(BackboneNetwork):
         masks: bool = True,
         backbone_kwargs: Mapping[str, Any] | None = None,
         in_chans: int = 3,
-        img_size: int | tuple[int, int] = 1024,
+        img_size: int | ImageSize = 1024,
         window: int = 14,
         global_blocks: Sequence[int] | None = None,
         channels: int = 256,
@@ -522,7 +524,7 @@ class MaskRCNN(BackboneNetwork):
         return out
 
     @torch.no_grad()
-    def detect(self, x: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> list[Detections]:
+    def detect(self, x: Tensor, sizes: Sequence[ImageSize] | None = None) -> list[Detections]:
         """Return the detections of every image, best first, in pixels of x; labels count from 0.
 
         `sizes` are height and width of each image inside x, without its padding. Masks are probabilities on a grid of
@@ -536,15 +538,11 @@ class MaskRCNN(BackboneNetwork):
             sizes = [(x.shape[2], x.shape[3])] * len(x)
         inside = [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
-        with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in (
-                self.rpn.head,
-                self.roi_heads.box_predictor,
-                self.roi_heads.mask_predictor,
-            ):
-                if head is not None:
-                    handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
-                    hooks.callback(handle.remove)
+        heads = ["rpn.head", "roi_heads.box_predictor"]
+        if self.has_masks:
+            heads.append("roi_heads.mask_predictor")
+        # torchvision drops boxes whose scores are not finite
+        with observing(self, after=lambda call: require_finite(call.output), names=heads):
             proposals, _ = self.rpn(ImageList(x, inside), maps)
             detections, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in detections]

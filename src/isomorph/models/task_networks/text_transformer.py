@@ -16,7 +16,8 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.base import Variant, build_variant, register_variants
+from isomorph.models.base import State, Variant, build_variant, register_variants
+from isomorph.spec import ImageSize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -136,7 +137,7 @@ class TextTransformer(nn.Module):
         features = self.forward_features(input_ids, attention_mask, token_type_ids)
         return self.forward_head(features, positions)
 
-    def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def example_inputs(self, batch: int, size: ImageSize | None = None) -> dict[str, Tensor]:
         """Return random sequences of unequal lengths up to N, for a size (1, N). Shape: -> ids and mask (batch, N)"""
         N = size[-1] if size else min(64, self.max_length)
         generator = torch.Generator().manual_seed(0)
@@ -190,7 +191,7 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
     return kind(**fields)
 
 
-def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state: State, model: TextTransformer) -> State:
     """Convert a checkpoint of transformers or of another head; the model's own head replaces one of another kind."""
     if not any(name.startswith("body.") for name in state):
         state = _body_state(state, f"{model.body.base_model_prefix}.")
@@ -206,7 +207,7 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     return converted | (head if head.keys() == own_head.keys() else own_head)
 
 
-def _body_state(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _body_state(state: State, prefix: str) -> State:
     """Return the tensors of transformers' base model, which other models have under a prefix."""
     if any(name.startswith(prefix) for name in state):
         state = {

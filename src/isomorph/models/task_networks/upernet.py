@@ -24,6 +24,7 @@ from isomorph.models.task_networks.backbone import (
     build_backbone,
     create_network,
 )
+from isomorph.spec import ImageSize
 
 
 class PlainNeck(nn.Module):
@@ -178,7 +179,7 @@ class UPerNet(BackboneNetwork):
         backbone: str = "tdrl_vit_ti",
         num_classes: int = 150,
         in_chans: int = 3,
-        img_size: int | tuple[int, int] = 512,
+        img_size: int | ImageSize = 512,
         channels: int | None = None,
         pool_sizes: Sequence[int] = (1, 2, 3, 6),
         drop_rate: float = 0.1,
@@ -214,7 +215,7 @@ class UPerNet(BackboneNetwork):
             )
 
     @property
-    def patch_size(self) -> tuple[int, int]:
+    def patch_size(self) -> ImageSize:
         """Height and width of a ViT's patches; 1 x 1 for a backbone without patches."""
         embed = getattr(self.backbone, "patch_embed", None)
         return tuple(embed.patch_size) if isinstance(embed, PatchEmbed) else (1, 1)
@@ -241,7 +242,7 @@ class UPerNet(BackboneNetwork):
             return CoarseLogits(logits, None)
         return CoarseLogits(logits, self.auxiliary_head(maps[-2:][0]))
 
-    def enlarge(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
+    def enlarge(self, logits: Tensor, size: ImageSize) -> Tensor:
         """Resize logits to an image of a height and width. Shape: (B, K, H_i, W_i) -> (B, K, height, width)"""
         if torch.compiler.is_exporting():
             return resize_map(logits, size)

@@ -4,21 +4,20 @@ The target's steps get the values of the source's, so that each difference is fo
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from isomorph.errors import UserError
-from isomorph.operations import tensors_in
-from isomorph.surgery.calls import Inputs, leaves, relative
+from isomorph.surgery.calls import relative
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
+from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Pairing
-from isomorph.surgery.port.watch import Call, Watch, swap
+from isomorph.surgery.port.watch import Call
 
 # Relative differences in float64 up to which values are equal.
 TOLERANCE = 1e-10
@@ -65,7 +64,7 @@ class OutputRow:
 
 def _difference(value: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors relative to the largest number, infinity for NaN."""
-    if not value.numel():
+    if not value.numel() or torch.equal(value, other):
         return 0.0
     scale = value.abs().max().item()
     difference = (value - other).abs().max().item()
@@ -105,50 +104,44 @@ def _layouts(value: Tensor, like: Tensor) -> Iterator[Tensor]:
 
 
 class _Step(NamedTuple):
-    """A call of the target: its name, the number of the value that it reads, and the source's values."""
+    """What a call of the target gets of the source's: the number of the value that it reads, and values."""
 
-    name: str
     reads: int | None
     wanted: Tensor | None
     made: Tensor | None
 
 
-class _Forced(Watch):
-    """A run of the target in which steps read and make the values of the source's."""
+class _Forced:
+    """Calls of the target in which steps read and make the values of the source's."""
 
-    def __init__(self, model: nn.Module, forced: dict[int, _Step]) -> None:
-        super().__init__(model)
-        self.forced = forced  # by index of the call
+    def __init__(self, steps: dict[int, _Step]) -> None:
+        self.steps = steps  # by index of the call
         self.differences: dict[tuple[str, int], float] = {}
 
-    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        index = len(self.calls)
-        forced = self.forced.get(index)
-        if forced is None or forced.name != name:
-            return function(*args, **kwargs)
-        wanted = forced.wanted
+    def run(self, call: Call, value_of: Callable[[int], Tensor]) -> Any:
+        step = self.steps.get(call.index)
+        if step is None:
+            return call.run(value_of)
 
-        def put(tensor: Tensor) -> Tensor:
-            if wanted is None or self.number_of(tensor) != forced.reads:
-                return tensor
-            return self._compare(("input", index), wanted, tensor)
+        def given(number: int) -> Tensor:
+            value = value_of(number)
+            if step.wanted is None or number != step.reads:
+                return value
+            return self._compare(("input", call.index), step.wanted, value)
 
-        args, kwargs = swap(Tensor, put, (args, kwargs))
-        out = function(*args, **kwargs)
-        if forced.made is None or not isinstance(out, Tensor):
+        out = call.run(given)
+        if step.made is None or not isinstance(out, Tensor):
             return out
-        return self._compare(("output", index), forced.made, out)
+        return self._compare(("output", call.index), step.made, out)
 
-    def _compare(self, key: tuple[str, int], wanted: Tensor, tensor: Tensor) -> Tensor:
-        fitting, difference = in_layout(wanted, tensor)
+    def _compare(self, key: tuple[str, int], wanted: Tensor, value: Tensor) -> Tensor:
+        fitting, difference = in_layout(wanted, value)
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
-            return tensor
-        if (
-            wanted.shape == tensor.shape
-        ):  # of values that differ the nearest order of axes says nothing
+            return value
+        if wanted.shape == value.shape:  # of values that differ the nearest order says nothing
             fitting = wanted
-        return torch.empty_like(tensor).copy_(fitting)
+        return torch.empty_like(value).copy_(fitting)
 
 
 @dataclass
@@ -163,37 +156,26 @@ class SourceSettings:
     constants: dict[int, Tensor] = field(default_factory=dict)
 
 
-class _WithSettings(Watch):
-    """A run of the target in which some calls are those of the source, on the target's tensors."""
+def run_with(
+    settings: SourceSettings, source: Graph, target: Graph, numbers: Numbers
+) -> list[Tensor] | None:
+    """Return the target's values with the source's settings; None if it does not run with them."""
 
-    def __init__(
-        self, model: nn.Module, source: Graph, target: Graph, settings: SourceSettings
-    ) -> None:
-        super().__init__(model)
-        self.source = source
-        self.target = target
-        self.settings = settings
+    def run(call: Call, value_of: Callable[[int], Tensor]) -> Any:
+        theirs = settings.calls.get(call.index)
+        if theirs is None:
+            return call.run(value_of)
+        same = _same_arguments(theirs, call)
 
-    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        index = len(self.calls)
+        def given(number: int) -> Tensor:
+            return value_of(same[number]) if number in same else source.values[number]
 
-        def put(tensor: Tensor) -> Tensor:
-            return self.settings.constants.get(self.number_of(tensor), tensor)
+        return theirs.run(given).reshape(target.values[call.outputs[0]].shape)
 
-        args, kwargs = swap(Tensor, put, (args, kwargs))
-        theirs = self.settings.calls.get(index)
-        if theirs is None or name != self.target.seen.calls[index].name:
-            return function(*args, **kwargs)
-        own = self.target.seen.calls[index]
-        given = dict(zip(own.inputs, tensors_in(args, kwargs), strict=True))
-        numbers = _same_arguments(theirs, own)
-
-        def value_of(number: int) -> Tensor:
-            if number in numbers:
-                return given[numbers[number]]
-            return self.source.seen.values[number]
-
-        return theirs.run(value_of).reshape(self.target.seen.values[own.outputs[0]].shape)
+    try:
+        return target.run(numbers, run=run, constants=settings.constants)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # on tensors of another layout
+        return None
 
 
 def _same_arguments(one: Call, other: Call) -> dict[int, int]:
@@ -205,56 +187,41 @@ def _same_arguments(one: Call, other: Call) -> dict[int, int]:
     return dict(zip(mine.values(), theirs.values(), strict=True))
 
 
-def run_with(
-    settings: SourceSettings, source: Graph, target: Graph, model: nn.Module, inputs: Inputs
-) -> Watch | None:
-    """Return a run of the target with the source's settings; None if it does not run with them."""
-    run = _WithSettings(model, source, target, settings)
-    try:
-        run.watch(inputs)
-    except (
-        UserError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ):  # of a call on tensors of another layout
-        return None
-    return run
-
-
 def compare_steps(
-    source: Graph, target: Graph, pairing: Pairing, model: nn.Module, inputs: Inputs
-) -> tuple[list[Place], SourceSettings, Watch]:
+    source: Graph, target: Graph, pairing: Pairing, numbers: Numbers
+) -> tuple[list[Place], SourceSettings, list[Tensor]]:
     """Return where the steps of both part, each on the source's values.
 
-    And the settings of the source at these places, and the target's run with the source's values.
+    And the settings of the source at these places, and the target's values for its numbers, the source's forced.
     """
     forced: dict[int, _Step] = {}
     steps: dict[int, tuple[Step, Step]] = {}
+    compared: set[tuple[int | None, int | None]] = set()
     for one, other in pairing.pairs:
         alone = len(one.steps) == len(other.steps) == 1
         a = one.first
         b = other.first
         if b.call is None:
             continue
-        output = source.seen.values[a.output] if alone else None
+        output = source.values[a.output] if alone else None
         wanted = None
         reordered = a.columns is not None or b.columns is not None
         is_read = b.kind != "shift" and b.input is not None and not reordered
-        if a.input is not None and is_read:
-            wanted = source.seen.values[a.input]
-        forced[b.call.index] = _Step(b.call.name, b.input, wanted, output)
+        if a.input is not None and is_read and (a.input, b.input) not in compared:
+            wanted = source.values[a.input]
+        if alone:
+            compared.add((a.output, b.output))
+        forced[b.call.index] = _Step(b.input, wanted, output)
         steps[b.call.index] = a, b
-    run = _Forced(model, forced)
-    run.watch(inputs)
+    run = _Forced(forced)
+    values = target.run(numbers, run=run.run)
     places = []
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
             compare = _compare_results if side == "output" else _compare_inputs
             places.append(compare(source, target, *steps[index], difference, settings))
-    return places, settings, run
+    return places, settings, values
 
 
 def _compare_results(
@@ -291,8 +258,10 @@ def _compare_inputs(
         _note_constants(source, target, theirs, settings)
     elif len(mine) == len(theirs):
         _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
-    shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
-    what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    what = f"the {other.kind} reads other values"
+    if mine or theirs:
+        shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
+        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, found)
 
 
@@ -313,9 +282,9 @@ def _note_constants(
     source: Graph, target: Graph, calls: list[Call], settings: SourceSettings
 ) -> None:
     """Note the source's constants for those of the target that are rounded otherwise."""
-    given = [source.seen.values[number] for number in _constants_before(source, source.seen.calls)]
+    given = [source.values[number] for number in _constants_before(source, source.seen.calls)]
     for number in _constants_before(target, calls):
-        own = target.seen.values[number]
+        own = target.values[number]
         for value in given:
             if value.numel() != own.numel() or not value.is_floating_point():
                 continue
@@ -341,7 +310,7 @@ def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
 
 def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
     """True if operations read constants that the code computes in float32, such as angles of rotations."""
-    return any(_is_rounded(graph.seen.values[number]) for number in _constants_before(graph, calls))
+    return any(_is_rounded(graph.values[number]) for number in _constants_before(graph, calls))
 
 
 def _is_rounded(value: Tensor) -> bool:
@@ -390,7 +359,7 @@ def _is_plain(value: Any) -> bool:
 
 def _count_maps(graph: Graph, call: Call) -> int:
     """Return how many matrices a softmax is taken of."""
-    return graph.seen.values[call.outputs[0]].shape[:-2].numel()
+    return graph.values[call.outputs[0]].shape[:-2].numel()
 
 
 def _differing_calls(
@@ -415,32 +384,59 @@ def _differing_calls(
     return tuple(found)
 
 
-def compare_outputs(source: Graph, target: Graph, run: Watch) -> list[OutputRow]:
-    """Return for every output the value of the other model that equals it most.
+def compare_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
+    """Return for every output the value of the other model that equals it most; `values` are the target's.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    rows = _rows_of("target", target, run, source.seen)
+    a = _Values("source", source, source.values)
+    b = _Values("target", target, values)
+    rows = _rows_of(b, a)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
-    return rows + _rows_of("source", source, source.seen, run)
+    return rows + _rows_of(a, b)
 
 
-def _rows_of(own: str, graph: Graph, one: Watch, other: Watch) -> list[OutputRow]:
+class _Values(NamedTuple):
+    """A model in a comparison of outputs: which one, and its values."""
+
+    own: str
+    graph: Graph
+    values: list[Tensor]
+
+    def outputs(self) -> Iterator[tuple[str, Tensor]]:
+        for path, number in self.graph.seen.outputs.items():
+            yield f"output {path}".strip(), self.values[number]
+
+    def inner(self) -> Iterator[tuple[str, Tensor]]:
+        for call in self.graph.seen.calls[::-1]:
+            name = f"the result of {call.name.strip('_')} in {call.module or 'the model'}"
+            for number in call.outputs:
+                yield name, self.values[number]
+
+    def whole_of(self, number: int) -> Tensor | None:
+        """Return the value that one is a moved part of, such as the tokens of which it is the first, or None."""
+        content = self.graph.content(number)
+        is_part = content.ids is not None and not content.terms
+        if not is_part or content.base is None or content.base in self.graph.seen.inputs:
+            return None
+        whole = self.values[content.base]
+        return whole if whole.numel() > self.values[number].numel() else None
+
+
+def _rows_of(one: _Values, other: _Values) -> list[OutputRow]:
     rows = []
-    theirs = [x for x in leaves(other.result) if isinstance(x[1], Tensor)]
-    for name, value in leaves(one.result):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+    for path, number in one.graph.seen.outputs.items():
+        value = one.values[number]
+        if not value.is_floating_point():
             continue
-        path = name.lstrip(".")
-        named = [(f"output {each.lstrip('.')}".strip(), x) for each, x in theirs]
-        found = [_nearest(own, path, value, named)]
+        found = [_nearest(one.own, path, value, other.outputs())]
         if found[0].difference > TOLERANCE and not _is_constant(value):
-            found.append(_nearest(own, path, value, _inner(other)))
-            whole = _taken_from(graph, one, value)
+            found.append(_nearest(one.own, path, value, other.inner()))
+            whole = one.whole_of(number)
             if whole is not None:
-                part = _nearest(own, path, whole, _inner(other))
+                part = _nearest(one.own, path, whole, other.inner())
                 found.append(replace(part, other=f"a part of {part.other}"))
         rows.append(min(found, key=lambda row: row.difference))
     return rows
@@ -450,26 +446,7 @@ def _is_constant(value: Tensor) -> bool:
     return value.numel() > 1 and bool((value == value.flatten()[0]).all())
 
 
-def _taken_from(graph: Graph, run: Watch, value: Tensor) -> Tensor | None:
-    """Return the value that an output is a moved part of, such as the tokens of which it is the first, or None."""
-    content = graph.content(run.number_of(value))
-    is_part = content.base is not None and not content.terms and content.ids is not None
-    if not is_part or content.base in run.inputs:
-        return None
-    whole = run.values[content.base]  # type: ignore[index]
-    return whole if whole.numel() > value.numel() else None
-
-
-def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
-    for call in seen.calls[::-1]:
-        for number in call.outputs:
-            yield (
-                f"the result of {call.name.strip('_')} in {call.module or 'the model'}",
-                seen.values[number],
-            )
-
-
-def _nearest(own: str, name: str, value: Tensor, named: Any) -> OutputRow:
+def _nearest(own: str, name: str, value: Tensor, named: Iterable[tuple[str, Tensor]]) -> OutputRow:
     best = OutputRow(own, name, "nothing", math.inf)
     for other, candidate in named:
         if candidate.numel() != value.numel() or not candidate.is_floating_point():

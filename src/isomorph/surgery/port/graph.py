@@ -5,19 +5,19 @@ entries are those of a base value plus those of parameters. So it does not matte
 table of relative positions or adds class tokens and positions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isomorph.errors import UserError
 from isomorph.operations import tensors_in
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.movement import positions
-from isomorph.surgery.port.watch import Call, Watch
+from isomorph.surgery.port.numbers import Entries, Numbers
+from isomorph.surgery.port.watch import Call, Run, Watch, replay
 
 ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 MULTIPLIES = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
@@ -26,13 +26,15 @@ LAYERS = {"linear", "conv1d", "conv2d", "conv3d"}
 TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 NORMS = {"batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
+NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Content:
     """What the entries of a value are: entries of a base, plus entries of parameters.
 
-    `ids`: positions in the base, -1 for none. `terms`: global entries of parameters that are added, -1 for none. All
-    have the shape of the value. A value that no image reaches has no base; one that is computed has itself as base.
+    `ids`: positions in the base, -1 for none. `terms`: entries of parameters that are added, -1 for none. All have the
+    shape of the value. A value that no image reaches has no base; one that is computed has itself as base.
     """
 
     base: int | None = None
@@ -48,13 +50,12 @@ class Content:
 class Operand:
     """A tensor that a step reads: its numbers, and which entries of parameters they are, if they are only moved.
 
-    `number`: that of its value in the run, None for the numbers of `entries`; `turned`: read with its axes exchanged.
+    `number`: that of its value in the run, None for the numbers of `entries`.
     """
 
     value: Tensor
     entries: Tensor | None
     number: int | None = None
-    turned: bool = False
 
 
 @dataclass(eq=False)
@@ -75,6 +76,8 @@ class Step:
     # The order of the channels that are read, where the input is a moved value, and of a shift its parts.
     columns: Tensor | None = None
     terms: tuple[Operand, ...] = ()
+    # Which entries of its input a shift adds them to, -1 for none.
+    ids: Tensor | None = None
     # The first entry of its base that it reads.
     start: int = 0
 
@@ -101,46 +104,79 @@ class Graph:
         self.live: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
         self.leaves: dict[int, list[tuple[int, Call, int]]] = {}
-        # The first entry of every parameter, and their names.
-        self.first: dict[int, int] = {}
-        self.count = 0
+        tensors = {number: seen.values[number] for number in seen.names}
+        self.entries = Entries({number: tensor.shape for number, tensor in tensors.items()})
+        self.numbers = Numbers(self.entries, tensors)
         # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
         self.statistics: dict[int, Tensor] = {}
         for number in seen.names:
-            self.first[number] = self.count
-            size = seen.values[number].numel()
-            shape = seen.values[number].shape
-            entries = torch.arange(self.count, self.count + size).reshape(shape)
+            entries = self.entries.of(number)
             if number in seen.buffers:
                 self.statistics[number] = entries
             else:
                 self.contents[number] = Content(terms=(entries,))
-            self.count += size
         for number in seen.inputs:
             self._begin(number, frozenset())
         for call in seen.calls:
             self._follow(call)
-        self.outputs = [seen.number_of(x) for x in tensors_in(seen.result)]
-        for number in self.outputs:
+        for number in seen.outputs.values():
             self._read(number)
 
+    @property
+    def values(self) -> list[Tensor]:
+        """All values by number."""
+        return self.seen.values
+
+    def run(
+        self, numbers: Numbers, run: Run = Call.run, constants: Mapping[int, Tensor] = NO_VALUES
+    ) -> list[Tensor]:
+        """Return all values for other numbers of the parameters, and for other constants."""
+        return replay(self.seen, {**constants, **numbers.tensors}, run)
+
+    @property
+    def reads_computed(self) -> bool:
+        """True if a step reads a tensor that is computed from parameters."""
+        operands = [operand for step in self.steps for operand in step.operands.values()]
+        return any(operand.entries is None for operand in operands)
+
+    def take(self, numbers: Numbers, values: list[Tensor]) -> None:
+        """Take other numbers of the parameters, and the values of a run with them."""
+        self.numbers = numbers
+        self.seen.values = values
+        for step in self.steps:
+            for operand in (*step.operands.values(), *step.terms):
+                if operand.entries is not None:
+                    operand.value = numbers.pick(operand.entries)
+                elif operand.number is not None:
+                    operand.value = self.values[operand.number]
+
     def content(self, number: int) -> Content:
-        return self.contents.get(number, Content())
+        """Return what a value is; the positions in itself of one that is computed are made when they are asked for."""
+        content = self.contents.get(number, Content())
+        if content.base == number and content.ids is None:
+            value = self.values[number]
+            content.ids = torch.arange(value.numel()).reshape(value.shape)
+        return content
+
+    def terms(self, number: int) -> tuple[Tensor, ...]:
+        """Return the entries of the parameters that are added in a value."""
+        content = self.contents.get(number)
+        return content.terms if content else ()
 
     def _begin(self, number: int, sources: frozenset[int]) -> None:
         """Make a value the base of what follows from it."""
-        value = self.seen.values[number]
-        self.contents[number] = Content(number, torch.arange(value.numel()).reshape(value.shape))
+        self.contents[number] = Content(number)
         self.sources[number] = sources
         self.live.add(number)
 
     def _follow(self, call: Call) -> None:
-        contents = [self.content(number) for number in call.inputs]
         is_live = any(number in self.live for number in call.inputs)
-        reads = any(content.terms for content in contents)
+        reads = any(self.terms(number) for number in call.inputs)
         if not is_live and not reads:
             return
-        moved = positions(call, self.seen)
+        if self._view(call):
+            return
+        moved = positions(call, self.values)
         if moved is not None and self._move(call, moved):
             return
         if call.name in ADDS and self._add(call):
@@ -150,11 +186,33 @@ class Graph:
             for number in call.outputs:
                 self._begin(number, frozenset().union(*sources))
 
+    def _view(self, call: Call) -> bool:
+        """Follow a view of one value, as transposed or sliced ones; False for another operation."""
+        number = call.inputs[0]
+        value = self.values[number]
+        if call.writes or {*call.inputs} != {number}:
+            return False
+        for each in call.outputs:
+            made = self.values[each]
+            if made.dtype != value.dtype or not _share_memory(made, value):
+                return False
+        content = self.content(number)
+        layers = [content.ids, *content.terms]
+        viewed = [_viewed(call, layer) for layer in layers if layer is not None]
+        if any(each is None for each in viewed):
+            return False
+        for place, each in enumerate(call.outputs):
+            moved = [layer[place] for layer in viewed if layer is not None]
+            ids = None if content.ids is None else moved.pop(0)
+            self.contents[each] = Content(content.base, ids, self._present(moved))
+            self.sources[each] = self.sources.get(number, frozenset())
+            if number in self.live:
+                self.live.add(each)
+        return True
+
     def _move(self, call: Call, moved: list[Tensor]) -> bool:
         """Follow a movement; False if its inputs have several bases."""
-        floating = [
-            n for n in dict.fromkeys(call.inputs) if self.seen.values[n].is_floating_point()
-        ]
+        floating = [n for n in dict.fromkeys(call.inputs) if self.values[n].is_floating_point()]
         contents = [self.content(number) for number in floating]
         bases = {content.base for content in contents if content.base is not None}
         if len(bases) > 1:
@@ -171,19 +229,22 @@ class Graph:
             if bool((where == -1).all()):  # zeros
                 self.contents[number] = Content()
                 continue
-            terms = tuple(layer[where] for layer in layers)
-            terms = tuple(each for each in terms if bool((each >= 0).any()))
+            terms = self._present([layer[where] for layer in layers])
             self.contents[number] = Content(base, ids[where] if base is not None else None, terms)
             self.sources[number] = frozenset().union(*sources)
             if any(each in self.live for each in floating):
                 self.live.add(number)
         return True
 
+    def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the terms that have entries of parameters."""
+        return tuple(each for each in terms if self.entries.owner(each) or bool((each >= 0).any()))
+
     def _joined(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
         """Return the entries of several values one after the other, and -1 as the last, for none."""
         flat = []
         for number, part in zip(numbers, parts, strict=True):
-            size = self.seen.values[number].numel()
+            size = self.values[number].numel()
             flat.append(torch.full((size,), -1) if part is None else part.flatten())
         return torch.cat([*flat, torch.tensor([-1])])
 
@@ -191,12 +252,12 @@ class Graph:
         """Follow a sum with parameters; False for another sum."""
         if len(call.inputs) != 2 or call.kwargs.get("alpha", 1) != 1:
             return False
+        if not any(self.terms(number) for number in call.inputs):
+            return False
         one, other = (self.content(number) for number in call.inputs)
         if one.base is not None and other.base is not None:
             return False
-        if not (one.terms or other.terms):
-            return False
-        shape = self.seen.values[call.outputs[0]].shape
+        shape = self.values[call.outputs[0]].shape
         base = one if one.base is not None else other
         ids = None if base.ids is None else base.ids.expand(shape)
         terms = tuple(each.expand(shape) for each in (*one.terms, *other.terms))
@@ -210,7 +271,7 @@ class Graph:
 
     def _read(self, number: int, call: Call | None = None, place: int = 0) -> frozenset[int]:
         """Return the steps that a value follows from, after one for the parameters that are added to it."""
-        content = self.content(number)
+        content = self.contents.get(number, Content())
         if content.terms and not content.is_parameter:
             self._shift(number, content)
         elif content.base is not None and call is not None:
@@ -219,7 +280,7 @@ class Graph:
 
     def _shift(self, number: int, content: Content) -> None:
         maker = self.seen.makers.get(number)
-        terms = tuple(Operand(self.numbers(each), each) for each in content.terms)
+        terms = tuple(Operand(self.numbers.pick(each), each) for each in content.terms)
         step = Step(
             index=len(self.steps),
             kind="shift",
@@ -230,74 +291,33 @@ class Graph:
             output=number,
             sources=self.sources.get(number, frozenset()),
             terms=terms,
+            ids=content.ids,
         )
         self.steps.append(step)
         self._begin(number, frozenset([step.index]))
 
-    def refresh(self, seen: Watch) -> None:
-        """Take the numbers of another run of the same model, with other weights."""
-        if len(seen.calls) != len(self.seen.calls):
-            raise UserError(
-                "the model computes something else for other weights; it cannot be followed"
-            )
-        self.seen = seen
-        self.__dict__.pop("all_numbers", None)
-        for step in self.steps:
-            for operand in (*step.operands.values(), *step.terms):
-                if operand.number is not None:
-                    value = seen.values[operand.number]
-                    operand.value = value.mT if operand.turned else value
-                elif operand.entries is not None:
-                    operand.value = self.numbers(operand.entries)
-
-    def numbers(self, entries: Tensor) -> Tensor:
-        """Return the numbers of parameters at global entries, 0 for none."""
-        flat = entries.flatten()
-        if is_range(flat):
-            return self.all_numbers[int(flat[0]) : int(flat[-1]) + 1].reshape(entries.shape)
-        found = self.all_numbers[entries]  # -1 is any number
-        return found.masked_fill_(entries < 0, 0.0)
-
-    @cached_property
-    def all_numbers(self) -> Tensor:
-        """The numbers of all parameters, by global entry."""
-        flat = [self.seen.values[number].detach().flatten().double() for number in self.first]
-        return torch.cat([*flat, torch.zeros(0, dtype=torch.float64)])
-
-    def owners(self, entries: Tensor) -> list[int]:
-        """Return the parameters that global entries belong to, by number."""
-        given = entries.flatten()
-        given = given[[0, -1]] if is_range(given) else given[given >= 0]
-        firsts = torch.tensor(list(self.first.values()))
-        places = torch.searchsorted(firsts, given, right=True)
-        numbers = list(self.first)
-        if len(given) == 2 and is_range(entries.flatten()):
-            return numbers[int(places[0]) - 1 : int(places[1])]
-        found = places.bincount(minlength=1).nonzero().flatten().tolist()
-        return [numbers[place - 1] for place in found]
-
     def _step(self, call: Call) -> bool:
         """Add the step of a call that reads parameters, or that is a layer; False for another call."""
-        if not self.seen.values[call.outputs[0]].is_floating_point():
+        if not self.values[call.outputs[0]].is_floating_point():
             return False
         bound = bind(call)
         operands: dict[str, Operand] = {}
         live: list[int] = []
         sources: list[frozenset[int]] = []
         for place, (role, number) in enumerate(bound.items()):
-            content = self.content(number)
+            content = self.contents.get(number, Content())
             is_weight = call.name in LAYERS | TRANSPOSED | NORMS and role not in ("input", "x")
             if content.is_parameter:
-                operands[role] = Operand(self.seen.values[number], content.terms[0], number)
+                operands[role] = Operand(self.values[number], content.terms[0], number)
                 continue
             if number not in self.live and not content.terms:
                 if is_weight:
                     entries = self.statistics.get(number)
-                    operands[role] = Operand(self.seen.values[number], entries, number)
+                    operands[role] = Operand(self.values[number], entries, number)
                 continue
             sources.append(self._read(number, call, place))
             if is_weight:  # computed from parameters by steps of their own
-                operands[role] = Operand(self.seen.values[number], None, number)
+                operands[role] = Operand(self.values[number], None, number)
             else:
                 live.append(number)
         if not any(each.entries is not None for each in operands.values()) and not (
@@ -329,7 +349,7 @@ class Graph:
         """Note in which order a layer or norm reads its channels, if its input is a moved value."""
         if step.input is None:
             return
-        content = self.content(step.input)
+        content = self.contents.get(step.input, Content())
         if content.ids is None or content.base == step.input:
             return
         axis = 1 if step.kind in ("batch_norm", "group_norm") else content.ids.ndim - 1
@@ -346,11 +366,19 @@ class Graph:
             step.columns = order
 
 
-def is_range(entries: Tensor) -> bool:
-    """True for entries one after the other, as those of a whole parameter are."""
-    if not len(entries) or int(entries[0]) < 0 or int(entries[-1] - entries[0]) != len(entries) - 1:
-        return False
-    return bool((entries[1:] - entries[:-1] == 1).all())
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
+    """Return entries as a call of a view function moves them; None if it does not take them."""
+    try:
+        made = tensors_in(call.run(lambda number: entries))
+    except (RuntimeError, TypeError):
+        return None
+    if len(made) != len(call.outputs) or any(each.dtype != entries.dtype for each in made):
+        return None
+    return made
 
 
 def _kind(name: str) -> str:
@@ -375,5 +403,4 @@ def _as_layer(step: Step, call: Call) -> None:
     step.kind = "layer"
     operand.value = operand.value.mT
     operand.entries = operand.entries.mT
-    operand.turned = True
     step.operands = {"weight": operand}

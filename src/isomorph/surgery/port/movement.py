@@ -1,12 +1,13 @@
 """Whether an operation only moves numbers, found by running it on numbers that say where they come from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from isomorph.surgery.port.watch import Call, Watch
+from isomorph.surgery.port.watch import Call
 
 # Operations that compute, of which there are many and large ones: not tried.
 _COMPUTES = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "softmax"}
@@ -27,24 +28,24 @@ def _encode(first: int, tensor: Tensor) -> Tensor:
     return names.mul_(_LARGEST / _COUNT).reshape(tensor.shape)
 
 
-def positions(call: Call, seen: Watch) -> list[Tensor] | None:
+def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     """Return where each entry of a call's outputs comes from, or None if the call computes something.
 
     An entry is its position among those of all floating-point inputs, one after the other, or -1 for a zero.
     """
     if call.name in _COMPUTES:
         return None
-    floating = [n for n in dict.fromkeys(call.inputs) if seen.values[n].is_floating_point()]
-    if not floating or not _sample_is_known(call, seen, floating):
+    floating = [n for n in dict.fromkeys(call.inputs) if values[n].is_floating_point()]
+    if not floating or not _sample_is_known(call, values, floating):
         return None
     encoded: dict[int, Tensor] = {}
     count = 0
     for number in floating:
-        encoded[number] = _encode(count, seen.values[number])
+        encoded[number] = _encode(count, values[number])
         count += encoded[number].numel()
 
     def value_of(number: int) -> Tensor:
-        return encoded.get(number, seen.values[number])
+        return encoded.get(number, values[number])
 
     try:
         with torch.no_grad():
@@ -54,35 +55,40 @@ def positions(call: Call, seen: Watch) -> list[Tensor] | None:
     made = tree_leaves(out)
     if len(made) != len(call.outputs):
         return None
-    numbers = torch.cat([seen.values[n].flatten().double() for n in floating])
+    numbers = torch.cat([values[n].flatten().double() for n in floating])
     numbers = torch.cat([numbers, numbers.new_zeros(1)])
     found = []
     for each, number in zip(made, call.outputs, strict=True):
         entries = _decode(each, count)
         if entries is None:
             return None
-        made_of = seen.values[number].double()
+        made_of = values[number].double()
         if not torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING):
             return None
         found.append(entries)
     return found
 
 
-def _sample_is_known(call: Call, seen: Watch, floating: list[int]) -> bool:
+def _sample_is_known(call: Call, values: Sequence[Tensor], floating: list[int]) -> bool:
     """True if a few numbers of the outputs are among those of the inputs."""
     for number in call.outputs:
-        made = seen.values[number]
+        made = values[number]
         if not made.is_floating_point() or not made.numel():
             return False
         flat = made.flatten()
         for place in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
             wanted = flat[place]
-            bound = _ROUNDING * wanted.abs()
-            apart = ((seen.values[each] - wanted).abs() for each in floating)
-            known = any(bool((difference <= bound).any()) for difference in apart)
+            known = any(_holds(values[each], wanted, call.name) for each in floating)
             if not known and bool(wanted != 0):
                 return False
     return True
+
+
+def _holds(value: Tensor, wanted: Tensor, name: str) -> bool:
+    """True if a number is among those of a value."""
+    if name == "interpolate":
+        return bool(((value - wanted).abs() <= _ROUNDING * wanted.abs()).any())
+    return bool((value == wanted).any())
 
 
 def _decode(numbers: Any, count: int) -> Tensor | None:

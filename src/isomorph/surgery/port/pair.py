@@ -96,14 +96,6 @@ def _label(joint: Joint) -> tuple[Any, ...]:
 def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     """Yield the outputs of a layer in parts that are read apart."""
     count = step.rows
-    value = graph.seen.values[step.output]
-    assert step.call is not None
-    axis = value.ndim - 1
-    if step.call.name.startswith("conv"):
-        axis = value.ndim - (step.weight.ndim - 1)
-    stride = 1
-    for side in value.shape[axis + 1 :]:
-        stride *= side
     views: list[tuple[Tensor, Call, int]] = []
     for number, call, place in graph.leaves.get(step.output, []):
         if number == step.output:
@@ -112,7 +104,11 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
         ids = graph.content(number).ids
         assert ids is not None
         entries = ids.flatten()
-        channels = entries[entries >= 0] // stride % count
+        inside = entries >= 0
+        if count == graph.values[step.output].shape[-1]:  # those of one token are enough
+            last = int(entries.max())
+            inside = (entries >= last - last % count) & (entries <= last)
+        channels = channels_of(graph, step, entries[inside])
         views.append((_in_order(channels, count), call, place))
     left = torch.ones(count, dtype=torch.bool)
     views.sort(key=lambda view: -len(view[0]))
@@ -129,6 +125,17 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     found.sort(key=lambda part: int(part[0].min()))
     for rows, signature in found:
         yield Part(step, rows, signature)
+
+
+def channels_of(graph: Graph, step: Step, ids: Tensor) -> Tensor:
+    """Return which of a layer's outputs entries of its result are."""
+    value = graph.values[step.output]
+    assert step.call is not None
+    axis = value.ndim - 1
+    if step.call.name.startswith("conv"):
+        axis = value.ndim - (step.weight.ndim - 1)
+    stride = value.shape[axis + 1 :].numel()
+    return ids // stride % step.rows
 
 
 def _in_order(channels: Tensor, count: int) -> Tensor:

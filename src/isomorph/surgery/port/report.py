@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -169,58 +168,41 @@ def settings_in(places: Sequence[Place]) -> tuple[Setting, ...]:
 def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay, ...]:
     """Return the way of every tensor of the target that gets numbers."""
     ways = []
-    for number, first in target.first.items():
-        value = target.seen.values[number]
-        origins = solution.origins[first : first + value.numel()]
-        if not len(origins) or bool((origins == OWN).all()):
+    for number, names in target.seen.names.items():
+        origins = solution.origins.tensors[number]
+        if number not in solution.origins.written or not origins.numel():
             continue
-        parts = source.owners(origins)
-        names = tuple(source.seen.names[each][0] for each in parts)
-        how = _how(source, parts, origins, value)
-        for name in target.seen.names[number]:
-            ways.append(TensorWay(name, names, how))
+        given, how = _way(source, sorted(solution.givers[number]), origins)
+        for name in names:
+            ways.append(TensorWay(name, given, how))
     return tuple(ways)
 
 
-def _how(source: Graph, numbers: list[int], origins: Tensor, value: Tensor) -> str:
-    steps = []
-    if bool((origins == COMPUTED).any()):
-        steps.append("computed")
+def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str, ...], str]:
+    """Return the names of the tensors that numbers come from, and how they do."""
+    in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
+    names = tuple(source.seen.names[each][0] for each in numbers)
     if bool((origins == NEUTRAL).all()):
-        return "a number that changes nothing, as the source has none"
-    if bool((origins == NEUTRAL).any()):
-        steps.append("zeros where the source has none")
-    if bool((origins == OWN).any()):
-        steps.append("in part its own")
+        return names, "a number that changes nothing, as the source has none"
+    steps = []
+    if not in_order:
+        kinds = {
+            COMPUTED: "computed",
+            NEUTRAL: "zeros where the source has none",
+            OWN: "in part its own",
+        }
+        steps = [what for kind, what in kinds.items() if bool((origins == kind).any())]
     if len(numbers) > 1:
         steps.append(f"joined from {len(numbers)}")
     if len(numbers) == 1:
-        given = source.seen.values[numbers[0]]
-        first = source.first[numbers[0]]
-        own = torch.arange(first, first + given.numel())
-        if given.numel() > len(origins):
+        given = source.values[numbers[0]]
+        if given.numel() > origins.numel():
             steps.append("a part of it")
-        elif len(own) == len(origins) and not torch.equal(own, origins):
+        elif not in_order and given.numel() == origins.numel():
             steps.append("in another order")
-        elif given.shape != value.shape:
-            steps.append(f"{tuple(given.shape)} as {tuple(value.shape)}")
-    return ", ".join(steps) or "unchanged"
-
-
-def names_left(source: Graph, solution: Solution) -> tuple[str, ...]:
-    """Return the names of the source's tensors that no tensor of the target has numbers of."""
-    used = source.owners(solution.origins)
-    return tuple(source.seen.names[each][0] for each in source.first if each not in used)
-
-
-def names_kept(target: Graph, solution: Solution) -> tuple[str, ...]:
-    """Return the names of the target's tensors that keep their own numbers."""
-    kept = []
-    for number, first in target.first.items():
-        origins = solution.origins[first : first + target.seen.values[number].numel()]
-        if len(origins) and bool((origins == OWN).all()):
-            kept.append(target.seen.names[number][0])
-    return tuple(kept)
+        elif given.shape != origins.shape:
+            steps.append(f"{tuple(given.shape)} as {tuple(origins.shape)}")
+    return names, ", ".join(steps) or "unchanged"
 
 
 def is_equal(rows: Sequence[OutputRow], own: str) -> bool:

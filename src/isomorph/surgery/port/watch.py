@@ -6,7 +6,7 @@ are watched alike.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from isomorph.operations import FusedCall, tensors_in
+from isomorph.operations import FusedCall, leaves, tensors_in
 from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
 from isomorph.operations.observe import Running, observing
 from isomorph.surgery.calls import Inputs, run_model
@@ -35,7 +35,10 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a torch function: the module that runs it, and the numbers of the values that it reads and makes."""
+    """A call of a torch function: the module that runs it, and the numbers of the values that it reads and makes.
+
+    `writes`: it may write into the first value that it reads.
+    """
 
     index: int
     name: str
@@ -45,22 +48,31 @@ class Call:
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    writes: bool = False
 
     def run(self, value_of: Callable[[int], Tensor]) -> Any:
-        """Run the function again, on other values."""
+        """Run the function again, on other values, which it does not change."""
         assert self.function is not None
-        put = partial(swap, Ref, lambda ref: value_of(ref.number))
-        return self.function(*put(self.args), **put(self.kwargs))
+
+        def given(ref: Ref) -> Tensor:
+            value = value_of(ref.number)
+            if self.writes and ref.number == self.inputs[0]:
+                return value.clone()
+            return value
+
+        return self.function(
+            *map_nested(Ref, given, self.args), **map_nested(Ref, given, self.kwargs)
+        )
 
 
-def swap(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+def map_nested(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     """Return arguments with those of a kind changed, also in containers."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)([swap(kind, change, each) for each in value])
+        return type(value)([map_nested(kind, change, each) for each in value])
     if type(value) is dict:
-        return {name: swap(kind, change, each) for name, each in value.items()}
+        return {name: map_nested(kind, change, each) for name, each in value.items()}
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | Ref | Tensor):
         return value
     return tree_map_only(kind, change, value)  # torch knows further containers
@@ -111,7 +123,8 @@ class Watch(TorchFunctionMode):
         # The names of every parameter and buffer, by the number of its value.
         self.names: dict[int, list[str]] = defaultdict(list)
         self.inputs: list[int] = []
-        self.result: Any = None
+        # The tensors of the result by path.
+        self.outputs: dict[str, int] = {}
         self._numbers: dict[int, tuple[int, int]] = {}
         # Values by the memory in which they are, and what was written to it.
         self._sharing: dict[int, list[int]] = defaultdict(list)
@@ -167,18 +180,31 @@ class Watch(TorchFunctionMode):
         name = name_of(func)
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
-        kept = swap(Tensor, lambda x: Ref(self.number_of(x)), (tuple(args), given))
+        kept = map_nested(
+            Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": given}
+        )
         writes = bool(read) and _writes(name, args, given)
         if writes:
             self._keep(read[0])
-        out = self.call(name, func, args, given)
+        out = func(*args, **given)
         made = [args[0]] if name == "__setitem__" else tensors_in(out)
         is_new = bool(made) and name not in _FRESH
         if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
             outputs = tuple(map(self._add, made))
             function = _set_item if name == "__setitem__" else func
             module = self.running.innermost
-            call = Call(len(self.calls), name, function, module, kept[0], kept[1], inputs, outputs)
+            changes = writes and name != "__setitem__"
+            index = len(self.calls)
+            call = Call(
+                index,
+                name,
+                function,
+                module,
+                **kept,
+                inputs=inputs,
+                outputs=outputs,
+                writes=changes,
+            )
             self._record(call)
             if writes and made[0] is read[0]:
                 self._note_write(made[0], outputs[0])
@@ -202,10 +228,6 @@ class Watch(TorchFunctionMode):
         write = _Write(tensor._version, number, tensor.size(), tensor.stride(), start)
         self._writes[_storage(tensor)].append(write)
 
-    def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a call gives."""
-        return function(*args, **kwargs)
-
     def _is_known(self, tensor: Tensor) -> bool:
         known = self._numbers.get(id(tensor))
         return known is not None and known[1] == tensor._version
@@ -215,7 +237,10 @@ class Watch(TorchFunctionMode):
         self.inputs = [self.number_of(x) for x in tensors_in(inputs)]
         exact = torch.autocast("cpu", enabled=False)
         with observing(self.model) as self.running, torch.no_grad(), exact, self:
-            self.result = run_model(self.model, inputs)
+            result = run_model(self.model, inputs)
+        for path, x in leaves(result):
+            if isinstance(x, Tensor):
+                self.outputs[path.lstrip(".")] = self.number_of(x)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
@@ -239,16 +264,6 @@ def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
         elif mask is not None:
             scores = scores + mask
         return scores.softmax(-1) @ value
-
-    return form
-
-
-def _add_product(
-    input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
-) -> Callable[[], Any]:
-    def form() -> Tensor:
-        product = tensor1 * tensor2
-        return input + (product if value == 1 else value * product)
 
     return form
 
@@ -287,8 +302,6 @@ def _explicit_multi_head(given: dict[str, Any]) -> tuple[Tensor, None]:
 EXPLICIT: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     F.scaled_dot_product_attention: _attend,
     F.multi_head_attention_forward: _multi_head,
-    torch.addcmul: _add_product,
-    Tensor.addcmul: _add_product,
 }
 
 
@@ -303,3 +316,28 @@ def watch(model: nn.Module, inputs: Inputs) -> Watch:
     seen = Watch(model)
     seen.watch(inputs)
     return seen
+
+
+Run = Callable[[Call, Callable[[int], Tensor]], Any]
+
+
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def replay(seen: Watch, given: Mapping[int, Tensor], run: Run = Call.run) -> list[Tensor]:
+    """Return all values again where some have other numbers: only the calls that follow from these are run.
+
+    `run`: what is done instead of a call; it gets the call and a function that returns the values it reads.
+    """
+    values = list(seen.values)
+    changed = set(given)
+    for number, value in given.items():
+        values[number] = value
+    for call in seen.calls:
+        if changed.isdisjoint(call.inputs):
+            continue
+        made = tensors_in(run(call, values.__getitem__))
+        for number, value in zip(call.outputs, made, strict=True):
+            if number not in given:
+                values[number] = value
+                changed.add(number)
+    return values

@@ -1,6 +1,5 @@
 """Rule that replaces the attention of a ViT by gated positional self-attention (GPSA)."""
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,7 +9,8 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
-from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
+from isomorph.layers.attention_base import ATTENTION_PARTS, copy_parts, has_usual_scale
+from isomorph.layers.grid import GridSize
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -19,7 +19,7 @@ from isomorph.surgery.plain_layers import (
     describe_attachments,
     describe_stand_in,
     layer_mismatch,
-    overridden_methods,
+    override_reason,
 )
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
@@ -33,9 +33,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    methods = " and ".join(overridden_methods(module, Attention))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of timm's Attention"
+    reason = override_reason(module, Attention, "timm's Attention")
+    if reason is not None:
+        return reason
     names = (*module._modules, *module._parameters, *module._buffers)
     extra = [name for name in names if name not in ATTENTION_PARTS]
     if extra:
@@ -107,7 +107,7 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
         True
     """
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None
@@ -165,6 +165,5 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
                 gpsa.v.bias.zero_()
         for part in (gpsa.qk, gpsa.v):
             part.requires_grad_(qkv.weight.requires_grad)
-        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
-            setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
+        copy_parts(module, gpsa, ("proj", "proj_drop", "q_norm", "k_norm"))
         return gpsa

@@ -12,7 +12,7 @@ from isomorph.surgery.plain_layers import (
     describe_stand_in,
     is_parametrized,
     layer_mismatch,
-    overridden_methods,
+    override_reason,
 )
 from isomorph.surgery.rule import Rule, register_rule
 from isomorph.surgery.site import Site
@@ -75,9 +75,9 @@ class AttentionToLinears(Rule):
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
-    methods = " and ".join(overridden_methods(module, nn.MultiheadAttention))
-    if methods:
-        return f"{type(module).__name__} overrides {methods} of nn.MultiheadAttention"
+    reason = override_reason(module, nn.MultiheadAttention, "nn.MultiheadAttention")
+    if reason is not None:
+        return reason
     if is_parametrized(module):
         return "its weights are parametrized, which would be lost; make the parametrization permanent first"
     extra = [name for name in module._modules if name != "out_proj"]

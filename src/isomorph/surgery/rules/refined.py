@@ -17,6 +17,7 @@ from isomorph.layers import (
     SpatialAttention,
 )
 from isomorph.layers.attention_base import like_attention
+from isomorph.layers.grid import GridSize
 from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
 from isomorph.surgery.edited_attention import edit_map, edit_reason
@@ -77,7 +78,7 @@ class AttentionToRefined(AnyAttentionRule):
     recompute: bool = False
     """Compute the maps again in the backward pass instead of storing them: less memory, more time."""
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens, for span="spatial"; by default the model's."""
 
     prefix_tokens: int | None = None

@@ -9,6 +9,7 @@ from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.attention_base import like_attention
+from isomorph.layers.grid import GridSize
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.rule import check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
@@ -40,7 +41,7 @@ class AttentionToRelative(GridRule):
         True
     """
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None

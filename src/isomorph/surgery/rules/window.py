@@ -1,7 +1,7 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from isomorph.layers.window import (
     attend_with_share,
     limit_bias,
 )
-from isomorph.operations import FollowMaps, FusedCall, Value, value_of
+from isomorph.operations import FollowMaps, FusedCall, TensorVersion, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -76,10 +76,8 @@ class _Attend(FollowMaps):
         has_open_size = not all(isinstance(side, int) for side in grid)
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and has_open_size
         if layer.pruned and not is_open:
-            grid = (
-                int(grid[0]),
-                int(grid[1]),
-            )  # the number of windows is a constant of a traced graph
+            # the number of windows is a constant of a traced graph
+            grid = (int(grid[0]), int(grid[1]))
         windows = TokenWindows(grid, layer.window, prefix)
         scale = call.scale if layer.fused_scale is None else layer.fused_scale
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
@@ -102,7 +100,8 @@ def _with_four_axes(call: FusedCall) -> FusedCall:
             return x
         return x[:, None] if axes == 3 else x.flatten(0, axes - 4)
 
-    return call._replace(
+    return replace(
+        call,
         query=reshaped(call.query),
         key=reshaped(call.key),
         value=reshaped(call.value),
@@ -120,7 +119,7 @@ class WindowAttention(AlteredAttention):
     window: int
     share: Tensor
     _is_global: bool
-    _share_seen: Value
+    _share_seen: TensorVersion
     _is_checked: bool
     pruned: bool
     fused_scale: float | None
@@ -221,7 +220,7 @@ class AttentionToWindow(AnyAttentionRule):
     window: int = 8
     """Side of the windows in tokens."""
 
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
     prefix_tokens: int | None = None

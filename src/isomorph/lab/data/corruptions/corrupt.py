@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from isomorph.errors import UserError, first_line, install_hint
-from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import Source
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -64,9 +63,8 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
-    seeded = (
-        {"seed": seed} if corruption == "impulse_noise" else {}
-    )  # it has its own random generator
+    # it has its own random generator
+    seeded = {"seed": seed} if corruption == "impulse_noise" else {}
     state = np.random.get_state()
     np.random.seed(seed)
     try:
@@ -114,12 +112,11 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]
-IMAGENET_C_CROP = dict(
-    crop_pct=224 / 256, crop_mode="center", interpolation="bilinear"
-)  # of ImageNet-C's files
+# of ImageNet-C's files
+IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
 
 
-def image_transform(config: Mapping[str, Any]) -> ImageTransform:
+def image_transform(config: ImageConfig) -> ImageTransform:
     """Return the part of the test transform that resizes and crops images, without conversion to tensors."""
     steps = eval_transform(config).transforms  # type: ignore[attr-defined]
     return transforms.Compose(

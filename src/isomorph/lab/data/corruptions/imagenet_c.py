@@ -67,9 +67,8 @@ def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.
     overwritten[here] = True
     is_new = (there > here) & overwritten[there]
 
-    pointers = np.arange(
-        2 * pixels
-    )  # first half: new values of the pixels; second half: old values
+    # first half: new values of the pixels; second half: old values
+    pointers = np.arange(2 * pixels)
     pointers[:pixels] += pixels
     pointers[here] = np.where(is_new, there, there + pixels)
     while np.any(pointers[:pixels] < pixels):
@@ -106,9 +105,8 @@ def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) 
     for i, weight in enumerate(weights):
         down = -math.ceil(i * sine / step - 0.5)
         right = -math.ceil(i * cosine / step - 0.5)
-        if (
-            abs(down) >= height or abs(right) >= length
-        ):  # beyond the image: the reference stops here
+        # beyond the image: the reference stops here
+        if abs(down) >= height or abs(right) >= length:
             break
         top = margin - down
         left = margin - right

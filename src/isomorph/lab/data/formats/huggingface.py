@@ -28,6 +28,7 @@ from isomorph.lab.data.formats.naming import (
 )
 from isomorph.lab.data.formats.parquet import label_columns, stored_classes
 from isomorph.lab.data.sources import ImageLike, Source
+from isomorph.terminal_tables import Row
 
 _IMAGE_COLUMNS = ("image", "img", *sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
 
@@ -212,7 +213,7 @@ def open_dataset_split(split: str, root: Path, streaming: bool = False) -> Datas
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
             rows = candidate.dataset.select_columns([candidate.label])
-            row: dict[str, Any] = next(iter(rows), {})
+            row: Row = next(iter(rows), {})
             first = row.get(candidate.label)
         if not isinstance(first, int) or first >= 0:
             return candidate

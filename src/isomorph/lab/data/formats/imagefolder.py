@@ -74,7 +74,7 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     if test_fraction is not None:
         if tops["test"]:
             raise UserError(
-                f"{root} has test images of its own, in {tops['test'].name}/; leave --split out"
+                f"{root} has test images of its own, in {tops['test'].name}/; leave `test_fraction` out"
             )
         folder = train or root
         training, testing = split_classes(_open_classes(folder, folder, trains=True), test_fraction)
@@ -85,7 +85,7 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     if not top and (has_splits or split == "train"):
         todo = ""
         if train or not tops["test"]:
-            todo = "; make one, or give --split 0.2 to test on a fifth of the images of each class"
+            todo = "; make one, or give test_fraction=0.2 to test on a fifth of the images of each class"
         missing = f"{root} has no folder {SPLIT_NAMES[split]} with one folder per class, for the {split} split"
         raise UserError(missing + todo)
     return _open_classes(top or root, train or top or root, trains=split == "train")

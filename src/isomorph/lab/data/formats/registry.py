@@ -24,9 +24,8 @@ SOURCES: dict[str, Callable[[str, Path], Source]] = {
     "webdataset": webdataset,
     "huggingface": huggingface,
 }
-CLASS_NAME = re.compile(
-    r"n\d{8}|\d{1,4}"
-)  # wnids and label numbers: names that are of classes for certain
+# wnids and label numbers: names that are of classes for certain
+CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")
 
 
 def open_source(
@@ -69,7 +68,7 @@ def open_source(
         return SOURCES[str(name)](split, folder)
     if name != "imagefolder":
         raise UserError(
-            f"--split divides a folder of images; {name} has a test split of its own, leave --split out"
+            f"`test_fraction` divides a folder of images; {name} has a test split of its own, leave `test_fraction` out"
         )
     return imagefolder(split, folder, test_fraction)
 

@@ -179,7 +179,7 @@ def _iter_members(
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
             if is_image_name(entry.name) and (entry.islnk() or entry.issym()):
-                hint = "pack it with --dereference --hard-dereference"
+                hint = "pack it by `tar --dereference --hard-dereference`"
                 raise tarfile.ReadError(
                     f"{entry.name} is a link to {entry.linkname}, not an image; {hint}"
                 )
@@ -187,7 +187,7 @@ def _iter_members(
                 continue
             if entry.issparse():
                 raise tarfile.ReadError(
-                    f"{entry.name} is stored without its zeros; pack it without --sparse"
+                    f"{entry.name} is stored without its zeros; pack it by tar without --sparse"
                 )
             if entry.offset_data + entry.size > end:
                 raise tarfile.ReadError(f"{entry.name} ends outside of the tar that it is in")

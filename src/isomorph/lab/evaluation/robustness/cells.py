@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
-from isomorph.lab.data.loaders import batch_ranges, ordered_loader
+from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
+from isomorph.lab.evaluation.classes import class_logits
 from isomorph.lab.evaluation.robustness.images import (
     PUBLISHED_SIZE,
     RobustnessInputs,
@@ -32,7 +34,8 @@ from isomorph.lab.evaluation.robustness.scores import (
     robustness_summary,
 )
 from isomorph.layers.modes import eval_mode, first_float
-from isomorph.models.input_sizes import class_logits, fit_to_size
+from isomorph.models.input_sizes import fit_to_size
+from isomorph.terminal_tables import Metrics
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
@@ -40,7 +43,7 @@ _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictur
 
 def measure_classifier(
     model: nn.Module, source: Source | None, options: RobustnessOptions
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
     Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
@@ -65,9 +68,8 @@ def measure_classifier(
     if options.out and runtime.is_main:
         out = Path(options.out).expanduser()
     file = CellFile(out, identity)
-    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[
-        0
-    ]  # of the process with the file
+    # of the process with the file
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
         left = tuple(severity for severity in own if (name, severity) not in cells)
@@ -119,7 +121,7 @@ def _measure_group(
     images: CorruptedImages,
     inputs: RobustnessInputs,
     report: Callable[[float], None],
-) -> list[dict[str, float]]:
+) -> list[Metrics]:
     options = inputs.options
     together = len(images.severities)
     size = max(1, options.batch_size // together)
@@ -133,15 +135,14 @@ def _measure_group(
         for own, own_logits in zip(counts, logits.unbind(1), strict=True):
             own.add(own_logits, labels)
         report(together * done / len(batches))
-    shares = [
-        share for share in options.runtime.gather(counts) if share
-    ]  # some are empty if batches are few
+    # some are empty if batches are few
+    shares = [share for share in options.runtime.gather(counts) if share]
     return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
 
 
 @torch.no_grad()
 def _predict(
-    model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any]
+    model: nn.Module, loader: Iterable[Any], config: ImageConfig
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and labels of batches of images, normalised as the data config says.
 
@@ -214,12 +215,12 @@ class CellFile:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(
-                    f"{path} has cells of {saved.identity['model']} with other weights; use another --out"
+                    f"{path} has cells of {saved.identity['model']} with other weights; use another `out`"
                 )
             differences = _differences(saved.identity, identity)
             if differences:
                 raise UserError(
-                    f"{path} has cells of other images: {differences}; use another --out"
+                    f"{path} has cells of other images: {differences}; use another `out`"
                 )
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
@@ -245,13 +246,13 @@ class CellFile:
 class SavedResult(NamedTuple):
     """The identity of an evaluation, its finished cells with the clean one, and the bytes in complete lines."""
 
-    identity: dict[str, Any]
+    identity: JsonObject
     cells: Cells
     complete: int
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
+    """Read a file of results, without an incomplete last line. Raises: UserError for a file that is not one."""
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1

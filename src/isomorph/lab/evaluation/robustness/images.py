@@ -1,7 +1,7 @@
 """The images of a robustness evaluation: clean ones to corrupt, or ImageNet-C, CIFAR-10-C, CIFAR-100-C as unpacked."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
     CLEAN,
     CORRUPTION_VERSION,
@@ -30,13 +30,14 @@ from isomorph.lab.data.corruptions.corrupt import (
 from isomorph.lab.data.formats.imagefolder import imagefolder
 from isomorph.lab.data.formats.naming import visible
 from isomorph.lab.data.imagenet_labels import with_imagenet_labels
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.distributed import ALONE, Runtime
+from isomorph.lab.evaluation.classes import check_own_classes, class_count
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
     ImageSize,
     built_size,
-    check_own_classes,
-    class_count,
     evaluation_config,
     image_size,
     input_channels,
@@ -61,7 +62,7 @@ class RobustnessOptions:
     corruptions: Sequence[str] | None = None
     severities: Sequence[int] = SEVERITIES
     extra: bool = False
-    size: int | tuple[int, int] | None = None
+    size: int | ImageSize | None = None
     seed: int = 0
     limit: int | None = None
     partial: bool = False
@@ -150,7 +151,7 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
         if folder.is_dir():
             return folder
     raise UserError(
-        f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption"
+        f"{root} has no folder {corruption}/{severity}; unpack it, or choose other `corruptions`"
     )
 
 
@@ -201,17 +202,17 @@ class RobustnessInputs:
     model: nn.Module
     source: Source | None
     published: Published | None
-    config: Mapping[str, Any]
+    config: ImageConfig
     num_classes: int
     options: RobustnessOptions
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> ImageSize:
         """Height and width of the images."""
         height, width = self.config["input_size"][-2:]
         return height, width
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"
@@ -276,7 +277,7 @@ def open_inputs(
             check_own_classes(model, source.classes, more="", size=size)
         else:
             if not options.partial:
-                hint = ", or --partial (partial=True) to use a part of ImageNet's classes"
+                hint = ", or partial=True to use a part of ImageNet's classes"
                 check_own_classes(model, source.classes, more=hint, size=size)
             source = with_imagenet_labels(source, "the data")
         source = spaced_images(source, options.limit)
@@ -304,7 +305,7 @@ def open_inputs(
     if min(size) < MIN_IMAGE_SIDE:
         raise UserError(
             f"corruptions need images of {MIN_IMAGE_SIDE} px at least, and the model's input is {size[1]} x {size[0]}; "
-            f"give a larger size, for example --size {MIN_IMAGE_SIDE}"
+            f"give a larger size, for example size={MIN_IMAGE_SIDE}"
         )
     if not published:
         corruption_functions()  # raises now, not after hours, if their package is missing

@@ -6,13 +6,14 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import (
     CORRUPTION_CATEGORIES,
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
 )
-from isomorph.terminal_tables import interval_text
+from isomorph.terminal_tables import Table, interval_text
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
@@ -42,7 +43,7 @@ ALEXNET_CLEAN = 43.478  # top-1 error (%) on ImageNet: torchvision's AlexNet_Wei
 _CATEGORIES = {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}
 
 
-def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
+def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> JsonObject:
     """Return top-1 by corruption, category and severity, and mCE and relative mCE if they are defined.
 
     Means by severity and over all use the 15 corruptions of the suite; the extra ones are a separate category.
@@ -53,7 +54,7 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
     """
     values = {key: cell["top1"] for key, cell in cells.items()}
     by_corruption = means_by_corruption(values)
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "by_corruption": by_corruption,
         "by_category": _group_means(by_corruption, _CATEGORIES),
         "by_severity": means_by_severity(values),
@@ -72,9 +73,9 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
     return summary
 
 
-def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> dict[str, Any]:
+def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> JsonObject:
     ce = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
-    scores: dict[str, Any] = {"ce": ce, "mce": mean(ce.values())}
+    scores: JsonObject = {"ce": ce, "mce": mean(ce.values())}
     if clean is None:
         return scores
     clean_error = 100 - clean["top1"]
@@ -117,7 +118,7 @@ def means_by_severity(values: CellValues) -> dict[int, float]:
     return {severity: mean(by_severity[severity]) for severity in sorted(by_severity)}
 
 
-def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
+def compare_to_baseline(cells: Cells, base: Cells, name: str) -> JsonObject:
     """Return the gain over a baseline on common cells, in points and in per cent of the baseline's.
 
     `error_ratio` is the mCE with the baseline instead of AlexNet: mean over corruptions of error / its error (%).
@@ -129,7 +130,7 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     their_scores = robustness_summary(
         {key: base[key] for key in common}, clean=None, imagenet=False
     )
-    gain: dict[str, Any] = {"model": name, "cells": len(common)}
+    gain: JsonObject = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
         theirs = their_scores[view]
         gain[view] = {key: _gain(value, theirs[key]) for key, value in our_scores[view].items()}
@@ -150,7 +151,7 @@ def _gain(value: float, baseline: float) -> dict[str, float | None]:
     return {"points": points, "relative": relative}
 
 
-def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
+def severity_table(result: Mapping[str, Any]) -> Table:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
@@ -216,7 +217,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
     )
     if result.get("resumed"):
-        lines.append(f"{result['resumed']} cells were read from --out")
+        lines.append(f"{result['resumed']} cells were read from its file")
     if result["clean"]:
         clean = result["clean"]["top1"]
         lines.append(

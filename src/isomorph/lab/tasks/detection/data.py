@@ -21,7 +21,9 @@ from torchvision.transforms.v2 import functional as V
 
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.naming import composed
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
+from isomorph.terminal_tables import Row, Rows
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W).
 Objects = dict[str, Tensor]
@@ -61,7 +63,7 @@ class ImageRecord(NamedTuple):
     file: str
     height: int
     width: int
-    objects: tuple[dict[str, Any], ...] = ()
+    objects: tuple[Row, ...] = ()
 
 
 class Annotations(NamedTuple):
@@ -77,7 +79,7 @@ def pycocotools(module: str) -> Any:
     )
 
 
-def encode_outline(outline: Any, height: int, width: int) -> dict[str, Any]:
+def encode_outline(outline: Any, height: int, width: int) -> Row:
     """Return an outline in COCO's format, polygons or RLE as text or numbers, as pycocotools' RLE.
 
     The outline must have been checked: pycocotools crashes on polygons far outside the image, and reads text that is
@@ -138,7 +140,7 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
     content = _read_json(path)
     categories = _read_categories(path, content["categories"])
     records = _read_images(path, content["images"])
-    objects: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    objects: dict[int, Rows] = defaultdict(list)
     skipped = 0
     for position, annotation in enumerate(content["annotations"]):
         name = f"{path}: annotation {str(annotation.get('id', f'number {position}'))[:40]}"
@@ -158,18 +160,14 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
     return Annotations(images, categories)
 
 
-def _image_of(
-    annotation: Mapping[str, Any], records: Mapping[int, ImageRecord], name: str
-) -> ImageRecord:
+def _image_of(annotation: Row, records: Mapping[int, ImageRecord], name: str) -> ImageRecord:
     number = annotation.get("image_id")
     if type(number) is not int or number not in records:
         raise UserError(f"{name} is of image {str(number)[:40]}, which the file does not have")
     return records[number]
 
 
-def _check_category(
-    annotation: Mapping[str, Any], categories: Mapping[int, str], name: str
-) -> None:
+def _check_category(annotation: Row, categories: Mapping[int, str], name: str) -> None:
     category = annotation.get("category_id")
     if type(category) is int and category in categories:
         return
@@ -182,9 +180,7 @@ def _check_category(
     )
 
 
-def _read_object(
-    annotation: Mapping[str, Any], record: ImageRecord, masks: bool
-) -> tuple[dict[str, Any], str | None, str]:
+def _read_object(annotation: Row, record: ImageRecord, masks: bool) -> tuple[Row, str | None, str]:
     """Return an object's fields in COCO's format, what is wrong with it, if anything, and another way out."""
     box = annotation.get("bbox")
     outline = annotation.get("segmentation") or None
@@ -212,7 +208,7 @@ def _read_object(
     return fields, problem, instead
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Row:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -273,7 +269,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _LARGEST_SIDE**2
 
 
-def _field_problem(annotation: Mapping[str, Any]) -> str | None:
+def _field_problem(annotation: Row) -> str | None:
     crowd = annotation.get("iscrowd")
     area = annotation.get("area")
     if crowd not in (None, 0, 1):
@@ -397,7 +393,7 @@ class DetectionSource(ImageSet[ImageRecord]):
         return self.image(index), self.objects(index)
 
 
-def _without_crowds(record: ImageRecord) -> list[dict[str, Any]]:
+def _without_crowds(record: ImageRecord) -> Rows:
     return [thing for thing in record.objects if not thing["iscrowd"]]
 
 
@@ -491,7 +487,7 @@ class FitTransform:
     Shape: PIL image -> (3, H, W), normalised
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: ImageConfig) -> None:
         self.size = tuple(config["input_size"][-2:])
         self.mean = list(config["mean"])
         self.std = list(config["std"])
@@ -517,7 +513,7 @@ class TrainTransform(FitTransform):
     Source: large-scale jitter (Ghiasi et al., 2021), as in G2SD's ViTDet
     """
 
-    def __init__(self, config: Mapping[str, Any], scales: tuple[float, float], flip: float) -> None:
+    def __init__(self, config: ImageConfig, scales: tuple[float, float], flip: float) -> None:
         super().__init__(config)
         self.scales = scales
         self.flip = flip
@@ -525,7 +521,7 @@ class TrainTransform(FitTransform):
     def __call__(self, example: tuple[Image.Image, Objects]) -> tuple[Tensor, Objects]:
         image, objects = example
         canvas = image.size[::-1]
-        sample: dict[str, Any] = {"image": tv_tensors.Image(V.pil_to_tensor(image))}
+        sample: Row = {"image": tv_tensors.Image(V.pil_to_tensor(image))}
         sample["boxes"] = tv_tensors.BoundingBoxes(
             objects["boxes"], format="XYXY", canvas_size=canvas
         )
@@ -547,7 +543,7 @@ class TrainTransform(FitTransform):
         cropped = self.normalise(sample["image"].as_subclass(Tensor))
         return pad_to(cropped, self.size), self._objects(sample, objects)
 
-    def _objects(self, sample: dict[str, Any], objects: Objects) -> Objects:
+    def _objects(self, sample: Row, objects: Objects) -> Objects:
         boxes = sample["boxes"].as_subclass(Tensor)
         labels = objects["labels"]
         if "masks" not in sample:

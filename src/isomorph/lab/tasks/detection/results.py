@@ -15,9 +15,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import read_image
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     FitTransform,
@@ -29,6 +31,8 @@ from isomorph.lab.tasks.detection.data import (
 from isomorph.lab.training.task import Prediction
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.input_sizes import class_names, evaluation_config
+from isomorph.spec import ImageSize
+from isomorph.terminal_tables import Rows
 
 # The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -41,7 +45,7 @@ SHOWN_SCORE = 0.3
 class FittedImages(Dataset[tuple[Tensor, int]]):
     """Images as the network reads them, with their indices in the source. Shape: -> (3, H, W), index"""
 
-    def __init__(self, source: DetectionSource, config: Mapping[str, Any]) -> None:
+    def __init__(self, source: DetectionSource, config: ImageConfig) -> None:
         self.source = source
         self.transform = FitTransform(config)
 
@@ -55,7 +59,7 @@ class FittedImages(Dataset[tuple[Tensor, int]]):
 class Results(NamedTuple):
     """Detections in COCO's format for results, and the numbers of the images that were processed, of all processes."""
 
-    entries: list[dict[str, Any]]
+    entries: Rows
     image_ids: list[int]
 
 
@@ -93,7 +97,7 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
 
 
 def to_image(
-    detections: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]
+    detections: dict[str, Tensor], record: ImageRecord, inside: ImageSize
 ) -> dict[str, Tensor]:
     """Return detections in pixels of the image itself; `inside` is its size in the input. Masks: -> (n, H, W) bool"""
     detections = {name: value.cpu() for name, value in detections.items()}
@@ -110,14 +114,14 @@ def to_image(
 
 def as_results(
     detections: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return detections in COCO's format, with boxes as left, top, width, height."""
     corners = detections["boxes"].double()
     first = corners[:, :2]
     boxes = torch.cat([first, corners[:, 2:] - first], 1).tolist()
     labels = detections["labels"].tolist()
     scores = detections["scores"].tolist()
-    entries: list[dict[str, Any]] = []
+    entries: Rows = []
     for box, label, score in zip(boxes, labels, scores, strict=True):
         category = category_ids[label]
         entries.append(
@@ -128,12 +132,12 @@ def as_results(
     return entries
 
 
-def encode_mask(mask: Tensor) -> dict[str, Any]:
+def encode_mask(mask: Tensor) -> JsonObject:
     """Return a mask as COCO's RLE, size and counts. Shape: (H, W) bool"""
     return pycocotools("mask").encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
 
 
-def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any]]:
+def metric_rows(source: DetectionSource, results: Results) -> Rows:
     """Return average precision in percent, first of all classes, then of every class that the images have.
 
     All classes: box_ap, box_ap50, ..., and mask_ap, ... where the source has masks; and images. A size of objects that
@@ -148,16 +152,15 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
     names = {"bbox": "box"}
     if source.masks and all("segmentation" in entry for entry in results.entries):
         names["segm"] = "mask"
-    overall: dict[str, Any] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    overall: JsonObject = {}
+    rows: dict[str, JsonObject] = {}
     for iou_type, name in names.items():
         run = _evaluate(truth, results, iou_type)
         for statistic, share in zip(STATISTICS, run.stats, strict=False):
             if share >= 0:
                 overall[f"{name}_{statistic}"] = 100 * float(share)
-        precision = run.eval["precision"][
-            :, :, :, 0, -1
-        ]  # (IoU, recall, class), all sizes, most detections
+        # (IoU, recall, class), all sizes, most detections
+        precision = run.eval["precision"][:, :, :, 0, -1]
         for label, title in enumerate(source.classes):
             of_class = precision[:, :, label]
             if (of_class >= 0).any():
@@ -198,9 +201,8 @@ def ground_truth(source: DetectionSource) -> Any:
 
 
 def _evaluate(truth: Any, results: Results, iou_type: str) -> Any:
-    other = (
-        "bbox" if iou_type == "segm" else "segmentation"
-    )  # pycocotools would take the size of a mask from its box
+    # pycocotools would take the size of a mask from its box
+    other = "bbox" if iou_type == "segm" else "segmentation"
     given = [
         {key: value for key, value in entry.items() if key != other} for entry in results.entries
     ]
@@ -235,7 +237,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     detections = to_image(detections, ImageRecord(0, "", image.height, image.width), inside)
     names = class_names(model)
     entries = _json_entries(detections, names)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for entry in entries:
         if entry["score"] >= SHOWN_SCORE:
             box = " ".join(f"{side:g}" for side in entry["box"])
@@ -243,11 +245,11 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     return Prediction(rows, {".png": draw_objects(image, detections, names), ".json": entries})
 
 
-def _json_entries(detections: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
+def _json_entries(detections: Mapping[str, Tensor], names: Sequence[str]) -> Rows:
     labels = detections["labels"].tolist()
     scores = detections["scores"].tolist()
     boxes = detections["boxes"].tolist()
-    entries: list[dict[str, Any]] = []
+    entries: Rows = []
     for label, score, corners in zip(labels, scores, boxes, strict=True):
         box = [round(side, 1) for side in corners]
         entries.append({"label": label, "name": names[label], "score": round(score, 4), "box": box})

@@ -12,13 +12,13 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isomorph.checkpoints.open import open_model
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
-from isomorph.lab.data.loaders import loader_of_share, train_loader, transformed
+from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.evaluation.classes import check_image_size, check_same_classes
 from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     TrainTransform,
@@ -36,11 +36,13 @@ from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
-from isomorph.models.input_sizes import check_image_size, check_same_classes, evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.models.task_networks.mask_rcnn import Target
+from isomorph.terminal_tables import Metrics, Rows
 
 # Test images at once: they are large.
 _LARGEST_BATCH = 8
@@ -252,7 +254,7 @@ class Detection(Task):
             part = part.model_copy(update={"kwargs": kwargs | part.kwargs})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if not hasattr(model, "detect"):
             raise UserError(
                 f"{recipe.model.name or recipe.model.weights} is not a detector; set model.name mask_rcnn"
@@ -265,14 +267,14 @@ class Detection(Task):
         check_image_size(model, config["input_size"], "the network")
 
     def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: ImageConfig, train: Any, sampler: TrainSampler
     ) -> Any:
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
         examples = transformed(train, transform)
         return train_loader(examples, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(
-        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+        self, recipe: Recipe, config: ImageConfig, test: Any, runtime: Runtime
     ) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
         return loader_of_share(FittedImages(test, config), batch, recipe.data.workers, runtime)
@@ -281,7 +283,7 @@ class Detection(Task):
         def student(module: nn.Module) -> nn.Module:
             return getattr(module, "student", module)
 
-        def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
+        def measure(module: nn.Module, loader: Any, runtime: Runtime) -> Metrics:
             detections = collect_detections(student(module), loader, runtime)
             return metric_rows(loader.dataset.source, detections)[0]
 
@@ -295,7 +297,7 @@ class Detection(Task):
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[Tensor, list[Target]]:
@@ -340,9 +342,7 @@ class Detection(Task):
         check_same_classes(model, source.classes)
         return drawn_once(source, options.max_images)
 
-    def evaluate(
-        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         images = self._test_images(model, options)
         config = evaluation_config(model, options.size)
         batch = min(options.batch_size, _LARGEST_BATCH)

@@ -13,22 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.functional import normalize
 
-from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.imagefolder import find_splits
 from isomorph.lab.data.formats.naming import ImageFiles, is_image_name
 from isomorph.lab.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.lab.data.loaders import batch_ranges, eval_transform
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.training.open import open_model
 from isomorph.layers.modes import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config
+from isomorph.spec import ImageSize
 
 INCEPTION = "inception"
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 NO_INCEPTION = (
-    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
-    "the features of another network as --features"
+    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as `weights`, or "
+    "the features of another network as `features`"
 )
 # Fewest images of a set: precision and recall look at three neighbours of each.
 MIN_IMAGES = 5
@@ -55,12 +56,11 @@ class InceptionFeatures(nn.Module):
         cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
         if weights is not None:
             try:
-                torch.load(
-                    weights, map_location="meta", weights_only=True
-                )  # torch-fidelity would run any code in it
+                # torch-fidelity would run any code in it
+                torch.load(weights, map_location="meta", weights_only=True)
             except Exception:
                 what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
-                raise UserError(f"--weights {weights} {what}") from None
+                raise UserError(f"weights {weights} {what}") from None
         elif not cached.is_file() and not is_reachable(inception.URL_INCEPTION_V3):
             raise UserError(NO_INCEPTION)
         path = None if weights is None else str(weights)
@@ -218,7 +218,7 @@ def _has_splits(data: str) -> bool:
 
 
 def _batches(
-    source: Source, size: tuple[int, int], batch_size: int, progress: Progress, exact: bool = False
+    source: Source, size: ImageSize, batch_size: int, progress: Progress, exact: bool = False
 ) -> Iterator[Tensor]:
     """Yield images at a size, cut out as for training. Shape: -> (B, 3, H, W) uint8
 

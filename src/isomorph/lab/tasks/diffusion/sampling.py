@@ -20,11 +20,11 @@ from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
-from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
 from isomorph.lab.data.loaders import batch_ranges
+from isomorph.lab.distributed import derive_seed
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.models.input_sizes import task_record
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery import fuse, fusible_modules
 
 Sampler = Literal["ancestral", "ddim"]
@@ -85,7 +85,7 @@ def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
 
 def noise_schedule(model: nn.Module) -> NoiseSchedule:
     """Return the noise schedule that a network was trained with; the published one for a network of another program."""
-    recorded = task_record(model)
+    recorded = spec_of(model).task
     betas = {}
     for name in ("beta_start", "beta_end"):
         if name in recorded:
@@ -101,7 +101,7 @@ def sample(
     *,
     seed: int = 0,
     batch_size: int = 64,
-    size: tuple[int, int] | None = None,
+    size: ImageSize | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """Generate images with a diffusion model, from noise that depends on the seed and the number of the image alone.

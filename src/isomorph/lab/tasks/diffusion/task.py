@@ -11,11 +11,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torchvision import transforms
 
-from isomorph.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.lab.data.formats.registry import SOURCES
-from isomorph.lab.data.loaders import eval_transform, loader_of_share, train_loader, transformed
+from isomorph.lab.data.loaders import (
+    ImageConfig,
+    eval_transform,
+    loader_of_share,
+    train_loader,
+    transformed,
+)
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import Source, spaced_images, with_changes
+from isomorph.lab.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.lab.evaluation.model_data import open_split
 from isomorph.lab.tasks.diffusion.sampling import (
     NoiseSchedule,
@@ -30,6 +36,7 @@ from isomorph.lab.training.recipe.fields import AugmentPart, Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Task
 from isomorph.layers.modes import eval_mode, require_finite
+from isomorph.terminal_tables import Metrics, Rows
 
 INTERVALS = 5
 Variance = Annotated[float, Field(gt=0, lt=1)]
@@ -135,8 +142,8 @@ def mean_error(sums: Tensor) -> dict[str, Any]:
     return {"denoising": total / max(images, 1), "images": int(images)}
 
 
-def errors_by_time(sums: Tensor, time_steps: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def errors_by_time(sums: Tensor, time_steps: int) -> Rows:
+    rows: Rows = []
     for interval, (total, images) in enumerate(sums.tolist()):
         if images:
             first = -(-interval * time_steps // INTERVALS)
@@ -175,18 +182,18 @@ class Diffusion(Task):
     def build_model(self, recipe: Recipe, train: Source, recast_now: bool) -> nn.Module:
         return build_model(recipe.model, 0, recipe.drop_path, recast_now)
 
-    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    def data_config(self, recipe: Recipe, model: nn.Module) -> ImageConfig:
         """Return the size of images, by default the model's own; images have values from -1 to 1."""
         config = super().data_config(recipe, model)
         half = (0.5,) * config["input_size"][0]
         return config | dict(crop_pct=1.0, crop_mode="center", mean=half, std=half)
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))
         check_denoiser_size(model, config["input_size"])
 
     def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: ImageConfig, train: Any, sampler: TrainSampler
     ) -> Any:
         flip = transforms.RandomHorizontalFlip(recipe.augment.hflip)
         transform = transforms.Compose([flip, eval_transform(config)])
@@ -198,9 +205,7 @@ class Diffusion(Task):
         time_steps = int(model.time_steps)  # type: ignore[arg-type]
         schedule = NoiseSchedule(time_steps, self.options.beta_start, self.options.beta_end)
 
-        def measure(
-            trained: nn.Module, loader: Iterable[Any], runtime: Runtime
-        ) -> dict[str, float]:
+        def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
             sums = denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime)
             return mean_error(sums)
 
@@ -211,9 +216,7 @@ class Diffusion(Task):
     def synthetic_data(self, recipe: Recipe) -> SyntheticData:
         return synthetic_data(recipe, labelled=False)
 
-    def evaluate(
-        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
         config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
         if options.size:

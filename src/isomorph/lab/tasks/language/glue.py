@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.parquet import import_pyarrow
 from isomorph.lab.data.formats.registry import data_root
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, to_device
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
@@ -30,7 +31,8 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
+from isomorph.terminal_tables import Metrics
 
 # A column by its name in the header, or by its number in a file without header.
 Column = str | int
@@ -358,9 +360,7 @@ class SentenceLoss(LossModule):
         return {"loss": loss, "output": output}
 
 
-def compute_metrics(
-    names: Sequence[str], predicted: np.ndarray, labels: np.ndarray
-) -> dict[str, float]:
+def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndarray) -> Metrics:
     """Return the named metrics of GLUE in percent, and the number of examples.
 
     F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
@@ -416,7 +416,7 @@ class TextClassification(LanguageTask):
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -426,7 +426,7 @@ class TextClassification(LanguageTask):
             labels = labels.float()
         return {"input_ids": words, "token_type_ids": torch.zeros_like(words)}, labels
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         super().check_model(recipe, model, config)
         if model.num_classes != len(self.glue.classes):
             what = f"the network has {model.num_classes} classes, and {self.options.dataset} {len(self.glue.classes)}"
@@ -437,9 +437,7 @@ class TextClassification(LanguageTask):
         return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
 
     @torch.no_grad()
-    def measure(
-        self, model: nn.Module, loader: Iterable[Any], runtime: Runtime
-    ) -> dict[str, float]:
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
         device = next(model.parameters()).device
         parts = list[tuple[np.ndarray, np.ndarray]]()
         with eval_mode(model):
@@ -460,7 +458,7 @@ class TextClassification(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
-        part, examples = recorded_split(model)
+        part, examples = spec_of(model).split
         if part and find_files(root, self.options.dataset, "train"):
             train = self._read(root, "train")
             if len(train) == examples:

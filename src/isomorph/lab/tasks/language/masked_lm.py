@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
+from isomorph.lab.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
@@ -23,7 +24,8 @@ from isomorph.lab.training.recipe.fields import Rate
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Objective
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.models.input_sizes import recorded_split
+from isomorph.spec import spec_of
+from isomorph.terminal_tables import Metrics
 
 # Target of a position that does not count.
 IGNORED = -100
@@ -178,7 +180,7 @@ class MaskedLM(LanguageTask):
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -187,7 +189,7 @@ class MaskedLM(LanguageTask):
         positions = torch.randint(words.shape[1], (samples, chosen), device=device)
         return {"input_ids": words, "positions": positions}, words.gather(1, positions)
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         super().check_model(recipe, model, config)
         if model.num_classes:
             raise UserError(
@@ -204,9 +206,7 @@ class MaskedLM(LanguageTask):
         )
 
     @torch.no_grad()
-    def measure(
-        self, model: nn.Module, loader: Iterable[Any], runtime: Runtime
-    ) -> dict[str, float]:
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
         """Return loss and accuracy on masked words, which are masked alike at every call."""
         device = next(model.parameters()).device
         sums = torch.zeros(4, dtype=torch.float64)
@@ -228,9 +228,8 @@ class MaskedLM(LanguageTask):
         }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
-        if (
-            source == "glue" and not root.is_file()
-        ):  # a text file also after a pre-training on GLUE's sentences
+        # a text file also after a pre-training on GLUE's sentences
+        if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
             whole = True
         else:
@@ -238,7 +237,7 @@ class MaskedLM(LanguageTask):
             texts = read_lines(test_files or files)
             whole = not test_files
         packed = self._pack(texts, root)
-        part, sequences = recorded_split(model)
+        part, sequences = spec_of(model).split
         if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
         packed.fixed = True

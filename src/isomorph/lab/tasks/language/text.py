@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.registry import data_root
-from isomorph.lab.data.loaders import loader_of_share, train_loader
+from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.distributed import Runtime, derive_seed
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Task
 from isomorph.spec import spec_of
+from isomorph.terminal_tables import Rows
 
 # Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256.
 UNUSED_EMBEDDINGS = 256
@@ -195,7 +196,7 @@ class LanguageTask(Task):
         examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
 
-    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    def data_config(self, recipe: Recipe, model: nn.Module) -> ImageConfig:
         if self.rehearses:  # sequences of one length, without a tokeniser
             return {"padding": 0}
         return {"padding": self.tokenizer.pad_token_id}
@@ -206,19 +207,19 @@ class LanguageTask(Task):
         words = table.shape[0]
         return torch.randint(words, (samples, self.options.length), device=device)
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if self.rehearses:
             return
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
     def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: ImageConfig, train: Any, sampler: TrainSampler
     ) -> Any:
         collate = partial(pad_batch, config["padding"])
         return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(
-        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+        self, recipe: Recipe, config: ImageConfig, test: Any, runtime: Runtime
     ) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
         return self.share_loader(test, batch, recipe.data.workers, runtime)
@@ -232,11 +233,9 @@ class LanguageTask(Task):
     open_test: Any
     measure: Any
 
-    def evaluate(
-        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
-            raise UserError("--size is for images; leave it out for this model")
+            raise UserError("`size` is for images; leave it out for this model")
         source = spec_of(model).config.get("source") or self.sources[0]
         folder: Any = options.root
         if options.data in self.sources:

@@ -27,9 +27,14 @@ from isomorph.lab.training.recipe.fields import (
     Size,
     both_sides,
 )
+from isomorph.spec import ImageSize
 
 # Two sizes in pixels; one number stands for both.
 Sides = Annotated[tuple[Size, Size], BeforeValidator(both_sides)]
+
+
+# What a transform has drawn, once for an image and its mask.
+Params = dict[str, Any]
 
 
 class SegmentationPart(Part):
@@ -78,7 +83,7 @@ class SegmentationPart(Part):
         return self
 
     @property
-    def test_stride(self) -> tuple[int, int]:
+    def test_stride(self) -> ImageSize:
         return self.stride or (max(1, self.crop[0] * 2 // 3), max(1, self.crop[1] * 2 // 3))
 
 
@@ -89,7 +94,7 @@ def _uniform(low: float, high: float) -> float:
     return low + (high - low) * torch.rand(()).item()
 
 
-def scaled_size(size: tuple[int, int], limits: Sequence[float]) -> tuple[int, int]:
+def scaled_size(size: ImageSize, limits: Sequence[float]) -> ImageSize:
     """Return height and width, enlarged or reduced until the longest or the shortest side reaches its limit."""
     longest, shortest = limits
     factor = min(longest / max(size), shortest / min(size))
@@ -104,13 +109,13 @@ class RatioResize(v2.Transform):
         self.resize = resize
         self.ratio = ratio
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+    def make_params(self, flat_inputs: list[Any]) -> Params:
         height, width = query_size(flat_inputs)
         factor = _uniform(*self.ratio)
         limits = self.resize or (max(height, width), min(height, width))
         return {"size": scaled_size((height, width), [factor * limit for limit in limits])}
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def transform(self, inpt: Any, params: Params) -> Any:
         size = list(params["size"])
         if isinstance(inpt, tv_tensors.Mask):
             return resize_masks(inpt, size)
@@ -128,7 +133,7 @@ class CappedCrop(v2.Transform):
         self.size = size
         self.share = share
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+    def make_params(self, flat_inputs: list[Any]) -> Params:
         rows, columns = query_size(flat_inputs)
         height = min(rows, self.size[0])
         width = min(columns, self.size[1])
@@ -145,7 +150,7 @@ class CappedCrop(v2.Transform):
                 break
         return box
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def transform(self, inpt: Any, params: Params) -> Any:
         return F.crop(inpt, **params)
 
 
@@ -157,7 +162,7 @@ class Photometric(v2.Transform):
     Source: PhotoMetricDistortion of mmsegmentation; differs: saturation blends with grey instead of scaling HSV
     """
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+    def make_params(self, flat_inputs: list[Any]) -> Params:
         def maybe(low: float, high: float) -> float | None:
             value = _uniform(low, high)
             drawn = torch.rand(()).item() < 0.5
@@ -171,7 +176,7 @@ class Photometric(v2.Transform):
             "hue": maybe(-0.1, 0.1),
         }
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def transform(self, inpt: Any, params: Params) -> Any:
         if not isinstance(inpt, tv_tensors.Image):
             return inpt
         x = F.to_dtype(inpt, torch.float32, scale=True)
@@ -196,13 +201,13 @@ class PadTo(v2.Transform):
         super().__init__()
         self.size = size
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+    def make_params(self, flat_inputs: list[Any]) -> Params:
         height, width = query_size(flat_inputs)
         right = max(0, self.size[1] - width)
         below = max(0, self.size[0] - height)
         return {"padding": [0, 0, right, below]}
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def transform(self, inpt: Any, params: Params) -> Any:
         fill = IGNORE if isinstance(inpt, tv_tensors.Mask) else 0
         if any(params["padding"]):
             return F.pad(inpt, params["padding"], fill=fill)

@@ -27,6 +27,7 @@ from isomorph.lab.data.sources import (
     upright_size,
 )
 from isomorph.lab.tasks.image_sets import ImageSet
+from isomorph.spec import ImageSize
 
 # Class of the pixels that count neither in the loss nor in the metrics.
 IGNORE = 255
@@ -183,7 +184,7 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
             raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
 
 
-def _size_of(path: Path) -> tuple[int, int]:
+def _size_of(path: Path) -> ImageSize:
     with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
         return upright_size(opened)
 
@@ -381,9 +382,7 @@ def open_splits(
             raise UserError(f"{root} has test images of its own; leave data.split out")
         return train, test
     if fraction is None:
-        raise UserError(
-            f"{root} has no test images; give --data.split, the fraction to test on, like 0.2"
-        )
+        raise UserError(f"{root} has no test images; give data.split=0.2, the fraction to test on")
     names = [files.image.relative_to(root).as_posix() for files in train.samples]
     places = np.array([hash_to_unit(name) for name in names])
     held_out = places < fraction

@@ -14,11 +14,13 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from isomorph.distributed import Runtime
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart
 from isomorph.lab.tasks.segmentation.data import IGNORE
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.task_networks.upernet import resize_map
+from isomorph.spec import ImageSize
+from isomorph.terminal_tables import Metrics, Rows
 
 WINDOWS = 8
 
@@ -88,7 +90,7 @@ class Confusion:
         """Return the share of each class's pixels that were found; NaN for a class without pixels. Shape: -> (K,)"""
         return self.counts.diagonal().double() / self.counts.sum(1)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return miou, mean_accuracy and pixel_accuracy in percent; means over the classes that occur."""
         hits = self.counts.diagonal().double().sum()
         return {
@@ -97,7 +99,7 @@ class Confusion:
             "pixel_accuracy": 100 * float(hits / self.counts.sum()),
         }
 
-    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+    def rows(self, names: Sequence[str]) -> Rows:
         """Return the IoU, the accuracy and the share of the pixels of each class, in percent; None where undefined."""
         shares = self.counts.sum(1).double() / max(1, int(self.counts.sum()))
         ious = _percents(self.ious())
@@ -115,7 +117,7 @@ def _percents(shares: Tensor) -> list[float | None]:
 
 @torch.no_grad()
 def predict_mask(
-    model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int]
+    model: nn.Module, image: Tensor, part: SegmentationPart, size: ImageSize
 ) -> Tensor:
     """Return each pixel's class, at `size` before resizing. Shape: (1, 3, h, w) -> (H, W). Raises: NotFinite."""
     parameter = next(model.parameters())

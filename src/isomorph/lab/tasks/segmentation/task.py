@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.checkpoints.open import open_model
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
-from isomorph.lab.data.loaders import loader_of_share, train_loader, transformed
+from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once, read_image
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.lab.tasks.segmentation.data import (
     FORMATS,
@@ -38,17 +38,18 @@ from isomorph.lab.tasks.segmentation.results import (
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
+from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
 from isomorph.models.input_sizes import (
-    check_same_classes,
     class_names,
     evaluation_config,
     input_size_problem,
-    recorded_split,
     training_config,
 )
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
+from isomorph.spec import spec_of
+from isomorph.terminal_tables import Metrics, Rows
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:
@@ -168,12 +169,14 @@ class Segmentation(Task):
             part = part.model_copy(update={"kwargs": kwargs})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
-    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    def data_config(self, recipe: Recipe, model: nn.Module) -> ImageConfig:
         return training_config(model, self.options.crop, {})
 
-    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if not isinstance(model, UPerNet):
-            instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
+            instead = (
+                "give model.name=upernet, and the network inside it as model.kwargs.backbone=NAME"
+            )
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         reason = input_size_problem(model, config["input_size"])
         if reason:
@@ -182,7 +185,7 @@ class Segmentation(Task):
             )
 
     def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: ImageConfig, train: Any, sampler: TrainSampler
     ) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])
         return train_loader(
@@ -190,21 +193,19 @@ class Segmentation(Task):
         )
 
     def test_loader(
-        self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime
+        self, recipe: Recipe, config: ImageConfig, test: Any, runtime: Runtime
     ) -> Iterable[Any]:
         return self._image_loader(config, test, recipe.data.workers, runtime)
 
     def _image_loader(
-        self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime
+        self, config: ImageConfig, test: MaskedImages, workers: int, runtime: Runtime
     ) -> Any:
         """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
         transform: Any = TestTransform(self.options.resize, config["mean"], config["std"])
         return loader_of_share(transformed(test, transform), 1, workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        def measure_masks(
-            module: nn.Module, loader: Iterable[Any], runtime: Runtime
-        ) -> dict[str, float]:
+        def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
             counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
@@ -215,7 +216,7 @@ class Segmentation(Task):
         self,
         recipe: Recipe,
         model: nn.Module,
-        config: dict[str, Any],
+        config: ImageConfig,
         samples: int,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
@@ -234,18 +235,16 @@ class Segmentation(Task):
                 raise UserError(
                     f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}"
                 )
-        fraction, images = recorded_split(model)
+        fraction, images = spec_of(model).split
         pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
         check_same_classes(model, pairs.classes)
         pairs.check()
         return pairs
 
-    def evaluate(
-        self, model: nn.Module, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> Rows:
         if options.size:
             raise UserError(
-                "--size does not apply to segmentation, which resizes images as in training; leave it out"
+                "`size` does not apply to segmentation, which resizes images as in training; leave it out"
             )
         images = self._test_images(model, options)
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
@@ -262,7 +261,7 @@ class Segmentation(Task):
         names = class_names(model)
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for i in np.argsort(-counts):
             if counts[i]:
                 rows.append({"class": names[i], "share": 100 * counts[i] / mask.size})

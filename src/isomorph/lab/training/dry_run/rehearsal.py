@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as meta_config
 
-from isomorph.distributed import Runtime, open_runtime
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import Runtime, open_runtime
 from isomorph.lab.training.build import plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run.h100 import FuseAttention, RecordOperations, StepCost
@@ -30,6 +31,7 @@ from isomorph.lab.training.run.resume import find_snapshot
 from isomorph.lab.training.run.state import Run, check_model_given
 from isomorph.lab.training.task import Objective, Task
 from isomorph.surgery.anneal import annealed_layers
+from isomorph.terminal_tables import Table
 
 META = torch.device("meta")
 # GPUs among which the predicted run divides its batches.
@@ -90,7 +92,7 @@ class DryRun:
         """Hours of training on eight H100, calculated."""
         return self.steps * self.h100.eager / 3600
 
-    def table(self) -> list[list[str]]:
+    def table(self) -> Table:
         """Return the facts as rows of a name and a text."""
         shown = [
             ("source", self.recipe.source or "-"),
@@ -108,7 +110,7 @@ class DryRun:
         shown += [("note" if i == 0 else "", line) for i, line in enumerate(self.notes)]
         return [["", self.recipe.name], *([name, text] for name, text in shown)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the facts as plain values, for JSON."""
         return {
             "recipe": self.recipe.name,
@@ -373,7 +375,9 @@ def _measure(
             seconds = _train_steps(run, steps)
     except torch.OutOfMemoryError:
         whole = f"a step of {part:,} samples does not fit the GPU's memory"
-        raise UserError(f"{whole}; give --scale.accumulate, or activation_checkpointing") from None
+        raise UserError(
+            f"{whole}; give `scale.accumulate`, or `scale.activation_checkpointing`"
+        ) from None
     memory = None
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(runtime.device) / GIB

@@ -1,12 +1,11 @@
 """Data sets that are not there: their published sizes, and random samples of the right shapes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.training.recipe.recipe import Recipe
 
 # Training images (sequences, sentences) and classes of published data sets. The papers print the images of ImageNet,
@@ -73,7 +72,7 @@ def synthetic_data(
     return SyntheticData(name, images, names)
 
 
-def random_images(config: Mapping[str, Any], samples: int, device: torch.device) -> Tensor:
+def random_images(config: ImageConfig, samples: int, device: torch.device) -> Tensor:
     """Return normalised noise of the size of a data config. Shape: -> (samples, C, H, W)"""
     return torch.randn(samples, *config["input_size"], device=device)
 

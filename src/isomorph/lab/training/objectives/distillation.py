@@ -13,11 +13,11 @@ from timm.task import (
 )
 from torch import Tensor, nn
 
-from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
+from isomorph.lab.evaluation.classes import check_image_size, class_count, named_logits
+from isomorph.lab.training.open import is_checkpoint_or_run, open_model
 from isomorph.lab.training.recipe.fields import DistillPart
 from isomorph.models import create
-from isomorph.models.input_sizes import check_image_size, class_count, named_logits
 
 
 class FrozenTeacher(nn.Module):
@@ -67,9 +67,8 @@ class _Teacher(DistillationTeacher):
     def normalize_input(
         self, input: Tensor, student_mean: Any = None, student_std: Any = None
     ) -> Tensor:
-        return (
-            input * student_std + student_mean - self.mean_kd
-        ) / self.std_kd  # timm's waits for the GPU to compare
+        # timm's waits for the GPU to compare
+        return (input * student_std + student_mean - self.mean_kd) / self.std_kd
 
 
 class SoftDistillationLoss(LogitDistillationTask):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isomorph.checkpoints.autoencoder import load_autoencoder
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.recipe.fields import MaskPart
 from isomorph.lab.training.task import Objective
@@ -21,6 +21,7 @@ from isomorph.layers.modes import eval_mode
 from isomorph.models import create
 from isomorph.models.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
+from isomorph.terminal_tables import Metrics
 
 # Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss.
 SMOOTH_L1_BETA = 2.0
@@ -216,7 +217,7 @@ def evaluate_pretraining(
     loader: Iterable[Any],
     runtime: Runtime = ALONE,
     seed: int = 0,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the mean loss in eval mode over the images of all processes; those with the label -1 do not count.
 
     An image's mask depends only on its position in the data and the seed. Raises: UserError when the loader is empty.

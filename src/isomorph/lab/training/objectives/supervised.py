@@ -10,8 +10,8 @@ from timm.task import ClassificationTask
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.lab.evaluation.classes import named_logits
 from isomorph.lab.training.recipe.fields import AugmentPart, MapSimilarityPart
-from isomorph.models.input_sizes import named_logits
 
 # Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity.
 MIN_LENGTH = 1e-8

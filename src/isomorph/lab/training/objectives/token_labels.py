@@ -15,6 +15,7 @@ from isomorph.lab.data.label_maps import MapLabels
 from isomorph.lab.training.objectives.supervised import PenalisedLoss
 from isomorph.lab.training.recipe.fields import MapSimilarityPart, TokenLabelPart
 from isomorph.models.blockwise import Box
+from isomorph.spec import ImageSize
 
 
 def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
@@ -36,7 +37,7 @@ def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
     return dense.scatter_(1, classes.long(), scores)
 
 
-def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
+def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: ImageSize) -> Tensor:
     """Return class probabilities at the grid positions of a crop: the softmax of scores sampled by RoIAlign.
 
     Shape: dense (B, num_classes, h, w) -> (B, H W, num_classes)
@@ -52,7 +53,7 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
     return scores.flatten(2).transpose(1, 2).softmax(-1)  # (B, H W, num_classes)
 
 
-def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
+def draw_box(grid_size: ImageSize, beta: float) -> Box:
     """Draw a box of area 1 - lambda, lambda from Beta(beta, beta), with a uniform centre, clipped at the border."""
     lam = torch.distributions.Beta(beta, beta).sample().item()
     share = math.sqrt(1 - lam)
@@ -123,7 +124,7 @@ class TokenLabelLoss(PenalisedLoss):
         self.num_classes: int = model.num_classes  # type: ignore[assignment]
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
 
-    def labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def labels(self, target: Any, grid_size: ImageSize) -> tuple[Tensor, Tensor]:
         """Return the labels of images and patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
         if not isinstance(target, MapLabels):
             labels = _soft_labels(target, self.num_classes, self.smoothing)
@@ -135,7 +136,7 @@ class TokenLabelLoss(PenalisedLoss):
         image = crop_label_maps(dense, target, (1, 1))[:, 0]
         return _smooth(image, self.smoothing), patches
 
-    def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def mixed_labels(self, target: Any, grid_size: ImageSize) -> tuple[Tensor, Tensor]:
         """Return `labels`, mixed if the images were mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
         if not isinstance(target, MixedLabelMaps):
             return self.labels(target, grid_size)

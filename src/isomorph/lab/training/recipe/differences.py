@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from isomorph.lab.training.recipe.fields import Fields
 from isomorph.lab.training.recipe.read import SCHEDULES
 from isomorph.lab.training.recipe.recipe import Recipe
 
@@ -40,8 +41,8 @@ _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "g
 _NAMED_FIELDS = 3
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Fields:
+    flat: Fields = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:

@@ -27,6 +27,8 @@ from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe.tasks import TASKS, find_task, task_names
 from isomorph.surgery import Anneal
 
+# Values by name: fields of a recipe, arguments of a function.
+Fields = dict[str, Any]
 Positive = Annotated[float, Field(gt=0)]
 # Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`).
 PartRate = Annotated[float, Field(gt=0, validate_default=True)]
@@ -172,7 +174,7 @@ class DataPart(Part):
     """Unreadable images to replace by others before the run stops."""
 
     @classmethod
-    def named(cls, data: str) -> dict[str, Any]:
+    def named(cls, data: str) -> Fields:
         """Return the fields for the name of a source, or for a folder of images. Raises: UserError for neither."""
         if data in (*SOURCES, *STREAMS):
             return {"source": data}
@@ -476,7 +478,7 @@ class DistillPart(Part):
     """A timm model with pretrained weights, or a checkpoint written by isomorph."""
     weights: File | None = None
     """File with the weights of a teacher that is given as a timm model."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Fields = {}
     """More arguments of timm.create_model for the teacher, e.g. {global_pool: avg} for MAE's fine-tuned ViT-B."""
     kind: Literal["hard", "soft"] = "hard"
     """hard: the teacher's top class is a second label; soft: its probabilities are."""

@@ -7,12 +7,12 @@ from pydantic import ConfigDict, Field, create_model, field_validator, model_val
 from pydantic.fields import FieldInfo
 
 from isomorph.checkpoints.paths import is_function
-from isomorph.lab.training.recipe.fields import File, Globs, Part, Positive
+from isomorph.lab.training.recipe.fields import Fields, File, Globs, Part, Positive
+from isomorph.lab.training.recipe.rule_options import rule_options
 from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
 from isomorph.surgery.rule import RULES, build_rule
-from isomorph.surgery.rule_options import rule_options
 
 
 class RecastPart(Part):
@@ -55,7 +55,7 @@ class RecastPart(Part):
 
 @cache
 def _rule_fields(_: tuple[str, ...]) -> type[Part]:
-    fields: dict[str, Any] = {
+    fields: Fields = {
         name: (option.type, Field(default=None, description=option.help))
         for name, option in rule_options().items()
     }
@@ -74,8 +74,8 @@ class ModelPart(Part):
     """Checkpoint to start from, saved before or after the recast; a classifier that does not fit is initialised."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default the number in the data."""
-    kwargs: dict[str, Any] = {}
-    """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
+    kwargs: Fields = {}
+    """More arguments of timm.create_model, e.g. {img_size: 32}, or model.kwargs.img_size alone."""
     weight_init: Literal["mae"] | None = None
     """mae: random weights by MAE's rule, Xavier in every matrix, recast layers included; by default each network's."""
     head_std: Positive | None = None
@@ -104,6 +104,6 @@ class ModelPart(Part):
 
     @field_validator("kwargs")
     @classmethod
-    def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def check_kwargs(cls, kwargs: Fields) -> Fields:
         check_model_kwargs(kwargs)
         return kwargs

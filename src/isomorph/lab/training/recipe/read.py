@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from isomorph.errors import UserError
-from isomorph.lab.training.recipe.fields import DataPart
+from isomorph.lab.training.recipe.fields import DataPart, Fields
 from isomorph.lab.training.recipe.recipe import Recipe, validate
 from isomorph.yaml_values import parse_value
 
@@ -33,7 +33,7 @@ TEXTS = (
 )
 
 
-def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
+def override_recipe(values: Fields, assignments: list[str]) -> Recipe:
     """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
 
     Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
@@ -48,7 +48,7 @@ def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     return recipe
 
 
-def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+def apply_overrides(values: Fields, assignments: list[str]) -> Fields:
     """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
 
     Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
@@ -80,7 +80,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
 
 
 def shorten_schedules(
-    values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs"
+    values: Fields, usual: int, given: Sequence[str], unit: str = "epochs"
 ) -> str:
     """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
 

@@ -139,7 +139,7 @@ class Recipe(Part):
         source = self.data.source
         if self.task is None:
             if source not in (*SOURCES, *STREAMS):
-                yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
+                yield f"data.source {source} needs a task; give task.name={' or '.join(task_names(source))}"
             return
         task = self.task.task
         name = self.task.name
@@ -182,7 +182,7 @@ class Recipe(Part):
 
 
 # Fields that may change when a run is resumed.
-CHANGEABLE: dict[str, Any] = {
+CHANGEABLE: fields.Fields = {
     "out": True,
     "device": True,
     "dataset": True,
@@ -202,7 +202,7 @@ def identity_json(recipe: Recipe) -> str:
     return recipe.model_dump_json(exclude=CHANGEABLE)
 
 
-def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def changed_fields(old: fields.Fields, new: fields.Fields, prefix: str = "") -> list[str]:
     """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
@@ -215,12 +215,12 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return changed
 
 
-def validate(values: dict[str, Any]) -> Recipe:
+def validate(values: fields.Fields) -> Recipe:
     """Return a Recipe from plain values. Raises: UserError with all problems in one line."""
     return check_part(Recipe, "the recipe", values)
 
 
-def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
+def check_part(part: type[P], title: str, values: fields.Fields) -> P:
     """Return a group of fields from plain values. Raises: UserError with all problems in one line."""
     try:
         return part.model_validate(values)
@@ -250,7 +250,7 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     return f"{field}: {message} (given {repr(problem['input'])[:80]})"
 
 
-def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
+def _fields_of(groups: list[str], part: type[Part]) -> fields.Fields:
     for group in groups:
         part = part_of(part.model_fields[group].annotation) or Part
     return part.documented_fields()
@@ -281,8 +281,7 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             groups.append(f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{inside}")
         else:
             default = "" if field.is_required() else f" [{field.default}]"
-            text = (field.description or "").replace(
-                "*", r"\*"
-            )  # the help is Markdown, and globs are not emphasis
+            # the help is Markdown, and globs are not emphasis
+            text = (field.description or "").replace("*", r"\*")
             lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join([*lines, *groups])

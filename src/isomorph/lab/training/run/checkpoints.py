@@ -14,10 +14,10 @@ from isomorph.checkpoints.autoencoder import save_autoencoder as write_autoencod
 from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import write_model
 from isomorph.checkpoints.open import load
-from isomorph.checkpoints.snapshot import write_snapshot
 from isomorph.errors import UserError
 from isomorph.lab.training.parallel import gathered_state_dict
 from isomorph.lab.training.recipe.recipe import identity_json
+from isomorph.lab.training.run.snapshot import write_snapshot
 from isomorph.lab.training.run.state import Run
 
 

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 from isomorph.checkpoints.files import remove_partial_files
-from isomorph.checkpoints.snapshot import restore_replaced
-from isomorph.distributed import Runtime
 from isomorph.errors import Stopped, UserError
+from isomorph.lab.distributed import Runtime
+from isomorph.lab.training.run.snapshot import restore_replaced
 
 __all__ = ["Diverged", "StopRequest", "Stopped", "lock_folder", "stop_requests"]
 
@@ -96,14 +96,12 @@ def stop_requests() -> Iterator[StopRequest]:
 
     def record(number: int, frame: FrameType | None) -> None:
         request.number = number
-        if (
-            number == signal.SIGINT
-        ):  # schedulers send SIGTERM twice: to the processes, and through torchrun
+        # schedulers send SIGTERM twice: to the processes, and through torchrun
+        if number == signal.SIGINT:
             signal.signal(number, before[number])
 
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # only the main thread can set handlers
+    # only the main thread can set handlers
+    if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         before = {
             number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError, optional_module
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.terminal_tables import count_of, printable
+from isomorph.terminal_tables import Row, Rows, count_of, printable
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 
@@ -65,7 +66,7 @@ class Journal:
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", self._environment())
 
-    def _environment(self) -> dict[str, Any]:
+    def _environment(self) -> JsonObject:
         device = self.runtime.device
         name = platform.processor()
         if device.type == "cuda":
@@ -84,7 +85,7 @@ class Journal:
             "numpy": np.__version__,
         }
 
-    def write(self, name: str, row: dict[str, Any]) -> None:
+    def write(self, name: str, row: Row) -> None:
         """Append one line of JSON to a log, and draw its numbers. Raises: UserError when it cannot be written."""
         if not self.runtime.is_main:
             return
@@ -132,9 +133,9 @@ class Journal:
             yield lambda: bar.advance(task)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> Rows:
     """Return the rows of a log, without damaged lines: incomplete, not JSON, or with other types."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     if not path.is_file():
         return rows
     for line in path.read_bytes().split(b"\n"):
@@ -163,7 +164,7 @@ def _truncate_log(path: Path, epoch: int, step: int) -> None:
     write_atomically(path, lambda file: file.write_text("".join(lines)))
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     return json.dumps(row, separators=(",", ":")) + "\n"
 
 

@@ -21,9 +21,9 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
-from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import NotFinite, UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.distributed import open_runtime, seed_everything, to_device
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
 from isomorph.lab.training.parallel import no_gradient_sync, unsharded
 from isomorph.lab.training.recipe.recipe import Recipe
@@ -42,11 +42,12 @@ from isomorph.lab.training.run.guards import (
     stop_requests,
 )
 from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.snapshot import list_snapshots, rename_damaged
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.terminal_tables import chance_difference, count_of
+from isomorph.terminal_tables import Metrics, Row, chance_difference, count_of
 
 # Steps between checks that the loss is finite, since reading it waits for the device.
 CHECK_EVERY = 10
@@ -68,7 +69,7 @@ class Result:
 
     model: nn.Module = field(repr=False)
     """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
-    metrics: dict[str, float]
+    metrics: Metrics
     """Metrics of the last evaluation, e.g. top1 in percent."""
     folder: Path
     """Folder of the run, with its checkpoints and logs."""
@@ -126,9 +127,8 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
     _say_if_worse(run, journal)
     save_autoencoder(run)
-    save_model(
-        run, run.recipe.folder / "model.safetensors"
-    )  # last: this file marks the run as complete
+    # last: this file marks the run as complete
+    save_model(run, run.recipe.folder / "model.safetensors")
 
 
 def _log_start(run: Run, journal: Journal) -> None:
@@ -194,7 +194,7 @@ def recast_when_due(run: Run, journal: Journal) -> None:
         journal.show(*describe_groups(run.trained, run.optimizer, run.recipe.optim))
 
 
-def printed(run: Run, metrics: dict[str, Any]) -> str:
+def printed(run: Run, metrics: Row) -> str:
     """Return the metrics that the task prints, as text."""
     text = ""
     for name, form in run.task.printed.items():
@@ -346,7 +346,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
             journal.say(message)
 
 
-def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> dict[str, float]:
+def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> Metrics:
     """Return loss and training accuracy of an epoch, and what an evaluation measures. Raises: Diverged."""
     metrics = {"loss": loss}
     if run.objective.accuracy:
@@ -438,9 +438,8 @@ class StepMonitor:
         progress = run.progress
         step = run.progress.step
         loss = (total - progress.logged_total) / (step - progress.logged)
-        speed = (
-            (step - self.first) * run.order.batch / seconds
-        )  # since the run resumed, if that was later
+        # since the run resumed, if that was later
+        speed = (step - self.first) * run.order.batch / seconds
         row = {
             "epoch": progress.closed + 1,
             "step": step,
@@ -540,14 +539,14 @@ def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
 _GATING_MEASURES = (("gates", gates, 3), ("spans", attention_spans, 2), ("centres", centres, 2))
 
 
-def gating_row(run: Run) -> dict[str, Any]:
+def gating_row(run: Run) -> JsonObject:
     """Return {"gating": {layer: {gates, spans, centres}}}, by head, and {"gamma": {layer: largest}}, for log.jsonl.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
     model = run.eval_model
-    gating: dict[str, dict[str, Any]] = {}
-    row: dict[str, Any] = {}
+    gating: dict[str, JsonObject] = {}
+    row: Row = {}
     with unsharded(model):
         with suppress(UserError):  # no gated layer
             for name, measure, decimals in _GATING_MEASURES:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isomorph.checkpoints.named_state import OPTIMIZER_PREFIX, allocate_tensor, load_optimizer
-from isomorph.checkpoints.snapshot import (
+from isomorph.errors import UserError
+from isomorph.lab.training.recipe.recipe import Recipe, changed_fields, identity_json
+from isomorph.lab.training.run.named_state import OPTIMIZER_PREFIX, allocate_tensor, load_optimizer
+from isomorph.lab.training.run.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
     newest_snapshot,
     read_layout,
     read_tensors_into,
 )
-from isomorph.errors import UserError
-from isomorph.lab.training.recipe.recipe import Recipe, changed_fields, identity_json
 
 
 def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
 from isomorph.checkpoints.model import describe_model, record_data
-from isomorph.checkpoints.named_state import (
+from isomorph.checkpoints.open import local_file
+from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
+from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.data.streams import workers_of_part
+from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
+from isomorph.lab.evaluation.classes import class_count, shorten
+from isomorph.lab.training.build import apply_surgery, plan_batches
+from isomorph.lab.training.classification import recipe_task
+from isomorph.lab.training.optim import build_optimizer, build_scheduler
+from isomorph.lab.training.parallel import distribute, prepare_model
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
     MODEL_PREFIX,
@@ -24,24 +36,14 @@ from isomorph.checkpoints.named_state import (
     owner_name,
     split_optimizer,
 )
-from isomorph.checkpoints.open import local_file
-from isomorph.checkpoints.snapshot import RunProgress
-from isomorph.distributed import Runtime, open_runtime, seed_everything
-from isomorph.errors import UserError
-from isomorph.lab.data.sampler import TrainSampler
-from isomorph.lab.data.streams import workers_of_part
-from isomorph.lab.training.build import apply_surgery, plan_batches
-from isomorph.lab.training.classification import recipe_task
-from isomorph.lab.training.optim import build_optimizer, build_scheduler
-from isomorph.lab.training.parallel import distribute, prepare_model
-from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.run.resume import Resume, find_snapshot
+from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Task
-from isomorph.models.input_sizes import class_count, shorten
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
 from isomorph.surgery.rule import record
+from isomorph.terminal_tables import Metrics
 
 _TOTALS = "progress.totals"
 
@@ -76,8 +78,8 @@ class Run:
         )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
-                f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
-                "(--model.start random starts from random weights)"
+                f"{recipe.name} requires trained weights; give model.weights=FILE or model.pretrained=True "
+                "(model.start=random starts from random weights)"
             )
         if self.resumed_from:
             self.progress = RunProgress(**self.resumed_from.values["progress"])
@@ -94,9 +96,8 @@ class Run:
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
         self.start = record(model).start
-        dtype = (
-            torch.float32 if runtime.device.type == "mps" else torch.float64
-        )  # which MPS does not have
+        # which MPS does not have
+        dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
         self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
         self.batches: Iterator[Any] | None = None
         if self.resumed_from:
@@ -112,14 +113,12 @@ class Run:
         recipe = self.recipe
         task = self.task
         classes = list(self.train.classes)
-        seed_everything(
-            "birth", recipe.seed
-        )  # seeds derive from this word: another word is another initialisation
+        # seeds derive from this word: another word is another initialisation
+        seed_everything("birth", recipe.seed)
         model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
-            apply_surgery(
-                copy.deepcopy(model), recipe.model
-            )  # raises, before the run starts, if it would fail later
+            # raises, before the run starts, if it would fail later
+            apply_surgery(copy.deepcopy(model), recipe.model)
         check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
             own = model.num_classes
@@ -159,9 +158,8 @@ class Run:
         prepared = prepare_model(model, recipe.scale, runtime)
         self.objective = self.task.objective(recipe, prepared, runtime.device)
         if recipe.ema:
-            sharded = (
-                recipe.scale.parallel == "fsdp"
-            )  # foreach cannot mix these parameters with plain buffers
+            # foreach cannot mix these parameters with plain buffers
+            sharded = recipe.scale.parallel == "fsdp"
             self.loss_module.setup_ema(decay=recipe.ema, foreach=not sharded)
         distribute(self.loss_module, recipe.scale, runtime)
         self.optimizer = build_optimizer(self.trained, recipe.optim)
@@ -226,16 +224,15 @@ class Run:
 
     def next_part(self) -> Any:
         """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
-        if (
-            self.batches is None
-        ):  # the first since the run began or resumed: the loader starts at the next step
+        # the first since the run began or resumed: the loader starts at the next step
+        if self.batches is None:
             sampler = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
             self.batches = iter(
                 self.task.train_loader(self.recipe, self.config, self.train, sampler)
             )
         return next(self.batches)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> Metrics:
         self.share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 
@@ -298,7 +295,7 @@ class Run:
         seed_everything("recast", self.recipe.seed)
         return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64)
@@ -313,7 +310,7 @@ def check_model_given(recipe: Recipe) -> None:
     """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(
-            f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME"
+            f"{recipe.name} has no model; give model.weights=FILE, or a timm model as model.name=NAME"
         )
 
 
@@ -344,5 +341,5 @@ def _check_classes_of_own(recipe: Recipe, outputs: int | None, classes: list[str
     if outputs != len(classes):
         raise UserError(
             f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
-            " function's own argument for it as --model.kwargs.NAME VALUE"
+            " function's own argument for it as model.kwargs.NAME=VALUE"
         )

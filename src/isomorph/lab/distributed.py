@@ -122,9 +122,8 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     rank, world, local = torchrun_place()
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        target = (
-            torch.device(name, local) if name == "cuda" else torch.device(name)
-        )  # that of its rank
+        # that of its rank
+        target = torch.device(name, local) if name == "cuda" else torch.device(name)
         torch.ones(1, device=target).item()  # which the meta device refuses
     except (RuntimeError, AssertionError) as error:
         raise UserError(
@@ -174,11 +173,8 @@ def seed_generators(seed: int, devices: bool = True) -> None:
 
 def derive_seed(purpose: str, *numbers: int) -> int:
     """Return a seed for a purpose and some numbers: NumPy's SeedSequence hash, 63 bits."""
-    entropy = (
-        zlib.crc32(purpose.encode()),
-        len(numbers),
-        *numbers,
-    )  # the length, as SeedSequence ignores final zeros
+    # the length, as SeedSequence ignores final zeros
+    entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -40,9 +40,8 @@ def split_optimizer(
             else:
                 values.setdefault(names[parameter], {})[key] = value
     groups: dict[str, Any] = {}
-    for (
-        group
-    ) in optimizer.param_groups:  # some optimisers change numbers of their groups during training
+    # some optimisers change numbers of their groups during training
+    for group in optimizer.param_groups:
         name = group["name"]
         groups[name] = {}
         for key, value in group.items():

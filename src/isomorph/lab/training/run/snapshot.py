@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from isomorph.checkpoints.header import describe_problems
-from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.lab.distributed import Runtime
 
 STATE_FILE = "state.json"
 _SNAPSHOTS_TO_KEEP = 2
@@ -143,9 +143,8 @@ def write_snapshot(
     def write_mine() -> None:
         copies = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in copies.items():
-            if not isinstance(
-                tensor, DTensor
-            ):  # safetensors needs it contiguous, sharing memory with no other
+            # safetensors needs it contiguous, sharing memory with no other
+            if not isinstance(tensor, DTensor):
                 copies[name] = tensor.clone(memory_format=torch.contiguous_format)
         with _no_process_group_warning():
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
@@ -209,9 +208,8 @@ def _no_process_group_warning() -> Iterator[None]:
 
 def _delete_older(folder: Path) -> None:
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
-        with suppress(
-            OSError
-        ):  # renamed first, so that a half deleted folder is not named like a snapshot
+        # renamed first, so that a half deleted folder is not named like a snapshot
+        with suppress(OSError):
             path.rename(folder / f".{path.name}.partial")
     for path in (*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)

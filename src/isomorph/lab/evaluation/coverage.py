@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import timm
@@ -12,6 +12,7 @@ from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isomorph.analysis.cost import count_parameters
 from isomorph.errors import UserError
 from isomorph.surgery.fuse import fuse_with_report
 from isomorph.surgery.recast import acceptance
@@ -52,20 +53,18 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
     Under `rules`: the number of accepted modules, of how many, and the reasons for the others with their counts, N in
     place of numbers.
     """
-    for name in names:
-        row: dict[str, Any] = {"model": name, "family": family_of(name)}
-        try:
-            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-                model = timm.create_model(name)
-            row["parameters"] = _count(model)
-            row["rules"] = {}
-            for kind, rule in rules.items():
-                accepted, rejected = acceptance(model, rule)
-                reasons = _count_reasons(rejected.values())
-                row["rules"][kind] = [len(accepted), len(accepted) + len(rejected), reasons]
-            yield row
-        except Exception as error:  # of any module of timm
-            yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+    def measure(name: str) -> dict[str, Any]:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        counts: dict[str, Any] = {}
+        for kind, rule in rules.items():
+            accepted, rejected = acceptance(model, rule)
+            reasons = _count_reasons(rejected.values())
+            counts[kind] = [len(accepted), len(accepted) + len(rejected), reasons]
+        return {"parameters": count_parameters(model), "rules": counts}
+
+    return _rows(names, measure)
 
 
 def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -75,28 +74,41 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
     left follow one layer `directly`, the reasons for all of them, the largest difference in float64, and parameters
     before, after and after timm's own method; or the `error` of the model.
     """
+    return _rows(names, _merged_norms)
+
+
+def _rows(
+    names: Iterable[str], measure: Callable[[str], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every timm model with what `measure` returns, if anything, or its error."""
     for name in names:
-        row: dict[str, Any] = {"model": name, "family": family_of(name)}
+        row = {"model": name, "family": family_of(name)}
         try:
             with warnings.catch_warnings(action="ignore"):
-                model = _randomised(timm.create_model(name).eval())
-                norms = _norms_of(model)
-                if not norms:
-                    continue
-                fused, report = fuse_with_report(model)
-                others = _count(reparameterize_model(model))
-            left = {key: reason for key, reason in report.left.items() if key in norms}
-            alone = [reason for reason in left.values() if not reason.startswith(_NOT_ALONE)]
-            yield row | {
-                "norms": len(norms),
-                "merged": len(norms - _norms_of(fused)),
-                "directly": len(alone),
-                "reasons": _count_reasons(left.values()),
-                "difference": report.difference,
-                "parameters": [*report.parameters, others],
-            }
+                measured = measure(name)
         except Exception as error:  # of any module of timm
-            yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            measured = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        if measured:
+            yield row | measured
+
+
+def _merged_norms(name: str) -> dict[str, Any]:
+    model = _randomised(timm.create_model(name).eval())
+    norms = _norms_of(model)
+    if not norms:
+        return {}
+    fused, report = fuse_with_report(model)
+    left = {key: reason for key, reason in report.left.items() if key in norms}
+    alone = [reason for reason in left.values() if not reason.startswith(_NOT_ALONE)]
+    others = count_parameters(reparameterize_model(model))
+    return {
+        "norms": len(norms),
+        "merged": len(norms - _norms_of(fused)),
+        "directly": len(alone),
+        "reasons": _count_reasons(left.values()),
+        "difference": report.difference,
+        "parameters": [*report.parameters, others],
+    }
 
 
 # How the reasons begin for norms that do not follow one layer that nothing else reads.
@@ -105,10 +117,6 @@ _NOT_ALONE = (
     "it reads the model's input",
     "the output of the layer before it is read elsewhere",
 )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _norms_of(model: nn.Module) -> set[str]:
@@ -121,17 +129,11 @@ def _randomised(model: nn.Module) -> nn.Module:
     for norm in model.modules():
         if not isinstance(norm, _BatchNorm) or not norm.affine:
             continue
-        for tensor, middle in (
-            (norm.weight, 1.0),
-            (norm.bias, 0.0),
-            (norm.running_mean, 0.0),
-            (norm.running_var, 1.0),
-        ):
+        norm.reset_parameters()
+        for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
             if tensor is not None:
-                tensor.copy_(
-                    middle
-                    + 0.2 * (torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5)
-                )
+                noise = torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5
+                tensor.add_(0.2 * noise)
     return model
 
 

@@ -1,0 +1,105 @@
+"""What every node of a .pt2 file computes, with the modules of PyTorch that the file names."""
+
+import io
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from isomorph.operations import tensors_in
+from isomorph.surgery.first_difference import Operations
+from isomorph.surgery.port.watch import Call, Ref
+
+# Relative differences that float32 explains.
+_ROUNDING = 2e-6
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph, and records its nodes and their values."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.calls: list[Call] = []
+        self.values: list[Tensor] = []
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self._numbers: dict[fx.Node, list[int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        if n.op == "output":
+            for node in n.all_input_nodes:
+                self.outputs += self._numbers[node]
+        elif n.target is operator.getitem:
+            self._numbers[n] = self._item(n)
+        else:
+            self._numbers[n] = [self._add(tensor) for tensor in tensors_in(out)]
+        if n.op == "placeholder":
+            self.inputs += self._numbers[n]
+        elif n.op == "call_function" and n.target is not operator.getitem:
+            self._record(n)
+        return out
+
+    def _add(self, tensor: Tensor) -> int:
+        value = tensor.detach().clone()  # a node may write into it
+        self.values.append(value.double() if value.is_floating_point() else value)
+        return len(self.values) - 1
+
+    def _item(self, n: fx.Node) -> list[int]:
+        """Return the number of one of the values of another node."""
+        whole: Any = n.args[0]
+        place: Any = n.args[1]
+        numbers = self._numbers[whole]
+        return [numbers[place]] if numbers else []
+
+    def _record(self, n: fx.Node) -> None:
+        schema = getattr(n.target, "_schema", None)
+        arguments: dict[str, Any] = dict(n.kwargs)
+        if schema is not None:
+            names = [argument.name for argument in schema.arguments]
+            arguments |= dict(zip(names, n.args, strict=False))
+        self.calls.append(
+            Call(
+                index=len(self.calls),
+                name=getattr(n.target, "__name__", str(n.target)).partition(".")[0],
+                function=None,
+                module=_module_of(n),
+                args=(),
+                kwargs=tree_map_only(fx.Node, self._given, arguments),
+                inputs=tuple(
+                    number for node in n.all_input_nodes for number in self._numbers[node]
+                ),
+                outputs=tuple(self._numbers[n]),
+            )
+        )
+
+    def _given(self, node: fx.Node) -> Any:
+        """Return a node among the arguments of another as the value that it is."""
+        numbers = self._numbers[node]
+        return Ref(numbers[0]) if len(numbers) == 1 else None
+
+
+def _module_of(n: fx.Node) -> str:
+    """Return the name of the module that a node is from."""
+    stack = list(n.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0] if stack else ""
+
+
+@torch.no_grad()
+def pt2_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations:
+    """Run a .pt2 file node by node, and return the nodes and their values."""
+    module = torch.export.load(io.BytesIO(contents)).module()
+    assert isinstance(module, fx.GraphModule)
+    given = [x.float() if x.is_floating_point() else x for x in inputs.values()]
+    recorder = _Recorder(module)
+    recorder.run(*given)
+    return Operations(
+        calls=recorder.calls,
+        values=recorder.values,
+        inputs=recorder.inputs,
+        outputs=recorder.outputs,
+        rounding=_ROUNDING,
+    )

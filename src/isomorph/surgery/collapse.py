@@ -1,0 +1,153 @@
+"""Modules of which one layer is left once their branches are merged: the layer takes their place.
+
+Without it the code of such a module still adds the 0 of every merged branch, which costs as much as an activation.
+"""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from isomorph.operations import Flow, TensorVersion
+from isomorph.surgery.affine import Affine, Summand, carrier_of
+from isomorph.surgery.affine_values import AffineValues
+from isomorph.surgery.layer_calls import ARITHMETIC
+from isomorph.surgery.plain_layers import describe_attachments
+from isomorph.surgery.rule import Rule
+from isomorph.surgery.site import Site
+
+
+@dataclass(frozen=True)
+class Collapse(Rule):
+    """Rule that puts parts of a module in its place, one after the other: a layer, and what follows it.
+
+    `parts` are names of modules inside it. `fuse` finds where the module computes nothing else.
+
+    >>> unit = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(3, 4, 1), "act": torch.nn.ReLU()})
+    >>> iso.surgery.Collapse(("conv",)).build(iso.surgery.Site(unit))
+    Conv2d(3, 4, kernel_size=(1, 1), stride=(1, 1))
+    """
+
+    parts: tuple[str, ...]
+
+    atol: ClassVar[float] = 1e-4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+
+    def reason(self, site: Site) -> str | None:
+        inside = dict(site.module.named_modules())
+        missing = [part for part in self.parts if part not in inside]
+        return f"it has no module {missing[0]}" if missing else None
+
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        modules = [site.module.get_submodule(part) for part in self.parts]
+        if len(modules) == 1:
+            return modules[0]
+        names = [part.rpartition(".")[2] for part in self.parts]
+        if len(set(names)) < len(names):
+            return nn.Sequential(*modules)
+        return nn.Sequential(OrderedDict(zip(names, modules, strict=True)))
+
+
+class Whole(NamedTuple):
+    """A module that computes a layer, its carrier, and then children in turn.
+
+    `skips`: the module's input, where its own code adds it to the layer. `parts`: names of the carrier and of these
+    children, relative to the module.
+    """
+
+    name: str
+    carrier: Summand
+    skips: tuple[Summand, ...]
+    parts: tuple[str, ...]
+    modules: frozenset[str]
+    """Names of all modules that are merged or stay."""
+
+
+def find_whole(
+    model: nn.Module, values: AffineValues, value: TensorVersion, found: Affine
+) -> Whole | None:
+    """Return the outermost module with arithmetic of its own that computes a value of one layer, then its children."""
+    carrier = carrier_of(found.summands)
+    if carrier is None or carrier.layer is None or found.steps:
+        return None
+    whole = None
+    name = carrier.layer.rpartition(".")[0]
+    while name:
+        children = _children_after(model, values.flow, name, value)
+        gets_source = values.flow.inputs[name] == [(found.source,)]
+        has_arithmetic = any(each.name in ARITHMETIC for each in values.operations_of[name])
+        if children is not None and gets_source and has_arithmetic:
+            whole = _whole(name, carrier, found, children)
+        name = name.rpartition(".")[0]
+    if whole is None or not _may_go(model.get_submodule(whole.name), whole):
+        return None
+    return whole
+
+
+def _whole(name: str, carrier: Summand, found: Affine, children: list[str]) -> Whole:
+    skips = tuple(each for each in found.summands if each.layer is None and each.stays)
+    parts = [str(carrier.layer).removeprefix(f"{name}."), *children]
+    modules = {f"{name}.{part}" for part in parts} | {gone for _, gone in found.gone}
+    for summand in found.summands:
+        modules |= {layer for layer in (summand.layer, summand.after) if layer}
+    return Whole(name, carrier, skips, tuple(parts), frozenset(modules))
+
+
+def _children_after(
+    model: nn.Module, flow: Flow, name: str, value: TensorVersion
+) -> list[str] | None:
+    """Return the children of a module that lead in turn from a value to its output, or None."""
+    end = flow.outputs[name]
+    children: list[str] = []
+    while end != [(value,)]:
+        following = None
+        for child, _ in model.get_submodule(name).named_children():
+            path = f"{name}.{child}"
+            is_next = flow.inputs[path] == [(value,)] and flow.outputs[path] != [(value,)]
+            if is_next and child not in children and len(flow.outputs[path]) == 1:
+                following = child
+        if following is None or len(flow.outputs[f"{name}.{following}"][0]) != 1:
+            return None
+        children.append(following)
+        value = flow.outputs[f"{name}.{following}"][0][0]
+    return children
+
+
+def _may_go(module: nn.Module, whole: Whole) -> bool:
+    """Return True if everything inside a module is merged or stays, or gives what it gets in train mode too."""
+    for path, inner in module.named_modules(prefix=whole.name):
+        if describe_attachments(inner):
+            return False
+        is_part = any(f"{path}.".startswith(f"{part}.") for part in whole.modules)
+        if is_part or inner._modules:
+            is_empty = not inner._parameters and not inner._buffers
+        else:
+            is_empty = _acts_alike_in_both_modes(inner)
+        if not is_part and not is_empty:
+            return False
+    return True
+
+
+@torch.no_grad()
+def _acts_alike_in_both_modes(module: nn.Module) -> bool:
+    """Return True for a layer without parameters and buffers that gives the same in train and eval mode."""
+    if module._parameters or module._buffers:
+        return False
+    outputs: list[Any] = []
+    for mode in (True, False):
+        layer = copy.copy(module)
+        layer.__dict__["training"] = mode
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                outputs.append(layer(torch.randn(32, 32, 8, 8)))
+            except Exception:  # of a layer that reads something else than a map
+                return False
+    first, second = outputs
+    return isinstance(first, torch.Tensor) and torch.equal(first, second)

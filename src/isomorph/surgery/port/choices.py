@@ -1,0 +1,81 @@
+"""What structure cannot tell in two models, and is tried: orders of parts, steps that look alike, leftovers."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import permutations
+
+from isomorph.surgery.port.pair import Joint, Pairing
+from isomorph.surgery.port.solve import Solution, part_orders
+
+# Most parameters of one size that one model may have for each of the other's where structure says nothing.
+_SHARING = 2
+# Most orders of steps that look alike.
+_ORDERS = 5
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which steps belong together, and how the parts of layers are assigned.
+
+    `orders`: which order of its parts a layer of the source takes, by its joint. `leftovers`: which of the parameters
+    that no step of the other model reads in the same way is taken, None for none.
+    """
+
+    pairing: Pairing
+    orders: Mapping[int, int] = field(default_factory=dict)
+    leftovers: int | None = None
+
+
+# What is tried, and how it changes an assignment.
+Choice = tuple[str, Callable[[Assignment], Assignment]]
+
+
+def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
+    """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
+    if solution.names_left() and solution.has_free_parameters:
+        what = "parameters that both models read in another way"
+        for which in range(_SHARING):
+            yield what, partial(replace, leftovers=which)
+    yield from _orders(pairing)
+    for group in pairing.alike:
+        first = pairing.pairs[group[0]][0]
+        what = f"which of the steps like {first.module} are which"
+        orders = list(permutations(group))
+        for places in orders[1 : 1 + _ORDERS]:
+            yield what, partial(_exchange, group=group, places=places)
+
+
+def _orders(pairing: Pairing) -> Iterator[Choice]:
+    """Yield other orders of the parts of layers, the same one for all layers that are like each other."""
+    labels: dict[tuple[object, ...], list[Joint]] = {}
+    counts: dict[tuple[object, ...], int] = {}
+    for one, other in pairing.pairs:
+        if len(one.parts) > 1 and not _is_clear(one, other):
+            alike = labels.setdefault(one.label, [])
+            alike.append(one)
+            counts[one.label] = len(part_orders(one, other))
+    for label, joints in labels.items():
+        what = f"the order of the parts of {joints[0].module}"
+        for order in range(1, counts[label]):
+            yield what, partial(_reorder, joints=joints, order=order)
+
+
+def _reorder(old: Assignment, joints: Sequence[Joint], order: int) -> Assignment:
+    """Assign the parts of some layers, such as queries and keys, in another order."""
+    chosen = {joint.index: order for joint in joints}
+    return replace(old, orders={**old.orders, **chosen})
+
+
+def _exchange(old: Assignment, group: Sequence[int], places: Sequence[int]) -> Assignment:
+    """Exchange the targets of pairs that look alike."""
+    pairs = list(old.pairing.pairs)
+    for here, there in zip(group, places, strict=True):
+        pairs[here] = pairs[here][0], old.pairing.pairs[there][1]
+    return replace(old, pairing=replace(old.pairing, pairs=pairs))
+
+
+def _is_clear(one: Joint, other: Joint) -> bool:
+    """True if what reads the parts of two layers tells which are the same."""
+    read = {part.read_by for part in one.parts}
+    return len(read) == len(one.parts) and read == {part.read_by for part in other.parts}

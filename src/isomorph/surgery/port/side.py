@@ -1,0 +1,107 @@
+"""One of the two models of a port: its copy in float64, and the graph of what it computes on an image."""
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.operations import copy_module, leaves, unwrap
+from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.port.compare import TOLERANCE
+from isomorph.surgery.port.graph import Graph
+from isomorph.surgery.port.numbers import Numbers, noise
+from isomorph.surgery.port.watch import entries_of, watch
+
+
+class Side:
+    """A model, `source` or `target`; it is called once to see what it computes.
+
+    For other numbers of its parameters the recorded operations are run, and `check` calls it again: it must give the
+    same.
+    """
+
+    def __init__(self, name: str, model: nn.Module, image: Inputs) -> None:
+        self.name = name
+        self.given = unwrap(model)
+        self.image = image
+        self.model = _exact_copy(self.given)
+        _perturb(self.model)
+        clear_caches(self.model)
+        self.graph = Graph(watch(self.model, image))
+
+    def own_numbers(self) -> Numbers:
+        """Return the numbers of the given model."""
+        tensors = entries_of(self.given)
+        own = {}
+        for number, names in self.graph.seen.names.items():
+            own[number] = tensors[names[0]].detach().cpu().double()
+        return Numbers(self.graph.entries, own)
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def call(self, numbers: Numbers) -> list[Tensor]:
+        """Return all values, of which the outputs are those of the model itself with other numbers."""
+        write(self.graph, self.model, numbers)
+        values = list(self.graph.values)
+        result = run_model(self.model, self.image)
+        found = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
+        outputs = self.graph.seen.outputs
+        if len(found) != len(outputs):
+            self._cannot_be_followed()
+        for number, value in zip(outputs.values(), found, strict=True):
+            values[number] = value
+        return values
+
+    def check(self, numbers: Numbers, values: list[Tensor]) -> None:
+        """Raise UserError if the model itself gives other outputs than the recorded operations."""
+        called = self.call(numbers)
+        for number in self.graph.seen.outputs.values():
+            if not _is_same(called[number], values[number]):
+                self._cannot_be_followed()
+
+    def _cannot_be_followed(self) -> None:
+        raise UserError(
+            f"the {self.name} computes something else for other weights, or not by torch's functions alone; it cannot "
+            "be followed"
+        )
+
+
+def _exact_copy(model: nn.Module) -> nn.Module:
+    exact = copy_module(model).eval().requires_grad_(False)
+    exact = exact.to(torch.device("cpu")).double()
+    for module in exact.modules():
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return exact
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module) -> None:
+    """Give all numbers of a model other values, so that a value says where it comes from."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in model.parameters():
+        if tensor.is_floating_point():
+            tensor.add_(noise(tensor.numel(), generator).view(tensor.shape), alpha=0.01)
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+@torch.no_grad()
+def write(graph: Graph, model: nn.Module, numbers: Numbers) -> None:
+    """Write numbers of all entries into a model's parameters and buffers."""
+    state = model.state_dict(keep_vars=True)
+    for number, names in graph.seen.names.items():
+        state[names[0]].copy_(numbers.tensors[number])
+    clear_caches(model)
+
+
+def clear_caches(model: nn.Module) -> None:
+    """Let modules drop what they keep in eval mode, such as tables of positions read from parameters."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    for module, mode in modes.items():
+        if module.training != mode:
+            module.train(mode)
