@@ -1,6 +1,7 @@
 """The inputs of an export: which of their sizes are dynamic, and the examples to trace and check a model on."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,11 @@ def plan_shapes(
 ) -> ExportShapes:
     """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
 
-    For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
-    have the network's greatest length, at most 512), or images with time steps.
+    A network with `example_inputs` takes texts or images with time steps. Of texts, dynamic size is the length of the
+    sequences; without it they have the network's greatest length, at most 512. `least_multiple` is the least step
+    between sizes that the exported graph is to be right for.
 
-    Raises: UserError for another word than those of DYNAMIC, for a detector, and when the model does not take that
+    Raises: UserError for a `dynamic` that is none of DYNAMIC, for a detector, and when the model does not take that
         size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
@@ -101,7 +103,7 @@ def plan_shapes(
         raise UserError(
             "a detector cannot be exported: the number of its boxes depends on the image; use model.detect",
         )
-    batches = (1, 1, 1)
+    batches = (1, 1, 1)  # of three examples, of which the second is traced
     axes: dict[int, str] = {}
     if "batch" in dynamic:
         batches = (1, 2, 5)
@@ -116,33 +118,48 @@ def plan_shapes(
     problem = input_size_problem(model, (channels, height, width))
     if problem:
         raise UserError(f"the model takes no images of {height} x {width}: {problem}")
-    multiple = None
-    far = 0
-    near: list[ImageSize] = []
-    if "size" in dynamic:
-        multiple = _size_step(model, (channels, height, width), least_multiple)
-        far = _far(multiple)
-        # a traced graph has no branches: where a network pads maps of odd size, it is right for
-        # even ones alone
-        for way in (multiple, multiple - far):
-            sides = (height + way, width + way)
-            if (
-                multiple != far
-                and min(sides) > multiple
-                and not input_size_problem(model, (channels, *sides))
-            ):
-                near.append(sides)
-    tried = [(height, width), (height, width + far), (height + far, width), *near]
-    all_batches = [*batches, *[batches[1]] * len(near)]
-    checks = []
-    for seed, (batch, sides) in enumerate(zip(all_batches, tried, strict=True)):
-        generator = torch.Generator().manual_seed(seed)
-        checks.append(
-            {INPUT: torch.randn((batch, channels, *sides), generator=generator, device="cpu")}
-        )
+    if "size" not in dynamic:
+        checks = _random_images(channels, zip(batches, [(height, width)] * 3, strict=True))
+        return ExportShapes(dynamic, checks, {INPUT: axes}, named=False)
+    size_step = _size_step(model, (channels, height, width), least_multiple)
+    far = _far(size_step)
+    others = _sizes_between(model, (channels, height, width), size_step)
+    sizes = [(height, width), (height, width + far), (height + far, width), *others]
+    all_batches = [*batches, *[batches[1]] * len(others)]
+    checks = _random_images(channels, zip(all_batches, sizes, strict=True))
     return ExportShapes(
-        dynamic, tuple(checks), {INPUT: axes}, size_multiple=multiple, near=len(near), named=False
+        dynamic, checks, {INPUT: axes}, size_multiple=size_step, near=len(others), named=False
     )
+
+
+def _sizes_between(model: nn.Module, own: tuple[int, int, int], step: int) -> list[ImageSize]:
+    """Return sizes that differ from the model's own by one step, and from a traced one, as far as the model takes them.
+
+    A traced graph has no branches: where a network pads maps of odd size, one that was traced at even sizes is wrong
+    for odd ones, which these sizes show.
+    """
+    channels, height, width = own
+    far = _far(step)
+    sizes: list[ImageSize] = []
+    if step == far:  # the traced sizes are that close
+        return sizes
+    for difference in (step, step - far):
+        sides = (height + difference, width + difference)
+        if min(sides) > step and not input_size_problem(model, (channels, *sides)):
+            sizes.append(sides)
+    return sizes
+
+
+def _random_images(
+    channels: int, sizes: Iterable[tuple[int, ImageSize]]
+) -> tuple[NamedTensors, ...]:
+    """Return batches of images for numbers of images and their sizes; the same in every process."""
+    checks = []
+    for seed, (batch, sides) in enumerate(sizes):
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn((batch, channels, *sides), generator=generator, device="cpu")
+        checks.append({INPUT: images})
+    return tuple(checks)
 
 
 def _plan_denoiser(

@@ -120,26 +120,31 @@ class Merged(NamedTuple):
     wholes: tuple[str, ...]
 
 
+# The order of merging. Into readers first: one of them may be a branch that is written into another layer afterwards.
+# Chains need their sums, and a module that becomes its layer takes the names of all inside with it.
+_ORDER = ("readers", "sum", "chain", "whole")
+
+
 class _Plans:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
     def __init__(self, model: nn.Module, calls: ReferenceCalls, avoid: frozenset[str]) -> None:
-        self.first: dict[Any, Group] | None = None
+        self.of_first_call: dict[Any, Group] | None = None
         self.agreed: dict[Any, Group] = {}
-        self.across: dict[Any, list[str]] = defaultdict(list)
+        # Modules that are not merged and that give or get other values, by the key of a group.
+        self.changed_between: dict[Any, list[str]] = defaultdict(list)
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
         self.called: set[str] = set()
         for plan in calls.plans(model, avoid):
-            self._add(plan)
-        # into readers first: a branch that reads the value may be written into another layer; names change last
-        order = ("readers", "sum", "chain", "whole")
-        self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
+            self._agree_with(plan)
+        self.groups = sorted(self.agreed.values(), key=lambda group: _ORDER.index(group.kind))
 
-    def _add(self, plan: Plan) -> None:
+    def _agree_with(self, plan: Plan) -> None:
+        """Keep the groups that a call shows too, or that it does not concern."""
         found = {group.key: group for group in plan.groups}
-        if self.first is None:
-            self.first = found
+        if self.of_first_call is None:
+            self.of_first_call = found
             self.agreed = found
         self.agreed = {
             key: group
@@ -147,7 +152,7 @@ class _Plans:
             if key in found or not plan.concerns(group)
         }
         for key, group in found.items():
-            self.across[key] += group.across
+            self.changed_between[key] += group.across
         self.norms |= plan.norms
         self.left |= plan.left
         self.called |= plan.called
@@ -165,7 +170,7 @@ class _Plans:
         """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
         rejected = {}
         for group in self.groups:
-            between = self.across[group.key]
+            between = self.changed_between[group.key]
             gone = {name for _, name in group.gone}
             alone = [
                 name for name in between if _is_called_alone(model, name, as_slice=name in gone)
@@ -245,7 +250,7 @@ def merge(
     bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
     lost = [
         group
-        for key, group in (plans.first or {}).items()
+        for key, group in (plans.of_first_call or {}).items()
         if group in bad or key not in plans.agreed
     ]
     summands = [
@@ -259,7 +264,7 @@ def merge(
     into: dict[str, str] = {}
     between: dict[str, str] = {}
     for group in good:
-        modules = plans.across[group.key]
+        modules = plans.changed_between[group.key]
         for _, name in group.gone:
             into[name] = ", ".join(group.carriers)
             if modules:

@@ -64,7 +64,7 @@ class MergePlan:
         self.groups: list[Group] = []
         self._keeps = set(flow.given_out)
         # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
-        self._touching: dict[TensorVersion, set[str]] = defaultdict(set)
+        self._modules_by_value: dict[TensorVersion, set[str]] = defaultdict(set)
         self._order: dict[str, int] = {}
         self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
@@ -97,7 +97,7 @@ class MergePlan:
         self._order[name] = len(self._order)
         if name:
             for value in values:
-                self._touching[value].add(name)
+                self._modules_by_value[value].add(name)
 
     def _modules_that_decide(self) -> set[str]:
         """Return the modules whose code branches on data, and the parents of those that decide and give no value."""
@@ -277,24 +277,25 @@ class MergePlan:
                     after |= {output, *self._values_after(output)}
         return after
 
-    def _across(
+    def _unmerged_that_change(
         self, group: Group, changed: set[TensorVersion], parts: set[str]
     ) -> tuple[str, ...]:
-        """Return the modules that are not among the parts and whose inputs or outputs are among the changed values.
+        """Return the modules that are not merged and whose inputs or outputs are among the changed values.
 
-        A norm that is written into its readers is one of them: it gives what it gets then.
+        Modules without parameters are left out. A norm that is written into its readers is one of them, as it becomes
+        the identity.
         """
-        parts = parts | {*group.carriers, *_parts_of(group)}
+        merged = parts | {*group.carriers, *_parts_of(group)}
         touched: set[str] = set()
         for value in changed:
-            touched |= self._touching[value]
-        names = [name for name in touched if not self._consists_of(name, parts)]
+            touched |= self._modules_by_value[value]
+        names = [name for name in touched if not self._holds_only(name, merged)]
         names.sort(key=self._order.__getitem__)
         if group.kind == "readers":
             names += [name for _, name in group.gone]
         return tuple(names)
 
-    def _consists_of(self, name: str, parts: set[str]) -> bool:
+    def _holds_only(self, name: str, parts: set[str]) -> bool:
         """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
         if name not in self._owners:
             self._owners[name] = _owners_in(name, self.model.get_submodule(name))
@@ -317,7 +318,9 @@ class MergePlan:
             return
         for _, name in group.gone:
             self.left.pop(name, None)
-        self.groups.append(replace(group, across=self._across(group, changed, set(parts))))
+        self.groups.append(
+            replace(group, across=self._unmerged_that_change(group, changed, set(parts)))
+        )
 
     def _why_not_merged(self, group: Group) -> str:
         if group.kind != "chain" and not all(map(self._ends_with, group.gone)):
