@@ -131,8 +131,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     name = str(model.get("name")) if isinstance(model, dict) else ""
     if is_function(name):
         raise UserError(
-            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give --model.name "
-            f"{name} on the command line"
+            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give "
+            f"model.name={name} besides the file"
         )
     return values
 
