@@ -288,7 +288,11 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
     tensors: list[Tensor] = []
     for module in model.modules():
         registered = {id(module._parameters), id(module._buffers), id(module._modules)}
-        attributes = [each for each in vars(module).values() if id(each) not in registered]
+        attributes = []
+        for attribute in vars(module).values():
+            is_empty = isinstance(attribute, dict) and not attribute  # as most dicts of hooks are
+            if id(attribute) not in registered and not is_empty:
+                attributes.append(attribute)
         for leaf in tree_leaves(attributes):
             held = [leaf]
             if not isinstance(leaf, Tensor):
