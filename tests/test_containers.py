@@ -143,7 +143,7 @@ HOSTILE_TARS = {
     "sparse": (
         dict(type=tarfile.GNUTYPE_SPARSE),
         b"",
-        "1.png is stored without its zeros; pack it without --sparse",
+        "1.png is stored without its zeros; pack it by tar without --sparse",
     ),
     "nested": (dict(name="cat/1.tar"), nested(9, b"x"), "is in more than 4 tars inside each other"),
     "a symbolic link": (

@@ -122,7 +122,7 @@ def test_what_is_not_open_is_said(text, tmp_path):
         timm.create_model("mask_rcnn", backbone="resnet18"),
         tmp_path / "x.pt2",
     )
-    refused("size is for images", iso.export, text, tmp_path / "x.pt2", size=(8, 8))
+    refused("`size` is for images", iso.export, text, tmp_path / "x.pt2", size=(8, 8))
     named = f"takes {' and '.join(NAMES)}, not images"
     refused(named, iso.quantize, text, [torch.randn(1, 3, 8, 8)], tmp_path / "x.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["text.pt2"]

@@ -106,7 +106,7 @@ def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_p
     assert len(open_test_images(model, str(photos), None)) == len(before)
     Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
     with pytest.warns(
-        DataWarning, match="has 16 images, that of training had 15: those that --split 0.4"
+        DataWarning, match="has 16 images, that of training had 15: those that test_fraction=0.4"
     ):
         assert abs(len(open_test_images(model, str(photos), None)) - len(before)) < 2
     assert len(open_test_images(model, str(photos), None, test_fraction=1)) == 16
