@@ -43,6 +43,7 @@ WITH = {
     "peft_lora": ("MultiheadAttention True", "peft"),
     "segmentation_models": ("equal: True", "segmentation_models_pytorch"),
     "torchvision_detector": ("attention is used: True", "torchvision"),
+    "transformers_port": (r"equal: True in float64 .*", "transformers"),
     "transformers_trainer": (
         r"gates moved: True \(by up to 0\.\d+ of the attention\)",
         "accelerate",
