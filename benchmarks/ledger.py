@@ -5,8 +5,9 @@
     python benchmarks/ledger.py --against results/ledger.json
     python benchmarks/ledger.py --code ../before             # another checkout, in turn with this one
 
-A row is family/form/pass/batch: the form's time over the plain one's, interleaved in one process, the median over
-rounds, and half the range of the middle half of them. Memory is what a training step keeps for the backward pass.
+A row is family/form/pass/batch, and the threads if they are more than one: the form's time over the plain one's,
+interleaved in one process, the median over rounds, and half the range of the middle half of them. Memory is what a
+training step keeps for the backward pass.
 Operations are counted in forward passes of one image, commands next to `import timm`. `--against` and `--code` print
 the rows that became more than 20% slower. Times of two machines do not compare: give another checkout with `--code`.
 """
@@ -196,7 +197,7 @@ def main() -> None:
         for name in names:
             if threads not in threads_of(name, given.threads):
                 continue
-            key = f"{name}/{threads} threads" if len(threads_of(name, given.threads)) > 1 else name
+            key = name if threads == 1 else f"{name}/{threads} threads"
             for code, worker in workers.items():
                 found[code][key] = worker.ask(name)
             shown = "   ".join(f"{code} {found[code][key]}" for code in codes)
