@@ -43,7 +43,8 @@ class Place:
     def __str__(self) -> str:
         target = self.target or "the model"
         source = self.source or "the model"
-        return f"{target} (source: {source}), by {self.difference:.2g}: {self.what}"
+        apart = "in shape" if math.isinf(self.difference) else f"by {self.difference:.2g}"
+        return f"{target} (source: {source}), {apart}: {self.what}"
 
 
 @dataclass(frozen=True)
