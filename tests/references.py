@@ -328,21 +328,7 @@ def positional_conv(layer, x):
     """T-CNN eq. 4 with closed gates: the dense position map of every head, then its filter."""
     ph, pw = layer.padding
     padded = F.pad(x, (pw, pw, ph, ph))
-    k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
-    keys = []
-    for r in range(H):
-        for c in range(W):
-            keys.append((r, c))
-    queries = []
-    for r in range(0, H - k + 1, sh):
-        for c in range(0, W - k + 1, sw):
-            queries.append((r + k // 2, c + k // 2))
-    alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
-
-    def score(dy, dx):
-        return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
-
-    maps = position_softmax(queries, keys, score)
+    _, _, maps = tap_positions(layer, *padded.shape[-2:])
     taps = taps_of(layer)
     tokens = padded.flatten(2).transpose(1, 2)
     out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias

@@ -95,13 +95,25 @@ class Affine:
         return replace(self, summands=summands, shift=-self.shift, through=through)
 
 
+class Whole(NamedTuple):
+    """A module that computes a layer, and then children in turn.
+
+    `parts`: names of the layer and of these children, relative to the module. `modules`: names of all modules that are
+    merged or stay.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    modules: frozenset[str]
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """What is written together: summands and a shift into the first of the carriers, or into all readers, or a chain.
 
     A chain is two layers, of which the first becomes the product; where norms or sums lie between them it needs these
-    to be written into the first. Of a `whole` module its carrier and other `parts` are left, in turn; the summands are
-    its input, where its own code adds it. `windows` are those of the carriers, `scales` the gain and shift of each
+    to be written into the first. Of a `whole` module the carrier and what follows it are left; the summands are its
+    input, where its own code adds it. `windows` are those of the carriers, `scales` the gain and shift of each
     reader's inputs.
     """
 
@@ -115,8 +127,7 @@ class Group:
     # Modules that are not merged and whose inputs or outputs change.
     across: tuple[str, ...] = ()
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
-    whole: str = ""
-    parts: tuple[str, ...] = ()
+    whole: Whole | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -126,8 +137,16 @@ class Group:
         for gain, shift in self.scales:
             numbers += [gain, shift]
         written = tuple(_bytes(tensor) for tensor in numbers)
-        modules = (self.carriers, self.windows, self.gone, self.whole, self.parts)
+        modules = (self.carriers, self.windows, self.gone, self.whole)
         return self.kind, *modules, summands, written
+
+
+def parts_of(found: Affine | Group) -> set[str]:
+    """Return the names of the modules that compute a value or are merged with a group."""
+    names = {name for _, name in found.gone}
+    for summand in found.summands:
+        names |= {name for name in (summand.layer, summand.after) if name}
+    return names
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -219,12 +219,8 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None
-    except (
-        IndexError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # an operation for another dtype or layout
+    # of an operation for another dtype or layout
+    except (IndexError, RuntimeError, TypeError, ValueError):
         return None
     return after
 

@@ -6,15 +6,16 @@ Without it the code of such a module still adds the 0 of every merged branch, wh
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from isomorph.operations import Flow, TensorVersion
-from isomorph.surgery.affine import Affine, Summand, carrier_of
+from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, parts_of
 from isomorph.surgery.affine_values import AffineValues
 from isomorph.surgery.layer_calls import ARITHMETIC
+from isomorph.surgery.modules import lies_within
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -54,24 +55,9 @@ class Collapse(Rule):
         return nn.Sequential(OrderedDict(zip(names, modules, strict=True)))
 
 
-class Whole(NamedTuple):
-    """A module that computes a layer, its carrier, and then children in turn.
-
-    `skips`: the module's input, where its own code adds it to the layer. `parts`: names of the carrier and of these
-    children, relative to the module.
-    """
-
-    name: str
-    carrier: Summand
-    skips: tuple[Summand, ...]
-    parts: tuple[str, ...]
-    modules: frozenset[str]
-    """Names of all modules that are merged or stay."""
-
-
 def find_whole(
     model: nn.Module, values: AffineValues, value: TensorVersion, found: Affine
-) -> Whole | None:
+) -> Group | None:
     """Return the outermost module with arithmetic of its own that computes a value of one layer, then its children."""
     carrier = carrier_of(found.summands)
     if carrier is None or carrier.layer is None or found.steps:
@@ -83,20 +69,22 @@ def find_whole(
         gets_source = values.flow.inputs[name] == [(found.source,)]
         has_arithmetic = any(each.name in ARITHMETIC for each in values.operations_of[name])
         if children is not None and gets_source and has_arithmetic:
-            whole = _whole(name, carrier, found, children)
+            parts = (carrier.layer.removeprefix(f"{name}."), *children)
+            stay = {f"{name}.{part}" for part in parts}
+            whole = Whole(name, parts, frozenset(stay | parts_of(found)))
         name = name.rpartition(".")[0]
-    if whole is None or not _may_go(model.get_submodule(whole.name), whole):
+    if whole is None:
         return None
-    return whole
-
-
-def _whole(name: str, carrier: Summand, found: Affine, children: list[str]) -> Whole:
     skips = tuple(each for each in found.summands if each.layer is None and each.stays)
-    parts = [str(carrier.layer).removeprefix(f"{name}."), *children]
-    modules = {f"{name}.{part}" for part in parts} | {gone for _, gone in found.gone}
-    for summand in found.summands:
-        modules |= {layer for layer in (summand.layer, summand.after) if layer}
-    return Whole(name, carrier, skips, tuple(parts), frozenset(modules))
+    return Group(
+        "whole",
+        carriers=(carrier.layer,),
+        windows=(carrier.window,),
+        gone=(),
+        summands=skips,
+        needs_sum=len(whole.modules) > len(whole.parts),
+        whole=whole,
+    )
 
 
 def _children_after(
@@ -119,12 +107,12 @@ def _children_after(
     return children
 
 
-def _may_go(module: nn.Module, whole: Whole) -> bool:
+def may_go(model: nn.Module, whole: Whole) -> bool:
     """Return True if everything inside a module is merged or stays, or gives what it gets in train mode too."""
-    for path, inner in module.named_modules(prefix=whole.name):
+    for path, inner in model.get_submodule(whole.name).named_modules(prefix=whole.name):
         if describe_attachments(inner):
             return False
-        is_part = any(f"{path}.".startswith(f"{part}.") for part in whole.modules)
+        is_part = lies_within(path, whole.modules)
         if is_part or inner._modules:
             is_empty = not inner._parameters and not inner._buffers
         else:

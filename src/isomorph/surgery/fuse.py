@@ -19,7 +19,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, batches_of, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
-from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.modules import lies_within, outermost_modules
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
@@ -276,7 +276,7 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
 
 def _overlap(one: str, other: str) -> bool:
     """Return True for the names of one module, or of a module and another inside it."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return lies_within(one, {other}) or lies_within(other, {one})
 
 
 def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
-from isomorph.surgery.collapse import Collapse
+from isomorph.surgery.collapse import Collapse, may_go
 from isomorph.surgery.merge_plan import Plan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
@@ -167,7 +167,10 @@ class _Plans:
         ]
 
     def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
-        """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
+        """Return the groups that would lose something of a module, or change what one gives that may be called alone.
+
+        Without `across` also those that change what any module gives.
+        """
         rejected = {}
         for group in self.groups:
             between = self.changed_between[group.key]
@@ -175,7 +178,9 @@ class _Plans:
             alone = [
                 name for name in between if _is_called_alone(model, name, as_slice=name in gone)
             ]
-            if between and not across:
+            if group.whole and not may_go(model, group.whole):
+                rejected[group] = "its module holds more than that layer"
+            elif between and not across:
                 rejected[group] = (
                     f"with it merged, {between[0]} would give or get other values (across=False)"
                 )
@@ -271,7 +276,7 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    wholes = tuple(group.whole for group in good if group.whole)
+    wholes = tuple(group.whole.name for group in good if group.whole)
     found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans), wholes)
     if not any(group.kind == "readers" for group in good):
         return found
@@ -348,5 +353,5 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Rule,
     for form, name in group.gone:
         reshape(Merge(form), name)
     if group.whole:
-        reshape(Collapse(group.parts), group.whole)
+        reshape(Collapse(group.whole.parts), group.whole.name)
     return edits

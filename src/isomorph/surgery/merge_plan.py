@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
-from isomorph.surgery.affine import Affine, Change, Group, carrier_of
+from isomorph.surgery.affine import Affine, Change, Group, carrier_of, parts_of
 from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import Step, follow_channels, kind_of_step
-from isomorph.surgery.collapse import Whole, find_whole
+from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
+from isomorph.surgery.modules import lies_within
 
 
 class _Reader(NamedTuple):
@@ -73,7 +74,7 @@ class MergePlan:
         self._values = AffineValues(model, flow, self._keeps, affine, avoid)
         self.norms = self._values.norms
         self.left = self._values.left
-        wholes: list[Whole] = []
+        wholes: list[Group] = []
         for value, found in self._values.of.items():
             if value in self._values.used:
                 continue
@@ -285,7 +286,7 @@ class MergePlan:
         Modules without parameters are left out. A norm that is written into its readers is one of them, as it becomes
         the identity.
         """
-        merged = parts | {*group.carriers, *_parts_of(group)}
+        merged = parts | {*group.carriers, *parts_of(group)}
         touched: set[str] = set()
         for value in changed:
             touched |= self._modules_by_value[value]
@@ -299,7 +300,7 @@ class MergePlan:
         """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
         if name not in self._owners:
             self._owners[name] = _owners_in(name, self.model.get_submodule(name))
-        outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
+        outside = [path for path in self._owners[name] if not lies_within(path, parts)]
         return not outside
 
     def _add(
@@ -374,52 +375,22 @@ class MergePlan:
                 needs_sum=bool(before.gone) or len(before.summands) > 1,
             )
             self._add(
-                group, self._values_between(before.source, output), frozenset(_parts_of(before))
+                group, self._values_between(before.source, output), frozenset(parts_of(before))
             )
 
     # Of a module one layer is left
 
-    def _add_whole(self, whole: Whole) -> None:
+    def _add_whole(self, group: Group) -> None:
         """Add a module that is to become its layer, unless that is part of a chain or a sum that is not merged."""
-        layer = str(whole.carrier.layer)
-        about = [group for group in self.groups if layer in group.carriers]
-        is_merged = len(whole.modules) > len(whole.parts)
-        kinds = [group.kind for group in about]
-        if "chain" in kinds or ("sum" in kinds) != is_merged:
-            return
-        group = Group(
-            "whole",
-            carriers=(layer,),
-            windows=(whole.carrier.window,),
-            gone=(),
-            summands=whole.skips,
-            needs_sum=is_merged,
-            whole=whole.name,
-            parts=whole.parts,
-        )
-        self._add(group, set())
+        (layer,) = group.carriers
+        kinds = [other.kind for other in self.groups if layer in other.carriers]
+        if "chain" not in kinds and ("sum" in kinds) == group.needs_sum:
+            self._add(group, set())
 
 
 def _names_of(group: Group) -> list[str]:
     names = [*group.carriers, *(name for _, name in group.gone)]
-    return [*names, group.whole] if group.whole else names
-
-
-def _parts_of(found: Affine | Group) -> set[str]:
-    """Return the names of the modules that compute a value or are merged with a group."""
-    names = {name for _, name in found.gone}
-    for summand in found.summands:
-        names |= {name for name in (summand.layer, summand.after) if name}
-    return names
-
-
-def _lies_within(path: str, parts: set[str]) -> bool:
-    """Return True for the name of one of the parts, or of a module inside one."""
-    while path not in parts:
-        if not path:
-            return False
-        path = path.rpartition(".")[0]
-    return True
+    return [*names, group.whole.name] if group.whole else names
 
 
 def _owners_in(name: str, module: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ In a glob `*` is any characters, dots too. One may name a part of a joint projec
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -52,6 +52,15 @@ def list_names(names: Sequence[str]) -> str:
     if len(names) > 3:
         shown += f" and {len(names) - 3} more"
     return shown
+
+
+def lies_within(path: str, names: Collection[str]) -> bool:
+    """Return True for the name of one of some modules, or of a module inside one."""
+    while path not in names:
+        if not path:
+            return False
+        path = path.rpartition(".")[0]
+    return True
 
 
 def nearest_names(where: Where, names: Iterable[str]) -> str:

@@ -131,15 +131,10 @@ class ReferenceCalls:
         """Make the calls: the example, unless `made` is that, other sizes, other entry points at the smallest."""
         self.calls = []
         self.entries = [str(FORWARD)]
-        for inputs in others:
-            if not self._try(model, FORWARD, inputs):
-                run_model(copy_module(model), inputs)  # says why
-        for inputs in [] if others else _other_sizes(first):
-            self._try(model, FORWARD, inputs)
-        if not self.calls and not others:  # it runs at one size only
-            for what, inputs in other_inputs(first):
-                if what == "another batch size":
-                    self._try(model, FORWARD, inputs)
+        if others:
+            self._try_given(model, others)
+        else:
+            self._try_other_sizes(model, first)
         if made is None:
             self._try(model, FORWARD, first)
         else:
@@ -150,6 +145,22 @@ class ReferenceCalls:
         for entry in entry_points(model, smallest):
             if self._try(model, entry, smallest):
                 self.entries.append(str(entry))
+
+    def _try_given(self, model: nn.Module, others: Sequence[Inputs]) -> None:
+        """Add calls on the further examples. Raises: what the model raises on one."""
+        for inputs in others:
+            if not self._try(model, FORWARD, inputs):
+                run_model(copy_module(model), inputs)
+
+    def _try_other_sizes(self, model: nn.Module, first: Inputs) -> None:
+        """Add calls at other sizes than the example's, or where it runs at one size only of another batch size."""
+        for inputs in _other_sizes(first):
+            self._try(model, FORWARD, inputs)
+        if self.calls:
+            return
+        for what, other in other_inputs(first):
+            if what == "another batch size":
+                self._try(model, FORWARD, other)
 
     def _check(self, first: Inputs) -> None:
         self.calls = [call for call in self.calls if call.outputs]

@@ -220,19 +220,15 @@ def compare_steps(
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
-            compare = _compare_results if side == "output" else _compare_inputs
-            places.append(compare(source, target, *steps[index], difference, settings))
+            if side == "output":
+                place = _compare_results(*steps[index], difference, settings)
+            else:
+                place = _compare_inputs(source, target, *steps[index], difference, settings)
+            places.append(place)
     return places, settings, values
 
 
-def _compare_results(
-    source: Graph,
-    target: Graph,
-    one: Step,
-    other: Step,
-    difference: float,
-    settings: SourceSettings,
-) -> Place:
+def _compare_results(one: Step, other: Step, difference: float, settings: SourceSettings) -> Place:
     """Return the place where two steps give another result of the same values, and note the source's settings."""
     found = differing(one.settings, other.settings)
     what = f"the {other.kind} gives another result on the same values"
