@@ -314,21 +314,24 @@ class Training:
                 moment.zero_()
         self.at.zero_()
 
+    def is_scored(self, epoch: int) -> bool:
+        """About twenty times a training: where an epoch is a few steps, scoring takes longer."""
+        return epoch % max(1, self.cell.epochs // 20) == 0 or epoch == self.cell.epochs
+
     def finish_epoch(self) -> None:
         """Score the network on the validation images; after the last epoch on the test images."""
         mean, cell, images = self.losses.mean().item(), self.cell, self.images
-        self.row["curve"].append(
-            [
-                round(images.score(self.model, "val")[0], 2) if math.isfinite(mean) else 0.0,
-                round(mean, 4),
-            ]
-        )
+        validation: float | None = None
+        if not math.isfinite(mean):
+            validation = 0.0
+        elif self.is_scored(self.done + 1):
+            validation = round(images.score(self.model, "val")[0], 2)
+        self.row["curve"].append([validation, round(mean, 4)])
         if math.isfinite(mean) and self.done % max(1, cell.epochs // 5) == 0:
-            self.row["looks"].append(
-                dict(epoch=self.done) | self.study.look(self.model.eval(), self.pixels)
-            )
-        if not self.on_gpu or self.done == cell.epochs:
-            scored = f"loss {mean:.3f}, validation {self.row['curve'][-1][0]}"
+            looked = self.study.look(self.model.eval(), self.pixels)
+            self.row["looks"].append(dict(epoch=self.done) | looked)
+        if validation is not None and (not self.on_gpu or self.done == cell.epochs):
+            scored = f"loss {mean:.3f}, validation {validation}"
             print(f"  {cell.arm}, epoch {self.done} of {cell.epochs}: {scored}", flush=True)
         if not math.isfinite(mean):
             self.row["diverged"] = True
