@@ -9,8 +9,8 @@ from torch import nn
 import isomorph as iso
 from refusals import refused
 
-X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-LABELS = torch.zeros(4, dtype=torch.long)
+X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.zeros(16, dtype=torch.long)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("pair", [(X, LABELS), [X, LABELS], [X, torch.zeros(4, 5)]])
+@pytest.mark.parametrize("pair", [(X, LABELS), [X, LABELS], [X, torch.zeros(16, 5)]])
 @pytest.mark.parametrize("name", [*ONE_BATCH, *SEVERAL, *LOADERS])
 def test_images_and_labels_are_no_batch(name, pair, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
