@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 
 import isomorph as iso
 from command_line import isomorph
+from isomorph.cli.messages import name_options
 from isomorph.deployment.artefact import describe
 from isomorph.deployment.program import prepare, to_onnx, trace
 from isomorph.deployment.shapes import plan_shapes
@@ -411,6 +413,23 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
     assert result["top1"] == eager["top1"]
     equal = isomorph("verify", checkpoint, tmp_path / "small.pt2")
     assert equal.stdout.startswith("equal within 1e-05"), equal.stderr
+
+
+@pytest.mark.parametrize("write", ["export", "quantize"])
+def test_the_size_of_a_model_that_says_none_is_asked_for(write, tmp_path, monkeypatch):
+    """It would be 224, which a network of any size runs on; as of a network of timm without pretrained_cfg."""
+    monkeypatch.chdir(tmp_path)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    calls = {
+        "export": lambda **size: iso.export(net, "net.onnx", **size),
+        "quantize": lambda **size: iso.quantize(net, [torch.randn(2, 3, 9, 8)], "net.onnx", **size),
+    }
+    said = "which size of images it takes; give size=224, or size=(224, 160) for height and width"
+    refused(re.escape(said), calls[write])
+    assert not list(tmp_path.iterdir())
+    assert name_options(said, write).endswith("--size 224, or --size 224x160 for height and width")
+    calls[write](size=(9, 8))
+    assert iso.deployment.open_artefact("net.onnx").own_size == (9, 8)
 
 
 def test_a_model_that_does_not_say_which_images_it_takes_is_noted(tmp_path):

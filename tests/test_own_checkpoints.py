@@ -87,6 +87,10 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
     refused("does not say what model it is; give base=NAME", open_own, path)
+    for text in ("SmallNet", "SmallNet()", "networks.SmallNet"):
+        name = text.removesuffix("()")
+        said = rf"is text, not a module; give base={name}\(\) without quotes"
+        refused(said, iso.load, path, base=text)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 

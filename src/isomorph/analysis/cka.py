@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import Data, batches, count_images
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import DataWarning, UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where, list_names
 
@@ -108,6 +109,8 @@ def cka_of_pairs(
     Shape: pairs of batches of the same images, (B, C, H, W) for a and (B, C', H', W') for b -> CKA
     Raises: UserError as in `cka`, or if the batches of a pair have different numbers of images.
     """
+    a = unwrap(a, to_copy=False)
+    b = unwrap(b, to_copy=False)
     rows = feature_layers(a, where, 1)
     columns = feature_layers(b, other_where or where, 1)
     cross: Any = 0.0

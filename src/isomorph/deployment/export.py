@@ -113,7 +113,7 @@ def export(
         path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts), "size" or
             "none".
-        size: Height and width, or one number for both; by default the model's own.
+        size: Height and width, or one number for both; by default the model's own, where it says one.
         atol: Largest difference of a tensor allowed, relative to its largest value.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.

@@ -165,7 +165,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
-        size: Height and width, or one number for both; by default the model's own.
+        size: Height and width, or one number for both; by default the model's own, where it says one.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
