@@ -221,6 +221,58 @@ def test_a_file_that_deviates_is_not_written(tmp_path):
     assert iso.export(model, tmp_path / "x.pt2", size=(8, 8), atol=20).deviation.passed
 
 
+class Pooled(nn.Module):
+    """A convolution and what a function makes of its channel means and the images."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.then = then
+
+    def forward(self, images):
+        return self.then(self.conv(images).mean((2, 3)), images)
+
+
+UNTRACEABLE = {
+    "len": (
+        lambda y, x: torch.zeros(len(x), 4) + y,
+        r"fixes batch at 2, as len\(images\) does; write images.shape\[0\]; try it with dynamic size$",
+    ),
+    "an int": (
+        lambda y, x: y.reshape(-1, 4, 1) * torch.ones(int(x.shape[3])),
+        r"fixes width at 48, as int\(images.shape\[3\]\) does; write images.shape\[3\]; try .* batch$",
+    ),
+    "a branch on values": (
+        lambda y, x: y if y.max() < 1000 else y / 2,
+        "its code branches on values of the images .*; write it without the branch, as with torch.where$",
+    ),
+    "random in eval mode": (
+        lambda y, x: F.dropout(y),
+        "other outputs when it is called again with the same inputs, .* F.dropout without",
+    ),
+    "a size that onnxruntime cannot pool": (
+        lambda y, x: F.adaptive_avg_pool2d(x[:, :, ::2, ::2], 3),
+        "does not run on images of 1x3x16x16: .*; try it with dynamic batch$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_no_file_can_hold_is_said_with_what_to_write(name, tmp_path, capfd):
+    then, said = UNTRACEABLE[name]
+    path = tmp_path / "net.onnx"
+    refused(said, iso.export, Pooled(then), path, size=16, dynamic="batch,size")
+    assert not path.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["len", "an int", "a size that onnxruntime cannot pool"])
+def test_the_advice_to_leave_fewer_axes_open_works(name, tmp_path):
+    then, _ = UNTRACEABLE[name]
+    dynamic = "size" if name == "len" else "batch"
+    assert iso.export(Pooled(then), tmp_path / "net.onnx", size=16, dynamic=dynamic)
+
+
 class Detects(nn.Module):
     """Boxes in pixels and scores in one tensor; `wrong` is added to the scores in the exported graph."""
 

@@ -111,6 +111,7 @@ class Flow(TorchFunctionMode):
                 if memory and memory in self._memories:
                     self.kernels.values_decide = True
                 self._memories.add(memory)
+                self.tensors[(identity, version)] = tensor
 
     def _record(self, operation: Operation) -> None:
         inputs = operation.inputs
