@@ -34,6 +34,11 @@ from refusals import refused
 @pytest.mark.parametrize(
     ("command", "message", "expected"),
     [
+        (
+            "quantize",
+            "give size=224, or size=(224, 160) for height and width",
+            "give --size 224, or --size 224x160 for height and width",
+        ),
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
         (
             "train",
