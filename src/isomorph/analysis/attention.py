@@ -14,7 +14,7 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.calls import Inputs, check_inputs
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 
 def attention_maps(model: nn.Module, batch: Inputs, where: Where = "*") -> dict[str, Tensor]:

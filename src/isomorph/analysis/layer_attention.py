@@ -29,8 +29,8 @@ from isomorph.operations.observe import Notice
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.rules.window import WindowAttention
+from isomorph.surgery.site import Where, describe_where, matches_where, nearest_names
 
 # Submodules whose operations count as those of the layer around them.
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.grid import GridSize, grid_places
+from isomorph.layers.grid import GridSize, grid_positions
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import ImageSize, spec_of
@@ -80,7 +80,7 @@ def sincos_pos_embed(grid_size: GridSize, width: int) -> Tensor:
     """
     quarter = width // 4
     rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)  # (K,)
-    row, column = grid_places(grid_size).double().unbind(1)  # (H W,) each
+    row, column = grid_positions(grid_size).double().unbind(1)  # (H W,) each
     quarters = []
     for axis in (column, row):
         angles = axis[:, None] * rates  # (H W, K)

@@ -48,7 +48,7 @@ class Flow(TorchFunctionMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.reads: dict[TensorVersion, list[Operation]] = defaultdict(list)
-        self.made: dict[TensorVersion, Operation] = {}
+        self.operation_of: dict[TensorVersion, Operation] = {}
         self.inputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
         self.running = Running()
@@ -129,7 +129,7 @@ class Flow(TorchFunctionMode):
         self.operations.append(operation)
         for value in dict.fromkeys(inputs):
             self.reads[value].append(operation)
-        self.made |= dict.fromkeys(outputs, operation)
+        self.operation_of |= dict.fromkeys(outputs, operation)
         if constant:
             self.constant |= set(outputs)
 

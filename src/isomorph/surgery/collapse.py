@@ -80,7 +80,7 @@ def find_whole(
         "whole",
         carriers=(carrier.layer,),
         windows=(carrier.window,),
-        gone=(),
+        changes=(),
         summands=skips,
         needs_sum=len(whole.modules) > len(whole.parts),
         whole=whole,

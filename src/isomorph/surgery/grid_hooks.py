@@ -37,7 +37,7 @@ class _Grids:
     reattached: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.seen: dict[GridSize, None] = {}  # an ordered set
+        self.grids: dict[GridSize, None] = {}  # an ordered set
         self.traced: GridSize | None = None  # under a compiler, which sees no thread
         # its `image`: the grid of the last one, and the backward pass or -1
         self.thread = threading.local()
@@ -62,7 +62,7 @@ class _Grids:
         if torch.compiler.is_compiling():
             self.traced = grid
         else:
-            self.seen.setdefault(grid)
+            self.grids.setdefault(grid)
             self.thread.image = grid, _backward_pass()
 
     def before_block(
@@ -104,7 +104,7 @@ class _Grids:
         if _backward_pass() == -1:
             return None
         count = tokens.shape[1] - layer.prefix_tokens
-        fitting = [grid for grid in tuple(self.seen) if grid[0] * grid[1] == count]
+        fitting = [grid for grid in tuple(self.grids) if grid[0] * grid[1] == count]
         if len(fitting) > 1:
             sizes = ", ".join(f"{H} x {W}" for H, W in fitting)
             raise UserError(
@@ -190,8 +190,8 @@ class GridRule(Rule):
         grid = self.grid_at(site)
         if grid.size is not None and grid.prefix_tokens is not None:
             return None
-        given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
-        return f"the grid of its tokens is unknown; give {given}"
+        call = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
+        return f"the grid of its tokens is unknown; give {call}"
 
     def connect(self, site: Site) -> None:
         """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""

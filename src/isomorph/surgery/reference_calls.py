@@ -47,9 +47,9 @@ SMALL = 64
 
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
-    own = own_inputs(model, 1)
-    if own:
-        return to_model(own, model)
+    inputs = own_inputs(model, 1)
+    if inputs:
+        return to_model(inputs, model)
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     entry: EntryPoint
     inputs: Inputs
     outputs: list[Tensor]
-    made: ChosenCall
+    chosen: ChosenCall
     plan: Plan
 
 
@@ -126,19 +126,19 @@ class ReferenceCalls:
         model: nn.Module,
         first: Inputs,
         others: Sequence[Inputs],
-        made: Call | None = None,
+        call_of_example: Call | None = None,
     ) -> None:
-        """Make the calls: the example, unless `made` is that, other sizes, other entry points at the smallest."""
+        """Make the calls: the example, unless it was made, other sizes, other entry points at the smallest."""
         self.calls = []
         self.entries = [str(FORWARD)]
         if others:
             self._try_given(model, others)
         else:
             self._try_other_sizes(model, first)
-        if made is None:
+        if call_of_example is None:
             self._try(model, FORWARD, first)
         else:
-            self.calls.append(made)
+            self.calls.append(call_of_example)
         if self.only_forward:
             return
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
@@ -158,8 +158,8 @@ class ReferenceCalls:
             self._try(model, FORWARD, inputs)
         if self.calls:
             return
-        for what, other in other_inputs(first):
-            if what == "another batch size":
+        for name, other in other_inputs(first):
+            if name == "another batch size":
                 self._try(model, FORWARD, other)
 
     def _check(self, first: Inputs) -> None:
@@ -206,9 +206,9 @@ class ReferenceCalls:
             flows.append(see(model, call_once))
             return recorded[0]
 
-        outputs, made = self._outputs(model, entry, inputs, run)
+        outputs, chosen = self._outputs(model, entry, inputs, run)
         plan = plan_merges(model, flows[0], self._affine)
-        return Call(entry, inputs, outputs, made, plan), flows[0]
+        return Call(entry, inputs, outputs, chosen, plan), flows[0]
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
@@ -231,14 +231,14 @@ class ReferenceCalls:
         `run` makes the call: it records choices, repeats those of another call, or does neither.
         """
         self._count_call()
-        found: list[Any] = []
+        watched_outputs: list[Any] = []
         watching = observing(
-            model, after=lambda call: found.append(call.output), names=self._watched
+            model, after=lambda call: watched_outputs.append(call.output), names=self._watched
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, copy_inputs(inputs)))
-        return _numbers_of(found, made.output), made
+            chosen = run(model, partial(entry, model, copy_inputs(inputs)))
+        return _numbers_of(watched_outputs, chosen.output), chosen
 
     def _compare(self, call: Call, model: nn.Module) -> float:
         """Return the difference of a model's outputs in a call, infinity if it makes other choices.
@@ -250,14 +250,16 @@ class ReferenceCalls:
             plain = relative_difference(call.outputs, outputs)
         except UserError:  # a detector finds another number of objects
             plain = math.inf
-        if plain <= TOLERANCE or not call.made.choices:
+        if plain <= TOLERANCE or not call.chosen.choices:
             return plain
-        repeat = partial(repeat_choices, made=call.made)
-        outputs, made = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
-        if made.unmatched:
+        repeat = partial(repeat_choices, recorded=call.chosen)
+        outputs, chosen = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
+        if chosen.unmatched:
             return math.inf
-        read = _numbers_of(call.made.read), _numbers_of(made.read)
-        return relative_difference([call.outputs, read[0]], [outputs, read[1]])
+        reference_numbers = _numbers_of(call.chosen.read), _numbers_of(chosen.read)
+        return relative_difference(
+            [call.outputs, reference_numbers[0]], [outputs, reference_numbers[1]]
+        )
 
     def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[Plan]:
         """Yield what each call shows of a model; of the one that was given it is known."""
@@ -335,21 +337,21 @@ def _other_sizes(inputs: Inputs) -> list[Tensor]:
     """Return inputs with shorter sides, of which one is odd, and one with longer sides; one more image, and one."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
         return []
-    one = inputs[-1:].flip(-1)
-    more = torch.cat([inputs[-1:], one])
+    image = inputs[-1:].flip(-1)
+    two_images = torch.cat([inputs[-1:], image])
     sides = inputs.shape[2:]
     if len(sides) == 2:
         height, width = sides
-        odd = more[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
-        even = one[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
-        return [odd, even, _resized(one, [_longer(height), _longer(width)])]
-    others = [more, one]
+        odd = two_images[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
+        even = image[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
+        return [odd, even, _resized(image, [_longer(height), _longer(width)])]
+    others = [two_images, image]
     if sides:
         odd_side = (sides[0] * 3 // 4) | 1
         even_side = max(sides[0] // 2, 1)
-        others += [more[:, :, :odd_side], one[:, :, :even_side]]
+        others += [two_images[:, :, :odd_side], image[:, :, :even_side]]
     half = inputs.shape[1] // 2
-    return [*others, more[:, : half + 1], torch.cat([one, one[:, :half]], 1)]
+    return [*others, two_images[:, : half + 1], torch.cat([image, image[:, :half]], 1)]
 
 
 def _shorter(side: int, quarters: int) -> int:

@@ -113,8 +113,8 @@ def compare_outputs(
     if atol is None and getattr(recast, "fidelity", None) is not None:
         return _compare_int8(original, recast, batches)
     if atol is None:
-        made = edits_since(recast, original)
-        atol = max((edit.rule.accepted_difference for edit in made), default=ATOL)
+        own_edits = edits_since(recast, original)
+        atol = max((edit.rule.accepted_difference for edit in own_edits), default=ATOL)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         redraw = partial(normal_like, generator=torch.Generator().manual_seed(seed))
@@ -125,20 +125,20 @@ def compare_outputs(
     not_called, unused = pair.uncalled(
         [name for name in pair.edited if not calls[name]], batches[0]
     )
-    said = [*notes(recast)[len(notes(original)) :], *unused]
+    remarks = [*notes(recast)[len(notes(original)) :], *unused]
     if thorough:
-        further, skipped = _try_further(pair, batches[0])
-        rows += further
-        said += skipped
+        more_rows, skipped = _try_further(pair, batches[0])
+        rows += more_rows
+        remarks += skipped
     else:
-        said.append(
+        remarks.append(
             "not tried: other sizes, batch sizes, signs and precisions, or a second call; thorough=True tries them"
         )
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
     first = None if report.passed else _where_they_part(report, pair, batches)
     return replace(
-        report, first=first, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0]))
+        report, first=first, notes=(*remarks, *pair.notes(), *_doubts(report, pair, batches[0]))
     )
 
 
@@ -166,21 +166,21 @@ def _compare_int8(
         rows.append(Difference.of(describe_shape(batch), tensors, ATOL))
         pairs.append(outputs)
     stored: Any = recast.fidelity
-    found = measure_fidelity(pairs, getattr(original, "num_classes", None))
-    said = []
-    if not found.is_like(stored):
-        said.append("give images as those that it was calibrated on, or `atol`")
-        said.append(
+    fidelity = measure_fidelity(pairs, getattr(original, "num_classes", None))
+    remarks = []
+    if not fidelity.is_like(stored):
+        remarks.append("give images as those that it was calibrated on, or `atol`")
+        remarks.append(
             "layers of an int8 file are rounded, so no operation is the first after which it differs; with atol it is "
             "the first that differs by more"
         )
-    return VerifyReport(ATOL, tuple(rows), notes=tuple(said), fidelity=found, stored=stored)
+    return VerifyReport(ATOL, tuple(rows), notes=tuple(remarks), fidelity=fidelity, stored=stored)
 
 
 def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list[str]]:
     """Return the differences for what a batch cannot show, and notes on what was not compared, and on what is left."""
     rows: list[Difference] = []
-    said: list[str] = []
+    remarks: list[str] = []
     attempts = [
         (name, partial(pair.row, inputs, name, extra=True))
         for name, inputs in _further_inputs(batch)
@@ -192,14 +192,14 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
         try:
             rows.append(attempt())
         except NotCompared as error:
-            said.append(f"{name} was not compared: {error}")
+            remarks.append(f"{name} was not compared: {error}")
     sizes = [row.name.partition(",")[0] for row in rows]
-    tried = f" than {', '.join(dict.fromkeys(sizes))}" if sizes else ""
-    said.append(
-        f"not tried: larger inputs and batches{tried}, images of one colour but zeros, train mode and gradients, "
+    largest = f" than {', '.join(dict.fromkeys(sizes))}" if sizes else ""
+    remarks.append(
+        f"not tried: larger inputs and batches{largest}, images of one colour but zeros, train mode and gradients, "
         "buffers that calls change, and other methods than forward"
     )
-    return rows, said
+    return rows, remarks
 
 
 def _where_they_part(
@@ -217,16 +217,18 @@ def _where_they_part(
         for inputs in (map_tensors(batch, _first_example), batch):
             x = cast_floats(inputs, torch.float64)
             try:
-                mine = Operations.of(original, x)
-                own = getattr(recast, "operations", None)
-                theirs = own(x) if callable(own) else Operations.of(recast, x)
-                found = first_difference(mine, theirs, difference, report.atol)
+                original_run = Operations.of(original, x)
+                operations = getattr(recast, "operations", None)
+                recast_run = operations(x) if callable(operations) else Operations.of(recast, x)
+                difference_found = first_difference(
+                    original_run, recast_run, difference, report.atol
+                )
             except (
                 Exception
             ):  # of a model that cannot be watched, such as one that resizes its inputs
                 return None
-            if found is not None:
-                return found
+            if difference_found is not None:
+                return difference_found
     return None
 
 
@@ -264,9 +266,9 @@ def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[st
     if pair.is_random(batch):
         yield "the original is random: it differs from itself in a second call"
     differing: list[TensorDifference] = []
-    for each in report.inputs:
-        if not each.mode:
-            differing += [row for row in each.tensors if not row.is_within(report.atol)]
+    for difference in report.inputs:
+        if not difference.mode:
+            differing += [row for row in difference.tensors if not row.is_within(report.atol)]
     agree = [row for row in differing if row.fp64 <= 1e-7 * row.scale]
     if agree and len(agree) == len(differing):
         names = list_names([row.path or "the output" for row in agree])

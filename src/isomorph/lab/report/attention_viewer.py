@@ -23,7 +23,7 @@ from isomorph.lab.report.page_images import PageImage
 from isomorph.operations import AppliedAttention
 from isomorph.spec import ImageSize
 from isomorph.surgery.calls import Inputs
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 LEVELS = 255
 # Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page.

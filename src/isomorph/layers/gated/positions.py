@@ -55,6 +55,12 @@ def mix_weights(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
+def window_centres(window: GridSize) -> Tensor:
+    """Return the offsets (row, column) of taps, row by row; half steps for an even side. Shape: -> (height width, 2)"""
+    rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
+    return torch.cartesian_prod(rows, columns)  # (height width, 2)
+
+
 class Axis(NamedTuple):
     """Queries and keys along an axis: their numbers, where the first query is among the keys, and the queries' step."""
 

@@ -19,7 +19,6 @@ from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
-from isomorph.surgery.modules import SEPARATE_BIAS, call_joint_projection
 from isomorph.surgery.plain_layers import (
     conv_padding,
     is_plain_norm,
@@ -30,7 +29,13 @@ from isomorph.surgery.plain_layers import (
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
-from isomorph.surgery.site import JOINT_PARTS, Site, part_names
+from isomorph.surgery.site import (
+    JOINT_PARTS,
+    SEPARATE_BIAS,
+    Site,
+    call_joint_projection,
+    part_names,
+)
 
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
 _LOGIT_PROJECTIONS = {
@@ -279,11 +284,11 @@ class LinearToPyramid(Rule):
 
     def _rectification(self, name: str, joint: str) -> str:
         """Return the rectification of a layer with this last name, in a joint projection or alone."""
-        given = _rectify_by_name(self.rectify)
+        by_name = _rectify_by_name(self.rectify)
         for key in (name, joint, ""):
-            if key in given:
-                if given[key] != "paper":
-                    return given[key]
+            if key in by_name:
+                if by_name[key] != "paper":
+                    return by_name[key]
                 break
         gets_norm = name in _LOGIT_PROJECTIONS or name in JOINT_PARTS
         return "batchnorm" if gets_norm else "rescale"

@@ -104,9 +104,9 @@ class AttentionToRefined(AnyAttentionRule):
                 f"kernel {self.kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)"
             )
         if self.ratio == 0 and (self.span != "map" or not self.reduce):
-            given = f"span={self.span!r}" if self.span != "map" else "reduce=False"
+            argument = f"span={self.span!r}" if self.span != "map" else "reduce=False"
             raise UserError(
-                f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads"
+                f"{argument} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads"
             )
         if self.span != "map" and not self.reduce:
             raise UserError(
@@ -152,11 +152,11 @@ class AttentionToRefined(AnyAttentionRule):
             return edit_map(
                 site.module, self._new_edit, grid.size, grid.prefix_tokens, self.recompute
             )
-        place: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.span == "spatial":
             grid = self.grid_at(site)
-            place = {"grid_size": grid.size, "prefix_tokens": grid.prefix_tokens}
-        refined = like_attention(site.module, self.new_layer, **place)
+            options = {"grid_size": grid.size, "prefix_tokens": grid.prefix_tokens}
+        refined = like_attention(site.module, self.new_layer, **options)
         if isinstance(refined, ExpandedAttention):
             refined.expand_projection()
         return refined
