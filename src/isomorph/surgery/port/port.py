@@ -107,28 +107,28 @@ class _Port:
         self.a = self.source.graph
         self.b = self.target.graph
         self.assignment = Assignment(pair(joints_of(self.a), joints_of(self.b)))
-        self.tried: dict[str, None] = {}
+        self.tried_choices: dict[str, None] = {}
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
-        drawn = self._try_all(self._draw())
-        explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
+        random_trial = self._try_all(self._draw())
+        explained = not self._is_equal(random_trial) and self._is_setting_alone(random_trial)
         self.source.check(self.a.numbers, self.a.values)
-        self.target.check(drawn.solution.numbers, drawn.values)
-        kept = self.target.own_numbers()
-        final = self._with_own_numbers(kept, drawn)
-        equal = self._is_equal(drawn) and self._is_equal(final)
+        self.target.check(random_trial.solution.numbers, random_trial.values)
+        own_numbers = self.target.own_numbers()
+        final = self._with_own_numbers(own_numbers, random_trial)
+        equal = self._is_equal(random_trial) and self._is_equal(final)
         solution = final.solution
         pairing = self.assignment.pairing
         if not equal and pairing.only_target:
-            solution = self._solve(kept, neutral=False)
-        model = copy_module(self.target.given)
+            solution = self._solve(own_numbers, neutral=False)
+        model = copy_module(self.target.original)
         write(self.b, model, solution.numbers)
-        rows = max(drawn, final, key=lambda trial: _largest(trial.rows)).rows
-        own = "target"
+        rows = max(random_trial, final, key=lambda trial: _largest(trial.rows)).rows
+        model_name = "target"
         if equal and not is_equal(rows, "target"):
-            own = "source"
-        compared = [row for row in rows if row.own == own]
+            model_name = "source"
+        compared = [row for row in rows if row.own == model_name]
         explained = explained and not solution.lost and self._is_paired()
         return PortReport(
             model=model,
@@ -138,10 +138,10 @@ class _Port:
             tensors=ways_of(self.a, self.b, solution),
             left=solution.names_left(),
             kept=solution.names_kept(),
-            settings=() if equal else settings_in(drawn.places),
+            settings=() if equal else settings_in(random_trial.places),
             explained=explained,
-            places=() if equal else tuple(drawn.places),
-            ambiguous=tuple(self.tried),
+            places=() if equal else tuple(random_trial.places),
+            ambiguous=tuple(self.tried_choices),
             notes=(*dict.fromkeys(solution.lost), *self._further_notes(equal, rows)),
         )
 
@@ -173,30 +173,30 @@ class _Port:
 
     def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
         """Return the target's numbers for those of the source; those of `start` where that has none."""
-        now = self.assignment
-        solution = solve(self.a, self.b, now.pairing, start, now.orders, neutral)
-        if now.leftovers is not None:
-            fill_leftovers(solution, now.leftovers)
+        assignment = self.assignment
+        solution = solve(self.a, self.b, assignment.pairing, start, assignment.orders, neutral)
+        if assignment.leftovers is not None:
+            fill_leftovers(solution, assignment.leftovers)
         return solution
 
     def _trial(self, solution: Solution) -> _Trial:
         """Compare steps and outputs of the source with those of the target that has its numbers."""
         numbers = solution.numbers
         pairing = self.assignment.pairing
-        places, settings, values = compare_steps(self.a, self.b, pairing, numbers)
-        if places:  # the values are in part those of the source
+        differences, settings, values = compare_steps(self.a, self.b, pairing, numbers)
+        if differences:  # the values are in part those of the source
             values = self.b.run(numbers)
         rows = compare_outputs(self.a, self.b, values)
-        return _Trial(solution, values, rows, places, settings)
+        return _Trial(solution, values, rows, differences, settings)
 
     def _try_all(self, solution: Solution) -> _Trial:
         """Return the best trial; what structure cannot tell is tried where the first is not equal."""
         best = self._trial(solution)
         if self._is_equal(best):
             return best
-        for what, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
+        for description, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
-            self.tried[what] = None
+            self.tried_choices[description] = None
             self.assignment = change(before)
             trial = self._trial(self._solve(self.b.numbers))
             if self._is_equal(trial):
@@ -207,20 +207,20 @@ class _Port:
                 self.assignment = before
         return best
 
-    def _with_own_numbers(self, kept: Numbers, drawn: _Trial) -> _Trial:
+    def _with_own_numbers(self, target_numbers: Numbers, random_trial: _Trial) -> _Trial:
         """Compare the outputs once more with the source's own numbers.
 
         The models themselves are called. All values are needed only where outputs are not outputs of the other, or
         where tensors are carried that are computed.
         """
-        has_inner = any(not row.other.startswith("output") for row in drawn.rows)
-        own = self.source.own_numbers()
-        values = self.source.call(own)
+        has_inner = any(not row.other.startswith("output") for row in random_trial.rows)
+        source_numbers = self.source.own_numbers()
+        values = self.source.call(source_numbers)
         if has_inner or self.a.reads_computed:
-            values = self.a.run(own)
-            self.source.check(own, values)
-        self.a.take(own, values)
-        solution = self._solve(kept)
+            values = self.a.run(source_numbers)
+            self.source.check(source_numbers, values)
+        self.a.take(source_numbers, values)
+        solution = self._solve(target_numbers)
         values = self.target.call(solution.numbers)
         if has_inner:
             values = self.b.run(solution.numbers)
@@ -264,14 +264,14 @@ class _Port:
 
     def _is_paired(self) -> bool:
         """True if neither model has a step that the other has not, apart from heads."""
-        mine = self._are_heads(self.a, self.assignment.pairing.only_source)
-        return mine and not self.assignment.pairing.only_target
+        are_heads = self._are_heads(self.a, self.assignment.pairing.only_source)
+        return are_heads and not self.assignment.pairing.only_target
 
 
 def _are_outputs(rows: list[OutputRow]) -> bool:
     """True if every output of the source is one of the target's, which may have more."""
-    mine = [row for row in rows if row.own == "source"]
-    return bool(mine) and all(row.other.startswith("output") for row in mine)
+    source_rows = [row for row in rows if row.own == "source"]
+    return bool(source_rows) and all(row.other.startswith("output") for row in source_rows)
 
 
 def _largest(rows: list[OutputRow]) -> float:
