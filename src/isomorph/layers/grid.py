@@ -40,8 +40,8 @@ def axis_offsets(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
-    places = start + stride * torch.arange(queries, device=device, dtype=dtype)
-    return torch.arange(keys, device=device, dtype=dtype) - places[:, None]
+    positions = start + stride * torch.arange(queries, device=device, dtype=dtype)
+    return torch.arange(keys, device=device, dtype=dtype) - positions[:, None]
 
 
 def odd_window(window: int | GridSize) -> GridSize:
@@ -84,11 +84,11 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
         grid = _proportional_grid(count - lead, shape)
         if grid is not None:
             return grid, lead
-    wanted = "square grid"
+    expected = "square grid"
     if shapes:
         sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
-        wanted = f"grid of the proportions of {sizes}"
-    raise ValueError(f"{count} tokens do not fill a {wanted}; give grid_size=(height, width)")
+        expected = f"grid of the proportions of {sizes}"
+    raise ValueError(f"{count} tokens do not fill a {expected}; give grid_size=(height, width)")
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:

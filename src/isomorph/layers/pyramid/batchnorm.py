@@ -92,14 +92,18 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
             weight, bias = normalise(layer, weight, bias)
             continue
         matrix = weight_matrix(layer)  # type: ignore[arg-type]
-        own: Any = layer.bias
+        layer_bias: Any = layer.bias
         shape = matrix.shape[:-1]
-        own = matrix.new_zeros(shape) if own is None else own.view(shape).to(matrix.dtype)
+        layer_bias = (
+            matrix.new_zeros(shape)
+            if layer_bias is None
+            else layer_bias.view(shape).to(matrix.dtype)
+        )
         if weight is None:
             weight = matrix
-            bias = own
+            bias = layer_bias
         else:
-            bias = own + apply_matrix(matrix, bias)
+            bias = layer_bias + apply_matrix(matrix, bias)
             weight = matrix @ weight
     return weight, bias
 

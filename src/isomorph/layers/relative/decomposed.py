@@ -52,8 +52,8 @@ def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.de
     H, W = grid_size
     rows = torch.eye(H, dtype=dtype, device=device)
     columns = torch.eye(W, dtype=dtype, device=device)
-    both = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
-    return both.flatten(0, 1)  # (N, H + W)
+    positions = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
+    return positions.flatten(0, 1)  # (N, H + W)
 
 
 @register_notrace_module

@@ -56,8 +56,10 @@ class InvertedBottleneck(nn.Module):
         if stride_on not in ("expand", "depthwise"):
             raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
         if stride not in (1, 2) or expand_ratio <= 0 or se_ratio <= 0:
-            given = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
-            raise ValueError(f"{given}: stride must be 1 or 2, expand_ratio and se_ratio above 0")
+            arguments = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
+            raise ValueError(
+                f"{arguments}: stride must be 1 or 2, expand_ratio and se_ratio above 0"
+            )
         dim_out = dim_out or dim
         width = int(expand_ratio * dim_out)
         first, second = (stride, 1) if stride_on == "expand" else (1, stride)
