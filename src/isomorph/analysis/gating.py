@@ -127,13 +127,13 @@ def track(
         except UserError as error:  # a CNN that is recast during training has no gates before that
             measured.append({})
             problem = error
-    known: dict[Key, Tensor] = {}
+    last_values: dict[Key, Tensor] = {}
     for values in measured:
-        known |= values
-    if not known:
+        last_values |= values
+    if not last_values:
         raise problem
     stacked = {}
-    for name, value in known.items():
+    for name, value in last_values.items():
         nan = torch.full_like(value, torch.nan)
         stacked[name] = torch.stack([values.get(name, nan) for values in measured])
     return torch.tensor(epochs), stacked

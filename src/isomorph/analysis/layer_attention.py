@@ -227,16 +227,18 @@ class _Capture:
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
         call = None
         if not (reason or inside):
-            around = next((known.map_shape for known in reversed(self.calls) if known), ())
-            call = LayerCall.of(entered, around)
+            map_shape = next(
+                (outer_call.map_shape for outer_call in reversed(self.calls) if outer_call), ()
+            )
+            call = LayerCall.of(entered, map_shape)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
         self.mode.enter(
             heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer)
         )
 
-    def leave(self, left: ModuleCall) -> None:
-        name = left.name
+    def leave(self, ended: ModuleCall) -> None:
+        name = ended.name
         call = self.calls.pop()
         attention: AppliedAttention | MethodMap | None = self.mode.leave()
         if call and has_attention_method(call.layer):

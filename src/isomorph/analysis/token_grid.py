@@ -106,27 +106,27 @@ def find_token_grid(
         return _tap_grid(layer, *x.shape[-2:])
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    arguments = dict(zip(names, call.args, strict=False)) | call.kwargs
     if shape is not None and shape[0] != shape[1]:
-        return _pooled_grid(layer, given, *shape, grid)
-    own = own_shapes(layer, given)
+        return _pooled_grid(layer, arguments, *shape, grid)
+    window_sizes = own_shapes(layer, arguments)
     on_map = x.ndim == 4
     queries = x.shape[1]
     if shape is not None:
         queries = shape[0]
     elif on_map:
-        queries = math.prod(own[0])
-    known: list[Any] = [size for size in own if math.prod(size) == queries]
+        queries = math.prod(window_sizes[0])
+    candidates: list[Any] = [size for size in window_sizes if math.prod(size) == queries]
     if not on_map:
-        called = None if edited else given.get("grid_size")
+        called = None if edited else arguments.get("grid_size")
         others = [called, *_sides_around(call, queries), grid, getattr(layer, "grid_size", None)]
-        known += [size for size in others if size]
-    if not known:
+        candidates += [size for size in others if size]
+    if not candidates:
         reason = "set the attribute grid_size = (rows, columns) of the layer"
         if on_map:
             reason = f"{queries} queries do not fill the feature map"
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: {reason}")
-    H, W = known[0]
+    H, W = candidates[0]
     prefix = queries - H * W
     if prefix < 0:
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of the patches")
@@ -155,12 +155,12 @@ def _sides_around(call: LayerCall, queries: int) -> list[tuple[int, ...]]:
 
 def _pooled_grid(
     layer: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     queries: int,
     keys: int,
     grid: GridSize | None,
 ) -> TokenGrid:
-    shapes = own_shapes(layer, given)
+    shapes = own_shapes(layer, arguments)
     if grid:
         shapes = [*shapes, grid]
     problem = (

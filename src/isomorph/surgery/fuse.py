@@ -270,17 +270,16 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
     rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
     turns: dict[str, int] = {}
     for rule, name in edits:
-        turns_before = [turn for other, turn in turns.items() if _overlap(name, other)]
+        turns_before = [
+            turn
+            for other, turn in turns.items()
+            if lies_within(name, {other}) or lies_within(other, {name})
+        ]
         turns[name] = max(turns_before, default=-1) + 1
         rounds[turns[name], rule].append(name)
     for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
         model = apply_edit(model, Edit(rule, tuple(names)))
     return model
-
-
-def _overlap(name: str, other: str) -> bool:
-    """Return True for the names of one module, or of a module and another inside it."""
-    return lies_within(name, {other}) or lies_within(other, {name})
 
 
 def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:

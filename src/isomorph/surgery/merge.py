@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
 from isomorph.surgery.collapse import Collapse, may_go
-from isomorph.surgery.merge_plan import Plan
+from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
@@ -127,7 +127,7 @@ class Merged(NamedTuple):
 _ORDER = ("readers", "sum", "chain", "whole")
 
 
-class _Plans:
+class _CommonPlan:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
     def __init__(self, model: nn.Module, calls: ReferenceCalls, avoid: frozenset[str]) -> None:
@@ -142,7 +142,7 @@ class _Plans:
             self._agree_with(plan)
         self.groups = sorted(self.common.values(), key=lambda group: _ORDER.index(group.kind))
 
-    def _agree_with(self, plan: Plan) -> None:
+    def _agree_with(self, plan: MergePlan) -> None:
         """Keep the groups that a call shows too, or that it does not concern."""
         groups = {group.key: group for group in plan.groups}
         if self.groups_of_first_call is None:
@@ -210,15 +210,15 @@ def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
 class _Trials:
     """Copies of a model with groups merged, of which the last is kept."""
 
-    def __init__(self, model: nn.Module, plans: _Plans) -> None:
+    def __init__(self, model: nn.Module, plan: _CommonPlan) -> None:
         self.model = model
-        self.plans = plans
+        self.plan = plan
         self.chosen: list[Group] | None = None
         self.last = model
         self.edits: list[tuple[Rule, str]] = []
 
     def merged(self, chosen: list[Group]) -> nn.Module:
-        groups = self.plans.usable(chosen)
+        groups = self.plan.usable(chosen)
         if groups != self.chosen:
             self.last = copy_module(self.model)
             aliases = _aliases(self.last)
@@ -249,16 +249,16 @@ def merge(
     Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving; if
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
-    plans = _Plans(model, calls, avoid)
-    faults = plans.rejected(model, across, calls.only_forward)
+    plan = _CommonPlan(model, calls, avoid)
+    faults = plan.rejected(model, across, calls.only_forward)
 
-    trials = _Trials(model, plans)
-    allowed = [group for group in plans.groups if group not in faults]
+    trials = _Trials(model, plan)
+    allowed = [group for group in plan.groups if group not in faults]
     faults |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
     unmerged = [
         group
-        for key, group in (plans.groups_of_first_call or {}).items()
-        if group in faults or key not in plans.common
+        for key, group in (plan.groups_of_first_call or {}).items()
+        if group in faults or key not in plan.common
     ]
     summands = [
         summand
@@ -269,20 +269,20 @@ def merge(
     at_fault = {summand.layer for summand in summands if summand.layer}
     if at_fault:
         return merge(model, calls, across, avoid | at_fault)
-    accepted = plans.usable([group for group in plans.groups if group not in faults])
+    accepted = plan.usable([group for group in plan.groups if group not in faults])
     new = trials.merged(accepted)
     into: dict[str, str] = {}
     between: dict[str, str] = {}
     for group in accepted:
-        modules = plans.changed_between[group.key]
+        modules = plan.changed_between[group.key]
         for _, name in group.changes:
             into[name] = ", ".join(group.carriers)
             if modules:
                 between[name] = modules[0]
-    reasons = _reasons_left(model, plans, faults)
+    reasons = _reasons_left(model, plan, faults)
     left = {name: reason for name, reason in reasons.items() if name not in into}
     wholes = tuple(group.whole.name for group in accepted if group.whole)
-    merged = Merged(new, trials.edits, into, left, between, _uncalled(model, plans), wholes)
+    merged = Merged(new, trials.edits, into, left, between, _uncalled(model, plan), wholes)
     if not any(group.kind == "readers" for group in accepted):
         return merged
     # layers of two norms may read one value now
@@ -303,30 +303,30 @@ def _join_rounds(first: Merged, second: Merged) -> Merged:
     )
 
 
-def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
+def _uncalled(model: nn.Module, plan: _CommonPlan) -> tuple[str, ...]:
     """Return the modules with parameters of their own that no call runs or reads."""
     with_weights = [
         name
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(False))
     ]
-    return tuple(name for name in with_weights if name not in plans.called)
+    return tuple(name for name in with_weights if name not in plan.called)
 
 
-def _reasons_left(model: nn.Module, plans: _Plans, faults: dict[Group, str]) -> dict[str, str]:
+def _reasons_left(model: nn.Module, plan: _CommonPlan, faults: dict[Group, str]) -> dict[str, str]:
     """Return why norms are not merged, if they are not, and which modules with weights no call runs."""
     reasons: dict[str, str] = {}
     for group, reason in faults.items():
-        reasons |= {name: reason for _, name in group.changes if name in plans.norms}
-    reasons |= plans.left
+        reasons |= {name: reason for _, name in group.changes if name in plan.norms}
+    reasons |= plan.left
     for name, module in model.named_modules():
-        if name in plans.norms:
+        if name in plan.norms:
             reasons.setdefault(
                 name, "calls at other sizes or by other methods differ in what they read"
             )
         elif isinstance(module, _BatchNorm):
             reasons[name] = (
-                NOT_CALLED if name not in plans.called else "it is not the BatchNorm of a batch"
+                NOT_CALLED if name not in plan.called else "it is not the BatchNorm of a batch"
             )
     return reasons
 

@@ -29,7 +29,7 @@ class _Reader(NamedTuple):
     scale: tuple[Tensor, Tensor]
 
 
-class Plan(NamedTuple):
+class MergePlan(NamedTuple):
     """What one call shows: groups, the names of norms, why norms are left, the modules that it runs or reads."""
 
     groups: list[Group]
@@ -44,13 +44,13 @@ class Plan(NamedTuple):
 
 def plan_merges(
     model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()
-) -> Plan:
+) -> MergePlan:
     """Return what one call of a model shows, without the tensors of the call."""
-    merges = MergePlan(model, flow, affine, avoid)
-    return Plan(merges.groups, merges.norms, merges.left, merges.called)
+    builder = _PlanBuilder(model, flow, affine, avoid)
+    return MergePlan(builder.groups, builder.norms, builder.left, builder.called)
 
 
-class MergePlan:
+class _PlanBuilder:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
     def __init__(

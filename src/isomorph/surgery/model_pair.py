@@ -117,12 +117,12 @@ class ModelPair:
         if extra and not _has_numbers(outputs[0], outputs[2]):
             raise NotCompared("the original's outputs are not finite")
         for _, leaf in leaves(outputs[2]):
-            if not _is_known(leaf):
+            if not _is_compared(leaf):
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
         o, r, exact, other = map(tensors_by_path, outputs)
-        r = _named_alike(o, r)
-        other = _named_alike(exact, other)
+        r = _with_names_of(o, r)
+        other = _with_names_of(exact, other)
         try:
             tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
         except UserError:
@@ -150,7 +150,7 @@ class ModelPair:
             if extra:  # a limit that the model states
                 raise NotCompared(str(error)) from error
             raise
-        if not _is_same(run.inputs, inputs):
+        if not _are_identical(run.inputs, inputs):
             self.changing.add("original" if first else "other model")
         return output
 
@@ -312,7 +312,7 @@ _REPEATED = (
 )
 
 
-def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:
+def _with_names_of(outputs: Tensors, others: Tensors) -> Tensors:
     """Return the other model's outputs, a single one by the name of the first model's, such as `logits`."""
     if len(outputs) == len(others) == 1:
         return dict(zip(outputs, others.values(), strict=True))
@@ -340,31 +340,31 @@ def _to_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
-def _is_same(inputs: Inputs, others: Inputs) -> bool:
-    before = tensors_in(inputs)
-    after = tensors_in(others)
-    return len(before) == len(after) and all(map(_is_identical, before, after))
-
-
-def _is_identical(x: Tensor, y: Tensor) -> bool:
-    if x.shape != y.shape:
+def _are_identical(inputs: Inputs, others: Inputs) -> bool:
+    tensors = tensors_in(inputs)
+    other_tensors = tensors_in(others)
+    if [x.shape for x in tensors] != [x.shape for x in other_tensors]:
         return False
-    return bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is not equal to itself
+    for x, y in zip(tensors, other_tensors, strict=True):
+        both_nan = (x != x) & (y != y)  # NaN is not equal to itself
+        if not ((x == y) | both_nan).all():
+            return False
+    return True
 
 
 def _has_numbers(output: Any, exact: Any) -> bool:
     """True if the outputs of a model in two precisions have no NaN, and infinities, if any, at the same places."""
     tensors = tensors_by_path(output)
     for path, values in tensors_by_path(exact).items():
-        values_32 = tensors.get(path, values)
-        if values_32.isnan().any() or values.isnan().any():
+        rounded = tensors.get(path, values)
+        if rounded.isnan().any() or values.isnan().any():
             return False
-        if values_32.shape == values.shape and not torch.equal(values_32.isinf(), values.isinf()):
+        if rounded.shape == values.shape and not torch.equal(rounded.isinf(), values.isinf()):
             return False
     return True
 
 
-def _is_known(leaf: Any) -> bool:
+def _is_compared(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
 
 

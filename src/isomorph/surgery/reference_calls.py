@@ -37,7 +37,7 @@ from isomorph.surgery.calls import (
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
-from isomorph.surgery.merge_plan import Plan, plan_merges
+from isomorph.surgery.merge_plan import MergePlan, plan_merges
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
@@ -63,7 +63,7 @@ class Call(NamedTuple):
     inputs: Inputs
     outputs: list[Tensor]
     chosen: ChosenCall
-    plan: Plan
+    plan: MergePlan
 
 
 def _is_finite(call: Call) -> bool:
@@ -131,9 +131,10 @@ class ReferenceCalls:
         """Make the calls: the example, unless it was made, other sizes, other entry points at the smallest."""
         self.calls = []
         self.entries = [str(FORWARD)]
-        if others:
-            self._try_given(model, others)
-        else:
+        for inputs in others:
+            if not self._try(model, FORWARD, inputs):
+                run_model(copy_module(model), inputs)  # raises an error that says what was given
+        if not others:
             self._try_other_sizes(model, first)
         if call_of_example is None:
             self._try(model, FORWARD, first)
@@ -145,12 +146,6 @@ class ReferenceCalls:
         for entry in entry_points(model, smallest):
             if self._try(model, entry, smallest):
                 self.entries.append(str(entry))
-
-    def _try_given(self, model: nn.Module, others: Sequence[Inputs]) -> None:
-        """Add calls on the further examples. Raises: what the model raises on one."""
-        for inputs in others:
-            if not self._try(model, FORWARD, inputs):
-                run_model(copy_module(model), inputs)
 
     def _try_other_sizes(self, model: nn.Module, first: Inputs) -> None:
         """Add calls at other sizes than the example's, or where it runs at one size only of another batch size."""
@@ -261,7 +256,7 @@ class ReferenceCalls:
             [call.outputs, reference_numbers[0]], [outputs, reference_numbers[1]]
         )
 
-    def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[Plan]:
+    def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[MergePlan]:
         """Yield what each call shows of a model; of the one that was given it is known."""
         for call in self.calls:
             if model is self._model and not avoid:

@@ -33,7 +33,7 @@ Choice = tuple[str, Callable[[Assignment], Assignment]]
 
 def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
     """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
-    if solution.names_left() and solution.has_free_parameters:
+    if solution.names_left() and any(map(solution.is_free, solution.target.record.names)):
         description = "parameters that both models read in another way"
         for leftovers in range(_SHARING):
             yield description, partial(replace, leftovers=leftovers)

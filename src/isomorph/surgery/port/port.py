@@ -129,7 +129,9 @@ class _Port:
         if equal and not is_equal(rows, "target"):
             model_name = "source"
         compared = [row for row in rows if row.own == model_name]
-        explained = explained and not solution.lost and self._is_paired()
+        are_heads = self._are_heads(self.a, pairing.only_source)
+        is_paired = are_heads and not pairing.only_target
+        explained = explained and not solution.lost and is_paired
         return PortReport(
             model=model,
             equal=equal,
@@ -261,11 +263,6 @@ class _Port:
         layers = [joint for joint in joints if joint.first.kind == "layer"]
         inner = {joint.index for joint in layers}
         return not any(joint.sources & inner for joint in layers)
-
-    def _is_paired(self) -> bool:
-        """True if neither model has a step that the other has not, apart from heads."""
-        are_heads = self._are_heads(self.a, self.assignment.pairing.only_source)
-        return are_heads and not self.assignment.pairing.only_target
 
 
 def _are_outputs(rows: list[OutputRow]) -> bool:

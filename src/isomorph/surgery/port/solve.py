@@ -68,7 +68,8 @@ class Solution:
         self.source = source
         self.target = target
         self.numbers = Numbers(target.entries, start.tensors)
-        own_origins = {number: _own_origins(x.shape) for number, x in start.tensors.items()}
+        own = torch.tensor(OWN, dtype=torch.int32)
+        own_origins = {number: own.expand(x.shape) for number, x in start.tensors.items()}
         self.origins = Numbers(target.entries, own_origins)
         # The source's parameters whose numbers a parameter of the target has.
         self.sources_of: dict[int, dict[int, None]] = {number: {} for number in start.tensors}
@@ -86,11 +87,6 @@ class Solution:
         if number not in self.origins.written:
             return True
         return bool((self.origins.tensors[number] <= NEUTRAL).all())
-
-    @property
-    def has_free_parameters(self) -> bool:
-        """True if some of the target's parameters have none of the source's numbers."""
-        return any(map(self.is_free, self.target.record.names))
 
     def names_left(self) -> tuple[str, ...]:
         """Return the names of the source's tensors that no tensor of the target has numbers of."""
@@ -163,11 +159,6 @@ class Solution:
         if owner is None or not entries.is_contiguous():
             return False
         return owner not in self.origins.written or bool((self.origins.pick(entries) == OWN).all())
-
-
-def _own_origins(shape: torch.Size) -> Tensor:
-    """Return OWN for all entries of a parameter, as one number that is expanded."""
-    return torch.tensor(OWN, dtype=torch.int32).expand(shape)
 
 
 def solve(
