@@ -20,7 +20,7 @@ from isomorph.surgery.edited_attention import EditedAttention, own_shapes
 from isomorph.surgery.site import embedding_models
 
 
-class TokenGrid(NamedTuple):
+class AttentionGrid(NamedTuple):
     """Grids of queries and keys (with padding), in steps of the key grid; `prefix` tokens have no grid position."""
 
     queries: GridSize
@@ -93,7 +93,7 @@ def find_token_grid(
     call: LayerCall,
     shape: tuple[int, int] | None,
     grid: GridSize | None,
-) -> TokenGrid:
+) -> AttentionGrid:
     """Return the grid of the queries and keys of a call; tokens without another are read row by row from its map.
 
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
@@ -130,13 +130,13 @@ def find_token_grid(
     prefix = queries - H * W
     if prefix < 0:
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of the patches")
-    return TokenGrid((H, W), (H, W), prefix=prefix)
+    return AttentionGrid((H, W), (H, W), prefix=prefix)
 
 
-def _tap_grid(layer: TapHeads, H: int, W: int) -> TokenGrid:
+def _tap_grid(layer: TapHeads, H: int, W: int) -> AttentionGrid:
     ph, pw = layer.padding
     middle = layer.kernel_size // 2
-    return TokenGrid(
+    return AttentionGrid(
         queries=layer.query_grid(H, W),
         keys=(H + 2 * ph, W + 2 * pw),
         padding=layer.padding,
@@ -159,7 +159,7 @@ def _pooled_grid(
     queries: int,
     keys: int,
     grid: GridSize | None,
-) -> TokenGrid:
+) -> AttentionGrid:
     shapes = own_shapes(layer, arguments)
     if grid:
         shapes = [*shapes, grid]
@@ -177,7 +177,7 @@ def _pooled_grid(
         raise UserError(problem)
     rows = image_axis(Hq, Hk)
     columns = image_axis(Wq, Wk)
-    return TokenGrid(
+    return AttentionGrid(
         queries=(Hq, Wq),
         keys=(Hk, Wk),
         start=(rows.start, columns.start),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_observed
-from isomorph.analysis.token_grid import TokenGrid
+from isomorph.analysis.token_grid import AttentionGrid
 from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import eval_mode, noise
 from isomorph.operations import ModuleCall, observing, unwrap
@@ -64,7 +64,7 @@ class WindowMembers(NamedTuple):
         `position`: fractions of height and width; `row`: the attention of a token in every window, (B * windows, nh, N)
         """
         H, W = self.grid
-        query = TokenGrid(self.grid, self.grid).query_at(position)
+        query = AttentionGrid(self.grid, self.grid).query_at(position)
         window, token = (self.members == query).nonzero()[0].tolist()
         by_window = row(token).unflatten(0, (-1, len(self.members)))
         attention = by_window[:, window]  # (B, nh, N)

@@ -126,7 +126,7 @@ def attend_in_windows(
     for rectangles in windows.rectangle_rows():
         parts = []
         for rectangle in rectangles:
-            q_, k_, v_ = [rectangle.cut(each) for each in maps]
+            q_, k_, v_ = [rectangle.cut(tokens) for tokens in maps]
             local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
             y = _attend_in_each(attend, q_, k_, v_, first_k, first_v, local)
             parts.append(rectangle.join(y))

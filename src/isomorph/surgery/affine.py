@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomorph.operations import TensorVersion
-from isomorph.surgery.channels import Step
+from isomorph.surgery.channels import ChannelStep
 from isomorph.surgery.layer_calls import InputWindow
 
 # What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias).
@@ -54,7 +54,7 @@ class Affine:
     summands: tuple[Summand, ...]
     shift: Tensor
     changes: tuple[Change, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ChannelStep, ...] = ()
     through: "Affine | None" = None
 
     @property
@@ -66,7 +66,7 @@ class Affine:
         """True if nothing lies between a layer and the value."""
         return self.has_layer and len(self.summands) == 1 and not self.changes
 
-    def moved(self, step: Step) -> "Affine":
+    def moved(self, step: ChannelStep) -> "Affine":
         """Return what a step makes of the value."""
         return replace(self, steps=(*self.steps, step), through=None)
 
@@ -145,7 +145,7 @@ class Group:
         return self.kind, *modules, summands, written
 
 
-def parts_of(value_or_group: Affine | Group) -> set[str]:
+def names_in(value_or_group: Affine | Group) -> set[str]:
     """Return the names of the modules that compute a value or are merged with a group."""
     names = {name for _, name in value_or_group.changes}
     for summand in value_or_group.summands:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.operations import Flow, Operation, TensorVersion, value_of
 from isomorph.surgery.affine import Affine, Summand, carrier_of, sum_of
-from isomorph.surgery.channels import Channels, Step, follow_channels, kind_of_step
+from isomorph.surgery.channels import Channels, ChannelStep, follow_channels, kind_of_step
 from isomorph.surgery.layer_calls import (
     ADD,
     ARITHMETIC,
@@ -162,7 +162,7 @@ class AffineValues:
                 may_move = base.has_layer or kind == "move"
             if may_move:
                 return {
-                    output: base.moved(Step(operation, value, kind, i, tuple(others)))
+                    output: base.moved(ChannelStep(operation, value, kind, i, tuple(others)))
                     for i, output in enumerate(operation.outputs)
                 }
         return {}
@@ -219,7 +219,7 @@ class AffineValues:
     def _parameter_of(self, weight: Tensor) -> Tensor | None:
         """Return the parameter of whose rows the rows of a weight consist, the weight itself if it is one, or None."""
         value = value_of(weight)
-        steps: list[Step] = []
+        steps: list[ChannelStep] = []
         while value[0] not in self.flow.names:
             operation = self.flow.operation_of.get(value)
             if operation is None or len(self.flow.reads[value]) != 1:
@@ -228,7 +228,9 @@ class AffineValues:
             if not is_unchanged(operation):
                 if kind_of_step(self.flow, operation, source) != "move":
                     return None
-                steps.insert(0, Step(operation, source, "move", operation.outputs.index(value)))
+                steps.insert(
+                    0, ChannelStep(operation, source, "move", operation.outputs.index(value))
+                )
             value = source
         parameter = self.flow.tensors[value]
         if not steps:
@@ -520,7 +522,9 @@ def _along_axis(
     return gain.reshape(-1).expand(channels), shift.reshape(-1).expand(channels)
 
 
-def why_stopped(channels: Channels, steps: tuple[Step, ...], gain: Tensor, shift: Tensor) -> str:
+def why_stopped(
+    channels: Channels, steps: tuple[ChannelStep, ...], gain: Tensor, shift: Tensor
+) -> str:
     """Return through which operation a scale or a shift does not pass, or ""."""
     if channels.keeps_order and bool((gain < 0).any()):
         largest = [step.operation.name for step in steps if step.kind == "largest"]

@@ -81,7 +81,7 @@ _ROUNDING = 1e-9
 Kind = Literal["move", "mean", "largest", "attention"]
 
 
-class Step(NamedTuple):
+class ChannelStep(NamedTuple):
     """An operation on a value, and which of its outputs is followed; `others` read other parts of the value."""
 
     operation: Operation
@@ -195,7 +195,7 @@ def _run(operation: Operation, tensors: dict[TensorVersion, Tensor]) -> list[Ten
     return tensors_in(function(*args, **kwargs))
 
 
-def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
+def _run_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor:
     """Return what a step makes of a tensor; attention has random weights."""
     tensors = {step.value: tensor}
     if step.operation.name == _FUSED_ATTENTION:
@@ -210,7 +210,7 @@ def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
     return _run(step.operation, tensors)[step.output]
 
 
-def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
+def _after_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
@@ -226,7 +226,7 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
 
 
 def follow_channels(
-    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[Step]
+    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[ChannelStep]
 ) -> Channels | None:
     """Return the channels of a value after steps from a start with channels on an axis; None if they are mixed."""
     tensor = flow.tensors[start]
@@ -259,7 +259,7 @@ def _make_codes(count: int) -> Tensor:
     return 1 + (torch.arange(count, device="cpu") + offsets) / count
 
 
-def _shares_channels(step: Step, labels: Tensor | None) -> bool:
+def _shares_channels(step: ChannelStep, labels: Tensor | None) -> bool:
     """True if other parts of the value that a step divides have channels of the part that it takes."""
     if len(step.operation.outputs) == 1 and not step.others:
         return False

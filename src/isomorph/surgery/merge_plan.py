@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
-from isomorph.surgery.affine import Affine, Change, Group, carrier_of, parts_of
+from isomorph.surgery.affine import Affine, Change, Group, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, why_stopped
-from isomorph.surgery.channels import Step, follow_channels, kind_of_step
+from isomorph.surgery.channels import ChannelStep, follow_channels, kind_of_step
 from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
 from isomorph.surgery.modules import lies_within
@@ -220,7 +220,7 @@ class _PlanBuilder:
         if not kind:
             return {}
         return {
-            output: affine.moved(Step(operation, value, kind, i))
+            output: affine.moved(ChannelStep(operation, value, kind, i))
             for i, output in enumerate(operation.outputs)
         }
 
@@ -293,7 +293,7 @@ class _PlanBuilder:
         Modules without parameters are left out. A norm that is written into its readers is one of them, as it becomes
         the identity.
         """
-        merged = parts | {*group.carriers, *parts_of(group)}
+        merged = parts | {*group.carriers, *names_in(group)}
         names_touched: set[str] = set()
         for value in changed:
             names_touched |= self._modules_by_value[value]
@@ -386,7 +386,7 @@ class _PlanBuilder:
                 needs_sum=bool(before.changes) or len(before.summands) > 1,
             )
             self._add(
-                group, self._values_between(before.source, output), frozenset(parts_of(before))
+                group, self._values_between(before.source, output), frozenset(names_in(before))
             )
 
     # Of a module one layer is left

@@ -56,7 +56,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     return to_model(noise(1, *size), model)
 
 
-class Call(NamedTuple):
+class ReferenceCall(NamedTuple):
     """An entry point of a model, a batch, what the model gave for it, its choices among numbers, and what can merge."""
 
     entry: EntryPoint
@@ -66,7 +66,7 @@ class Call(NamedTuple):
     plan: MergePlan
 
 
-def _is_finite(call: Call) -> bool:
+def _is_finite(call: ReferenceCall) -> bool:
     return all(torch.isfinite(output).all() for output in call.outputs)
 
 
@@ -81,7 +81,7 @@ class ReferenceCalls:
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
-    calls: list[Call]
+    calls: list[ReferenceCall]
     entries: list[str]
 
     def __init__(
@@ -126,7 +126,7 @@ class ReferenceCalls:
         model: nn.Module,
         first: Inputs,
         others: Sequence[Inputs],
-        call_of_example: Call | None = None,
+        call_of_example: ReferenceCall | None = None,
     ) -> None:
         """Make the calls: the example, unless it was made, other sizes, other entry points at the smallest."""
         self.calls = []
@@ -187,7 +187,9 @@ class ReferenceCalls:
         self.calls.append(call)
         return bool(call.outputs) and _is_finite(call)
 
-    def _record(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> tuple[Call, Flow]:
+    def _record(
+        self, model: nn.Module, entry: EntryPoint, inputs: Inputs
+    ) -> tuple[ReferenceCall, Flow]:
         """Make a call; return it, and what happens in it."""
         flows: list[Flow] = []
 
@@ -203,7 +205,7 @@ class ReferenceCalls:
 
         outputs, chosen = self._outputs(model, entry, inputs, run)
         plan = plan_merges(model, flows[0], self._affine)
-        return Call(entry, inputs, outputs, chosen, plan), flows[0]
+        return ReferenceCall(entry, inputs, outputs, chosen, plan), flows[0]
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
@@ -235,7 +237,7 @@ class ReferenceCalls:
             chosen = run(model, partial(entry, model, copy_inputs(inputs)))
         return _numbers_of(watched_outputs, chosen.output), chosen
 
-    def _compare(self, call: Call, model: nn.Module) -> float:
+    def _compare(self, call: ReferenceCall, model: nn.Module) -> float:
         """Return the difference of a model's outputs in a call, infinity if it makes other choices.
 
         Outputs that differ are compared again with the choices of the reference, and so are the numbers chosen by.

@@ -46,16 +46,6 @@ def resize_filters(filters: Tensor, size: ImageSize) -> Tensor:
     return resized.reshape(*filters.shape[:2], *size)
 
 
-def resize_positions(positions: Tensor, old: ImageSize, new: ImageSize) -> Tensor:
-    """Return embeddings of the positions of another grid, interpolated as timm does.
-
-    Shape: (old height * old width, C) -> (new height * new width, C), in float64
-    """
-    grid = positions.double().T.reshape(1, -1, *old)  # (1, C, h, w)
-    resized = F.interpolate(grid, size=new, mode="bicubic", antialias=True, align_corners=False)
-    return resized.flatten(2)[0].T
-
-
 @dataclass(frozen=True)
 class OutputShift:
     """By how much outputs moved: the root mean square relative to that of the outputs, and the share of equal classes.

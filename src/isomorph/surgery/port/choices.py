@@ -28,10 +28,10 @@ class Assignment:
 
 
 # What is tried, and how it changes an assignment.
-Choice = tuple[str, Callable[[Assignment], Assignment]]
+Attempt = tuple[str, Callable[[Assignment], Assignment]]
 
 
-def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
+def choices(pairing: Pairing, solution: Solution) -> Iterator[Attempt]:
     """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
     if solution.names_left() and any(map(solution.is_free, solution.target.record.names)):
         description = "parameters that both models read in another way"
@@ -46,7 +46,7 @@ def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
             yield description, partial(_exchange, group=group, order=order)
 
 
-def _orders(pairing: Pairing) -> Iterator[Choice]:
+def _orders(pairing: Pairing) -> Iterator[Attempt]:
     """Yield other orders of the parts of layers, the same one for all layers that are like each other."""
     labels: dict[tuple[object, ...], list[Joint]] = {}
     counts: dict[tuple[object, ...], int] = {}

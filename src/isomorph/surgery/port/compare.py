@@ -104,7 +104,7 @@ def _layouts(value: Tensor, reference: Tensor) -> Iterator[Tensor]:
             yield squeezed.permute(order).reshape(reference.shape)
 
 
-class _Step(NamedTuple):
+class _ForcedStep(NamedTuple):
     """What a call of the target gets of the source's: the number of the value that it reads, and values."""
 
     reads: int | None
@@ -115,7 +115,7 @@ class _Step(NamedTuple):
 class _Forced:
     """Calls of the target in which steps read and make the values of the source's."""
 
-    def __init__(self, steps: dict[int, _Step]) -> None:
+    def __init__(self, steps: dict[int, _ForcedStep]) -> None:
         self.steps = steps  # by index of the call
         self.differences: dict[tuple[str, int], float] = {}
 
@@ -195,7 +195,7 @@ def compare_steps(
 
     And the settings of the source at these places, and the target's values for its numbers, the source's forced.
     """
-    forced: dict[int, _Step] = {}
+    forced: dict[int, _ForcedStep] = {}
     steps: dict[int, tuple[Step, Step]] = {}
     compared: set[tuple[int | None, int | None]] = set()
     for joint, other in pairing.pairs:
@@ -212,7 +212,7 @@ def compare_steps(
             expected = source.values[a.input]
         if alone:
             compared.add((a.output, b.output))
-        forced[b.call.index] = _Step(b.input, expected, output)
+        forced[b.call.index] = _ForcedStep(b.input, expected, output)
         steps[b.call.index] = a, b
     run = _Forced(forced)
     values = target.run(numbers, run=run.run)
@@ -397,7 +397,7 @@ def _differing_calls(
     return tuple(differences)
 
 
-def compare_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
+def compare_all_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
     """Return for every output the value of the other model that equals it most; `values` are the target's.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a

@@ -115,7 +115,7 @@ class Numbers:
         return self.tensors[number].view(-1)
 
 
-def noise(count: int, generator: torch.Generator) -> Tensor:
+def random_numbers(count: int, generator: torch.Generator) -> Tensor:
     """Return numbers from 0 to 1: random ones, which repeat after as many as a prime, since drawing them takes long."""
     block = torch.rand(min(count, _BLOCK), generator=generator, dtype=torch.float64)
     if count <= _BLOCK:

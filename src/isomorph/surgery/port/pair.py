@@ -213,9 +213,9 @@ def pair(source: list[Joint], target: list[Joint]) -> Pairing:
     matched_targets = set(matches.values())
     return Pairing(
         pairs,
-        [[position[each] for each in group] for group in similar],
-        [each for each in source if each.index not in matches],
-        [each for each in target if each.index not in matched_targets],
+        [[position[joint] for joint in group] for group in similar],
+        [joint for joint in source if joint.index not in matches],
+        [joint for joint in target if joint.index not in matched_targets],
     )
 
 

@@ -23,7 +23,7 @@ from isomorph.surgery.port.compare import (
     OutputRow,
     Place,
     SourceSettings,
-    compare_outputs,
+    compare_all_outputs,
     compare_steps,
     run_with,
 )
@@ -188,7 +188,7 @@ class _Port:
         differences, settings, values = compare_steps(self.a, self.b, pairing, numbers)
         if differences:  # the values are in part those of the source
             values = self.b.run(numbers)
-        rows = compare_outputs(self.a, self.b, values)
+        rows = compare_all_outputs(self.a, self.b, values)
         return _Trial(solution, values, rows, differences, settings)
 
     def _try_all(self, solution: Solution) -> _Trial:
@@ -227,7 +227,7 @@ class _Port:
         if has_inner:
             values = self.b.run(solution.numbers)
             self.target.check(solution.numbers, values)
-        return _Trial(solution, values, compare_outputs(self.a, self.b, values))
+        return _Trial(solution, values, compare_all_outputs(self.a, self.b, values))
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
@@ -236,7 +236,7 @@ class _Port:
         values = run_with(trial.settings, self.a, self.b, trial.solution.numbers)
         if values is None:
             return False
-        rows = compare_outputs(self.a, self.b, values)
+        rows = compare_all_outputs(self.a, self.b, values)
         return is_equal(rows, "target")
 
     def _is_equal(self, trial: _Trial) -> bool:

@@ -66,10 +66,10 @@ class PortReport:
     """The way of every tensor of the target that has the source's numbers."""
 
     left: tuple[str, ...]
-    """Tensors of the source that the target cannot hold."""
+    """SourcedTensor of the source that the target cannot hold."""
 
     kept: tuple[str, ...]
-    """Tensors of the target that keep their own numbers."""
+    """SourcedTensor of the target that keep their own numbers."""
 
     settings: tuple[Setting, ...] = ()
     """Settings that are not weights, and differ: eps, a kind of activation, a scale."""

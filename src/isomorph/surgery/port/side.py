@@ -8,7 +8,7 @@ from isomorph.operations import copy_module, leaves, unwrap
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
 from isomorph.surgery.port.graph import Graph
-from isomorph.surgery.port.numbers import Numbers, noise
+from isomorph.surgery.port.numbers import Numbers, random_numbers
 from isomorph.surgery.port.watch import entries_of, watch
 
 
@@ -80,7 +80,7 @@ def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
         if tensor.is_floating_point():
-            tensor.add_(noise(tensor.numel(), generator).view(tensor.shape), alpha=0.01)
+            tensor.add_(random_numbers(tensor.numel(), generator).view(tensor.shape), alpha=0.01)
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:

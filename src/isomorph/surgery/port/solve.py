@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
-from isomorph.surgery.port.numbers import Numbers, noise
+from isomorph.surgery.port.numbers import Numbers, random_numbers
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channels_of
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -21,44 +21,44 @@ _NEUTRAL = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0,
 
 
 @dataclass(frozen=True, eq=False)
-class Tensors:
+class SourcedTensor:
     """Numbers, and which entries of the source's parameters they are (COMPUTED, NEUTRAL, or an entry)."""
 
     value: Tensor
     entries: Tensor
 
     @classmethod
-    def neutral(cls, shape: Any, number: float) -> "Tensors":
+    def neutral(cls, shape: Any, number: float) -> "SourcedTensor":
         """Return a number that changes nothing, for every entry of a shape."""
         value = torch.full(tuple(shape), number, dtype=torch.float64)
         return cls(value, torch.full(tuple(shape), NEUTRAL))
 
     @classmethod
-    def cat(cls, parts: "list[Tensors]") -> "Tensors":
+    def cat(cls, parts: "list[SourcedTensor]") -> "SourcedTensor":
         """Return several along their first axis."""
         return cls(torch.cat([x.value for x in parts]), torch.cat([x.entries for x in parts]))
 
-    def __getitem__(self, where: Any) -> "Tensors":
-        return Tensors(self.value[where], self.entries[where])
+    def __getitem__(self, where: Any) -> "SourcedTensor":
+        return SourcedTensor(self.value[where], self.entries[where])
 
-    def rows(self, rows: Tensor) -> "Tensors":
+    def rows(self, rows: Tensor) -> "SourcedTensor":
         """Return some rows, without a copy where they follow each other."""
         first = int(rows[0])
         if torch.equal(rows, torch.arange(first, first + len(rows))):
             return self[first : first + len(rows)]
         return self[rows]
 
-    def computed(self, value: Tensor) -> "Tensors":
+    def computed(self, value: Tensor) -> "SourcedTensor":
         """Return numbers that are computed from these."""
-        return Tensors(value, torch.full_like(self.entries, COMPUTED))
+        return SourcedTensor(value, torch.full_like(self.entries, COMPUTED))
 
-    def scaled(self, gain: Tensor) -> "Tensors":
+    def scaled(self, gain: Tensor) -> "SourcedTensor":
         """Return the numbers times one for each row."""
         return self.computed(self.value * gain.reshape(-1, *[1] * (self.value.ndim - 1)))
 
-    def reshape(self, *shape: int) -> "Tensors":
+    def reshape(self, *shape: int) -> "SourcedTensor":
         """Return the same numbers in another shape."""
-        return Tensors(self.value.reshape(*shape), self.entries.reshape(*shape))
+        return SourcedTensor(self.value.reshape(*shape), self.entries.reshape(*shape))
 
 
 class Solution:
@@ -80,7 +80,7 @@ class Solution:
         # The source's entries that others of the target's hold too.
         self.merged: list[Tensor] = []
         # Further terms of shifts of the target, by step.
-        self.added: dict[int, list[Tensors]] = {}
+        self.added: dict[int, list[SourcedTensor]] = {}
 
     def is_free(self, number: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
@@ -106,21 +106,21 @@ class Solution:
                 names_with_own.append(names[0])
         return tuple(names_with_own)
 
-    def of(self, operand: Operand) -> Tensors:
+    def of(self, operand: Operand) -> SourcedTensor:
         """Return the numbers of an operand of the source."""
         value = operand.value.detach().double()
         if operand.entries is None:
-            return Tensors(value, torch.full(value.shape, COMPUTED))
+            return SourcedTensor(value, torch.full(value.shape, COMPUTED))
         if self.source.entries.owner(operand.entries) is not None:
-            return Tensors(value, operand.entries)
-        return Tensors(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
+            return SourcedTensor(value, operand.entries)
+        return SourcedTensor(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
 
-    def lose(self, tensors: Tensors, message: str) -> None:
+    def lose(self, tensors: SourcedTensor, message: str) -> None:
         """Note numbers that the target cannot hold."""
         self.lost.append(message)
         self.unplaced.append(tensors.entries[tensors.entries >= 0])
 
-    def put(self, entries: Tensor | None, tensors: Tensors, module: str) -> None:
+    def put(self, entries: Tensor | None, tensors: SourcedTensor, module: str) -> None:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
         if entries is None:
             return
@@ -134,7 +134,7 @@ class Solution:
         if not bool(inside.all()):
             if bool(value[~inside].any()):
                 message = f"{module}: the target has a constant 0"
-                self.lose(Tensors(value, origins)[~inside], message)
+                self.lose(SourcedTensor(value, origins)[~inside], message)
             entries = entries[inside]
             value = value[inside]
             origins = origins[inside]
@@ -143,9 +143,9 @@ class Solution:
             (is_written & (self.numbers.pick(entries) != value)).any()
         ):
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.carry(entries, Tensors(value, origins))
+        self.carry(entries, SourcedTensor(value, origins))
 
-    def carry(self, entries: Tensor, tensors: Tensors) -> None:
+    def carry(self, entries: Tensor, tensors: SourcedTensor) -> None:
         """Write numbers into the target's entries, whatever is there."""
         self.numbers.put(entries, tensors.value)
         self.origins.put(entries, tensors.entries)
@@ -190,7 +190,9 @@ def solve(
     return solution
 
 
-def _rows(part: Part, role: str, tensors_of: Callable[[Operand], Tensors]) -> Tensors | None:
+def _rows(
+    part: Part, role: str, tensors_of: Callable[[Operand], SourcedTensor]
+) -> SourcedTensor | None:
     """Return the rows of a part's weight or bias in the order in which they are read."""
     operand = part.step.operands.get(role)
     if operand is None:
@@ -207,11 +209,11 @@ def _rows(part: Part, role: str, tensors_of: Callable[[Operand], Tensors]) -> Te
     return tensors.rows(part.rows)
 
 
-def _target_tensors(operand: Operand) -> Tensors:
+def _target_tensors(operand: Operand) -> SourcedTensor:
     """Return the entries of an operand of the target, none for a tensor that is computed."""
     if operand.entries is None:
-        return Tensors(operand.value, torch.full(operand.value.shape, -1))
-    return Tensors(operand.value, operand.entries)
+        return SourcedTensor(operand.value, torch.full(operand.value.shape, -1))
+    return SourcedTensor(operand.value, operand.entries)
 
 
 def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
@@ -233,7 +235,7 @@ def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
     return [order for _, order in fitting]
 
 
-def _gain_after(layer: Joint, pairing: Pairing, solution: Solution) -> Tensors | None:
+def _gain_after(layer: Joint, pairing: Pairing, solution: Solution) -> SourcedTensor | None:
     """Return the scale of its outputs that follows a layer of the source and has no counterpart in the target."""
     if len(layer.parts) != 1 or len(layer.readers) != 1:
         return None
@@ -280,17 +282,17 @@ def _solve_layer(
         _put(joint.first.operands["input"], other.first.operands["input"], solution, other.module)
 
 
-def _source_rows(part: Part, role: str, solution: Solution) -> Tensors:
+def _source_rows(part: Part, role: str, solution: Solution) -> SourcedTensor:
     """Return the rows of a part of the source, 0 for a bias that it has not."""
     rows = _rows(part, role, solution.of)
-    return rows or Tensors.neutral((len(part.rows),), 0.0)
+    return rows or SourcedTensor.neutral((len(part.rows),), 0.0)
 
 
-def _in_parts(tensors: list[Tensors], counts: list[int]) -> list[Tensors]:
+def _in_parts(tensors: list[SourcedTensor], counts: list[int]) -> list[SourcedTensor]:
     """Return rows in parts of other numbers of rows."""
     if [len(rows.value) for rows in tensors] == counts:
         return tensors
-    all_rows = Tensors.cat(tensors)
+    all_rows = SourcedTensor.cat(tensors)
     parts = []
     start = 0
     for count in counts:
@@ -300,7 +302,7 @@ def _in_parts(tensors: list[Tensors], counts: list[int]) -> list[Tensors]:
 
 
 def _solve_part(
-    source_rows: Tensors,
+    source_rows: SourcedTensor,
     part: Part,
     role: str,
     solution: Solution,
@@ -321,7 +323,7 @@ def _solve_part(
         _merge_bias(source_rows, part, shift, solution)
 
 
-def _merge_bias(source_rows: Tensors, part: Part, shift: Step, solution: Solution) -> None:
+def _merge_bias(source_rows: SourcedTensor, part: Part, shift: Step, solution: Solution) -> None:
     """Let the parameters that are added to a layer's outputs hold its bias, as positions do that of patches."""
     assert shift.ids is not None
     bias = torch.zeros(part.step.rows, dtype=torch.float64)
@@ -329,7 +331,7 @@ def _merge_bias(source_rows: Tensors, part: Part, shift: Step, solution: Solutio
     channels = channels_of(solution.target, part.step, shift.ids)
     added = bias[channels].masked_fill(shift.ids < 0, 0.0)
     origins = torch.where(added != 0, COMPUTED, NEUTRAL)
-    solution.added.setdefault(shift.index, []).append(Tensors(added, origins))
+    solution.added.setdefault(shift.index, []).append(SourcedTensor(added, origins))
     solution.merged.append(source_rows.entries)
 
 
@@ -358,13 +360,13 @@ def _solve_shift(step: Step, other: Step, solution: Solution) -> None:
     for entries in target_entries:
         is_held = entries >= 0
         value = total.masked_fill(~(is_held & is_open), 0.0)
-        solution.put(entries, Tensors(value, origins), other.module)
+        solution.put(entries, SourcedTensor(value, origins), other.module)
         is_open &= ~is_held
     if bool(total[is_open].any()):
         solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
 
 
-def _have_same_positions(terms: list[Tensors], target_entries: list[Tensor]) -> bool:
+def _have_same_positions(terms: list[SourcedTensor], target_entries: list[Tensor]) -> bool:
     """True if there are as many added parameters as places for them, each at the same positions."""
     if len(terms) != len(target_entries):
         return False
@@ -392,7 +394,7 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
                 other.columns,
             )
         elif target_operand.entries is not None and role in _NEUTRAL:
-            neutral = Tensors.neutral(target_operand.value.shape, _NEUTRAL[role])
+            neutral = SourcedTensor.neutral(target_operand.value.shape, _NEUTRAL[role])
             solution.put(target_operand.entries, neutral, other.module)
     for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
@@ -427,10 +429,14 @@ def _solve_alone(step: Step, solution: Solution) -> None:
     if step.kind == "scale":
         operand = step.operands["scale"]
         if operand.entries is not None:
-            solution.put(operand.entries, Tensors.neutral(operand.value.shape, 1.0), step.module)
+            solution.put(
+                operand.entries, SourcedTensor.neutral(operand.value.shape, 1.0), step.module
+            )
     if step.kind == "shift":
         for operand in step.terms:
-            solution.put(operand.entries, Tensors.neutral(operand.value.shape, 0.0), step.module)
+            solution.put(
+                operand.entries, SourcedTensor.neutral(operand.value.shape, 0.0), step.module
+            )
 
 
 def fill_leftovers(solution: Solution, choice: int) -> None:
@@ -462,7 +468,7 @@ def fill_leftovers(solution: Solution, choice: int) -> None:
             continue
         for number, other in zip(numbers, others, strict=True):
             source_entries = source.entries.of(other)
-            carried = Tensors(source.numbers.pick(source_entries), source_entries)
+            carried = SourcedTensor(source.numbers.pick(source_entries), source_entries)
             solution.carry(target.entries.of(number), carried)
 
 
@@ -486,7 +492,9 @@ def draw(graph: Graph, seed: int = 0) -> Numbers:
         entries = operand.entries
         if entries is None:
             continue
-        values = noise(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)  # -1 to 1
+        values = (
+            random_numbers(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)
+        )  # -1 to 1
         if step.kind == "layer" and role == "weight":
             values *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
         elif role in ("bias", "term"):
