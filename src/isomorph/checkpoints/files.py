@@ -83,6 +83,7 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a safetensors file. Raises: UserError if it is damaged."""
     _require_file(path)
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -132,6 +133,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
 
 
 def _choose_tensors(path: Path, checkpoint: Mapping[str, Any], ema: bool) -> Contents:
+    """Return the tensors in a checkpoint of a training script: averaged ones if wanted, otherwise the last."""
     settings = _settings_in(checkpoint)
     entries = _entries_with_tensors(checkpoint)
     if not entries:
@@ -170,6 +172,7 @@ def _entries_with_tensors(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _describe(checkpoint: Mapping[str, Any]) -> str:
+    """Describe a dictionary without weights in an error."""
     if "param_groups" in checkpoint:
         return "the state of an optimiser"
     return ", ".join(list(checkpoint)[:6]) or "nothing"
@@ -211,6 +214,7 @@ def strip_wrappers(tensors: Mapping[str, Any], kept_names: Collection[str] = ())
 
 
 def _shared_prefix(names: list[str]) -> str | None:
+    """Return the prefix of a wrapper that all names have, or None."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in names):
             return prefix

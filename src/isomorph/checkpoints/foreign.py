@@ -133,6 +133,7 @@ def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -> dict[str, Any]:
+    """Return the data config that a training script's settings give. Raises: UserError if they are invalid."""
     image_settings = {
         key: settings[key] for key in _IMAGE_SETTINGS if settings.get(key) is not None
     }
@@ -236,6 +237,7 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], has_size: bool) -> Iterato
 
 
 def _image_size(count: int, patch: tuple[int, ...], suffix: str) -> list[int]:
+    """Return the size of the square image with this number of patches. Raises: UserError if there is none."""
     side = math.isqrt(max(count, 0))
     if side**2 != count or not side:
         raise UserError(

@@ -245,6 +245,7 @@ def parse_data(
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
+    """Return the parts of a header. Raises: UserError for one that is missing, too long or invalid."""
     for name, text in header.items():
         if len(text) > _MAX_PART_LENGTH:
             raise UserError(f"{name} has more than {_MAX_PART_LENGTH:,} characters")
@@ -263,6 +264,7 @@ def _parse_parts(header: Mapping[str, str]) -> Header:
 
 
 def _build_edit(edit: _EditSchema, path: str) -> Edit:
+    """Return an edit with its rule. Raises: UserError for an unknown rule or an invalid field."""
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(

@@ -46,6 +46,7 @@ class _MissingFile(UserError):
 
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
+    """Return the path of a file of the hub, downloaded if needed."""
     try:
         return Path(
             huggingface_hub.hf_hub_download(

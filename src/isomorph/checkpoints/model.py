@@ -128,6 +128,7 @@ def _why_not_rebuilt(
 
 
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], all_edits: tuple[Edit, ...]) -> None:
+    """Raise UserError unless base and edits rebuild the model."""
     difference = _why_not_rebuilt(model, base, all_edits)
     if difference:
         raise UserError(
@@ -214,6 +215,7 @@ def _warn_of_temporary_blocks(all_edits: tuple[Edit, ...]) -> None:
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
+    """Raise UserError unless the model's edits make it from the base."""
     with torch.device("meta"):
         twin = copy.deepcopy(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
@@ -303,6 +305,7 @@ def _shapes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
+    """Return the first setting in which two modules differ, or None."""
     if type(module) is not type(other):
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
     others = _settings(other)
@@ -505,6 +508,7 @@ def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tied(model_state: dict[str, Any], state: dict[str, Any], path: Path) -> None:
+    """Raise UserError if tensors that the model ties differ in a state."""
     names: dict[Any, str] = {}
     for name, tensor in model_state.items():
         first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)

@@ -157,6 +157,7 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
 
 
 def _hint_of_base(contents: Contents, model: nn.Module) -> str:
+    """Return what the base of a file was and how to give it, as the end of a message."""
     module = read_parts(contents).module if contents.is_own else {}
     saved_from = f" (it was saved from a {module['class']})" if module else ""
     return (
@@ -168,6 +169,7 @@ def _hint_of_base(contents: Contents, model: nn.Module) -> str:
 
 @contextmanager
 def _working_folder_last() -> Iterator[None]:
+    """Context in which Python also imports from the working folder."""
     sys.path.append(os.getcwd())
     try:
         yield
@@ -221,6 +223,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
+    """Raise UserError for options that contradict a file that says how to build its model."""
     if options._replace(ema=True) == NO_OPTIONS:
         return
     base = describe_base(model)

@@ -256,6 +256,7 @@ class GatedMap(TokenPositions):
         return self._mix_on_grids(maps, call, allowed)
 
     def _mix_on_grids(self, maps: Tensor, call: MapCall, allowed: Tensor | None) -> Tensor:
+        """Mix maps with position attention among the tokens on the grid; those of prefix tokens stay."""
         if maps.shape[-2] == 1:  # a class token, in the middle of the image
             queries = (1, 1)
             prefix = 0

@@ -114,6 +114,7 @@ def _cached_constant(
     device: torch.device,
     arguments: tuple[Hashable, ...],
 ) -> Tensor | None:
+    """Return a constant on a device, made once; None if it is too large to keep."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         tensor = make(*arguments, device=torch.device("cpu"))
         # complete on return, for every stream
@@ -234,6 +235,7 @@ def require_finite(outputs: Any) -> None:
 
 
 def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of a module with its weights in float64."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     exact = {
         name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()

@@ -107,6 +107,7 @@ class _Frame:
         return to_standard_map(x, self.layout or usual_layout(x, self.heads), self.heads)
 
     def scores(self, call: FusedCall) -> AppliedAttention:
+        """Return the scores of fused attention, its mask as a bias."""
         q = call.scaled_query
         k = call.repeated[0]
         mask = call.mask

@@ -113,6 +113,7 @@ class Flow(TorchFunctionMode):
                 self._memories.add(memory)
 
     def _record(self, operation: Operation) -> None:
+        """Add an operation to those that read its inputs and make its outputs, and note what follows from constants."""
         inputs = operation.inputs
         outputs = operation.outputs
         name = operation.name
@@ -159,6 +160,7 @@ class Kernels(TorchDispatchMode):
 
     @contextmanager
     def within_a_function(self) -> Iterator[None]:
+        """Context in which kernels are those of a torch function, which records them itself."""
         outer = self._is_within
         self._is_within = True
         try:

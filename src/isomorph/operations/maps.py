@@ -230,6 +230,7 @@ class EditMaps(FollowMaps):
         self.records = torch.is_grad_enabled()
 
     def _edit(self, maps: Tensor, mask: Tensor | None) -> Tensor:
+        """Return an edited map. Raises: ValueError inside a reentrant checkpoint."""
         if self.records and not torch.is_grad_enabled():
             raise ValueError(
                 "the layer turns gradients off around its attention, as a reentrant checkpoint does, so that its "

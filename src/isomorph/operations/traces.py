@@ -80,6 +80,7 @@ def left_no_trace(copied: nn.Module, before: list[Any], original: nn.Module) -> 
 
 
 def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    """True if two tensors have the same values, NaN at the same positions included."""
     if tensor.shape != other.shape or tensor.is_meta:
         return False
     if torch.equal(tensor, other):

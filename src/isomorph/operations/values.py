@@ -56,6 +56,7 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _add_tensors(values: Iterable[Any], tensors: list[Tensor], visited: set[int]) -> None:
+    """Append the tensors that values hold, each object once."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:

@@ -104,6 +104,7 @@ class AffineValues:
                 self.used.add(value)
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
+        """Return what an operation computes as an affine value: a layer, norm, scale or sum; None for any other."""
         depends_on = [value for value in operation.inputs if value not in self.flow.constant]
         if not depends_on:
             return None
@@ -178,6 +179,7 @@ class AffineValues:
     # Layers
 
     def _read_layer(self, operation: Operation) -> Affine | None:
+        """Return the output of a layer as an affine value of its input; None, with the reason noted, if it is not."""
         arguments = bind_arguments(operation)
         output = operation.outputs[0]
         source = operation.inputs[0]
@@ -272,6 +274,7 @@ class AffineValues:
     # Norms and scales
 
     def _read_norm(self, operation: Operation, x: TensorVersion) -> Affine | None:
+        """Return the output of a norm, x scaled and shifted by channel; None, with the reason noted, if it is not."""
         if operation.name != "batch_norm":
             return self._read_affine_norm(operation)
         arguments = bind_arguments(operation)
@@ -364,12 +367,14 @@ class AffineValues:
         return True
 
     def _why_not_alone(self, name: str) -> str:
+        """Return what else would change with a norm: its hooks, or further calls; "" if nothing."""
         attached = describe_attachments(self.model.get_submodule(name))
         if attached:
             return f"it has {attached}"
         return "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
 
     def _why_none_before(self, value: TensorVersion) -> str:
+        """Return why no layer before a norm can take it up."""
         if value in self.of:
             return "the output of the layer before it is read elsewhere"
         if value in self.rejected:
@@ -432,6 +437,7 @@ class AffineValues:
     # Sums
 
     def _read_sum(self, operation: Operation) -> Affine | None:
+        """Return a sum or difference as a function of one source, or None."""
         first, second = operation.inputs
         if operation.name not in ADD | SUB or first == second:
             return None

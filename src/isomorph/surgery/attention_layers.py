@@ -33,6 +33,7 @@ _PRODUCTS = {"@", "matmul", "bmm", "einsum"}
 
 
 def _mask_argument(_: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Return the mask among the arguments of a call, or None."""
     for name in _MASKS:
         if arguments.get(name) is not None:
             return arguments[name]
@@ -113,6 +114,7 @@ class AttentionFacts(NamedTuple):
 
 
 def _interface_reason(layer: Any) -> str | None:
+    """Return why the map of attention that transformers' interface computes cannot be edited, or None."""
     name = type(layer).__name__
     config: Any = getattr(layer, "config", None)
     if not hasattr(config, "_attn_implementation"):
@@ -251,6 +253,7 @@ def _functions_of(kind: type) -> Iterator[Any]:
 
 @cached_by_class
 def _names_used(kind: type) -> set[str]:
+    """Return the names that the forward of a class uses, "@" if it multiplies matrices by the operator."""
     names: set[str] = set()
     for function in _functions_of(kind):
         names.update(function.__code__.co_names)

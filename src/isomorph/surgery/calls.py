@@ -38,6 +38,7 @@ def copy_inputs(inputs: Any) -> Any:
 
 
 def _copy_leaf(value: Any) -> Any:
+    """Return a copy of a tensor or container among inputs; what cannot be copied is returned itself."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, nn.Module) or callable(value):
@@ -72,6 +73,7 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _describe(inputs: Inputs) -> str:
+    """Describe inputs in an error: shapes and dtype, and that they are not images if so."""
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
     described = (

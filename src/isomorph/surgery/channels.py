@@ -149,6 +149,7 @@ def _attention_arguments(operation: Operation) -> dict[str, Any]:
 
 
 def _is_plain_attention(flow: Flow, operation: Operation, value: TensorVersion) -> bool:
+    """True for fused attention without dropout or a mask that depends on inputs, of which `value` are the values."""
     arguments = _attention_arguments(operation)
     is_value = id(arguments["value"]) == value[0]
     mask = arguments.get("attn_mask")

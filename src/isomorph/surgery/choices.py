@@ -164,6 +164,7 @@ class _Repeater(_Recorder):
         self.unmatched: list[str] = []
 
     def decide(self, choice: Choice, output: Any) -> Any:
+        """Return an output with the recorded choice in place of the call's own."""
         queue = self.queues[choice.key]
         if not queue:
             self.unmatched.append(choice.place)

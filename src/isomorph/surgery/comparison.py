@@ -82,6 +82,7 @@ class TensorDifference:
 
 
 def _ratio(difference: float, limit: float) -> float:
+    """Return a difference as a multiple of the limit."""
     if limit:
         return difference / limit
     return math.inf if difference else 0.0
@@ -152,6 +153,7 @@ def structure_notes(output: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
+    """Yield how two single outputs differ besides their values: in class, dtype, device or text."""
     where = path or "the output"
     tensor = as_number(output)
     other_tensor = as_number(other)
@@ -170,6 +172,7 @@ def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def _kind(value: Any) -> str:
+    """Return the class of a value with its article."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -364,6 +367,7 @@ def _scales(values: Tensor, axis: int) -> Tensor:
 
 
 def _count_not_finite(values: Tensor, others: Tensor) -> str:
+    """Return how many values of one model alone are not finite, as a sentence, or ""."""
     differ = ~(values == others)
     for ordinal, tensor in (("second", others), ("first", values)):
         count = int((differ & ~tensor.isfinite()).sum())

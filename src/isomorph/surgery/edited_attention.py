@@ -27,6 +27,7 @@ _WINDOW_NAMES = ("window_size", "ws")
 
 
 def _as_pair(size: Any) -> GridSize | None:
+    """Return a size as (height, width), or None if it is not one."""
     if isinstance(size, int | torch.SymInt) and not isinstance(size, bool):
         return (size, size)  # type: ignore[return-value]
     if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
@@ -86,6 +87,7 @@ class AlteredAttention(Altered):
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
 
     def plain(self) -> nn.Module:
+        """Return the layer as it was before it was altered."""
         plain = copy_as(cast(Any, self), self.original)
         for name in self.added:
             delattr(plain, name)
@@ -154,6 +156,7 @@ class EditedAttention(AlteredAttention):
         return layer
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the plain layer and edit its map. Raises: ValueError unless it forms one map."""
         name = self.original.__name__
         mode = EditMaps(partial(self._edit, call))
         with mode:

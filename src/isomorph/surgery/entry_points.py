@@ -98,6 +98,7 @@ def _arguments(method: Any, batch: Inputs) -> Iterator[tuple[str, inspect.Parame
 
 
 def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    """Yield calls of forward with one yes-or-no argument turned, also those that transformers takes unnamed."""
     takes_any = False
     named = set()
     for name, parameter in _arguments(model.forward, batch):
@@ -115,6 +116,7 @@ def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
 
 
 def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    """Yield the public methods of a model's own package that take the batch and change nothing."""
     package = type(model).__module__.partition(".")[0]
     classes = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
     names = dict.fromkeys(name for kind in classes if kind is not nn.Module for name in vars(kind))
@@ -134,6 +136,7 @@ def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
 
 
 def _required(method: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a method, without self, that a call must give."""
     _, *parameters = inspect.signature(method).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [

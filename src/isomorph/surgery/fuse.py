@@ -84,6 +84,7 @@ class Fuse(Rule):
 
 
 def _move_biases(model: nn.Module) -> None:
+    """Move biases that fused pyramids have added into the running means of the BatchNorms after them, in place."""
     parents = Counter(layer for unit in model.modules() for layer in unit.children())
     for unit in model.modules():
         has_known_forward = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith(
@@ -260,6 +261,7 @@ def fuse_with_report(
 
 
 def _check_not_quantised(model: nn.Module) -> None:
+    """Raise UserError for a model with layers of torch's quantisation."""
     for name, module in model.named_modules():
         if is_quantised(module):
             raise UserError(f"{name or 'the model'} {describe_stand_in(module)}")

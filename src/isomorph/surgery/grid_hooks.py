@@ -68,10 +68,12 @@ class _Grids:
     def before_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Mark the tokens that enter a block with the grid of the image."""
         if not torch.compiler.is_compiling():
             self.of_tokens(args[0] if args else kwargs.get("x"))
 
     def before_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the grid of the image to a layer as its argument `grid_size`."""
         if kwargs.get("grid_size"):
             return None
         if torch.compiler.is_compiling():
@@ -130,6 +132,7 @@ def _storage_of(tokens: Any) -> Any:
 
 
 def _remove_grid_hooks(model: nn.Module) -> None:
+    """Remove all hooks of `_Grids` from a model, those of its original too."""
     # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -139,6 +142,7 @@ def _remove_grid_hooks(model: nn.Module) -> None:
 
 
 def _register_grid_hooks(model: Any) -> None:
+    """Register hooks that pass the grid of every image to the layers that need it."""
     named = dict(model.named_modules(remove_duplicate=False))
     layers = [name for name, module in named.items() if isinstance(module, GRID_LAYERS)]
     if not layers:
@@ -214,6 +218,7 @@ class AnyAttentionRule(GridRule):
 
 
 def _pass_grids(model: nn.Module) -> None:
+    """Renew the hooks that pass grids on, after an edit."""
     _remove_grid_hooks(model)
     owner = only_embedding_model(model)
     if owner is None and any(isinstance(module, AlteredAttention) for module in model.modules()):

@@ -258,6 +258,7 @@ def _copy_block(block: nn.Module, channels: int) -> nn.Module:
 
 
 def _paths_after(model: nn.Module, after: Where) -> Iterator[str]:
+    """Yield the modules to insert after: those selected; of an nn.Sequential its last child."""
     named = dict(model.named_modules())
     selected = [name for name, module in named.items() if matches_where(after, name, module)]
     if not selected:

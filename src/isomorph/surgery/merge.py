@@ -218,6 +218,7 @@ class _Trials:
         self.edits: list[tuple[Rule, str]] = []
 
     def merged(self, chosen: list[Group]) -> nn.Module:
+        """Return a copy with these groups merged; the last one again if they are the same."""
         groups = self.plan.usable(chosen)
         if groups != self.chosen:
             self.last = copy_module(self.model)
@@ -337,6 +338,7 @@ NOT_CALLED = "no example calls it"
 
 @torch.no_grad()
 def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Rule, str]]:
+    """Merge a group in place and return the edits that do so."""
     edits: list[tuple[Rule, str]] = []
 
     def reshape(rule: Rule, name: str) -> Any:

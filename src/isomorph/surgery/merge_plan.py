@@ -125,6 +125,7 @@ class _PlanBuilder:
     # A value with a layer is written into it
 
     def _write_into_layer(self, affine: Affine) -> None:
+        """Add the group of a sum of layers, norms and scales that one layer can hold."""
         carrier = carrier_of(affine.summands)
         others = [
             summand.layer for summand in affine.summands if summand.layer and summand is not carrier
@@ -158,6 +159,7 @@ class _PlanBuilder:
     # A value without a layer is written into all layers that read it
 
     def _write_into_readers(self, value: TensorVersion, affine: Affine) -> None:
+        """Add the group of a norm or scale that all layers that read it can hold; note why not."""
         norms = [name for _, name in affine.changes if name in self.norms]
         if len(affine.summands) > 1:
             for name in norms:
@@ -331,6 +333,7 @@ class _PlanBuilder:
         )
 
     def _why_not_merged(self, group: Group) -> str:
+        """Return why a group is left: code around it computes more, or branches on numbers; "" if not."""
         if group.kind != "chain" and not all(map(self._ends_with, group.changes)):
             return "its module computes more than the norm"
         names = _names_of(group)
@@ -415,6 +418,7 @@ def _owners_in(name: str, module: nn.Module) -> list[str]:
 
 
 def _child_of(parent: str, name: str) -> str | None:
+    """Return the name of the child that is or contains a module, or None if the module is not inside the parent."""
     if not parent:
         return name.partition(".")[0]
     if not name.startswith(f"{parent}."):

@@ -136,6 +136,7 @@ class ModelPair:
         return self._compare_choices(runs, redraw) or (tensors, ())
 
     def _output(self, run: _Run, first: bool, extra: bool) -> Any:
+        """Return the output of a run. Raises: NotCompared if the original does not run on `extra` inputs."""
         inputs = copy_inputs(run.inputs)
         try:
             with run.context():
@@ -212,6 +213,7 @@ class ModelPair:
 
     @torch.no_grad()
     def is_random(self, batch: Inputs) -> bool:
+        """True if the original gives other outputs in a second call."""
         model = self.models[torch.float32][0]
         x = cast_floats(batch, torch.float32)
         with suppress(UserError):  # outputs of different shapes
@@ -241,6 +243,7 @@ class ModelPair:
 
     @torch.no_grad()
     def targets(self, batch: Inputs) -> tuple[Difference, ...]:
+        """Return the differences of the recast modules, each called on what the original's module gets."""
         original, recast = self.models[torch.float64]
         rows: dict[str, Difference] = {}
         arguments: dict[str, list[Any]] = {}
@@ -341,6 +344,7 @@ def _to_channels_last(x: Tensor) -> Tensor:
 
 
 def _are_identical(inputs: Inputs, others: Inputs) -> bool:
+    """True if two inputs have the same tensors, NaN at the same positions included."""
     tensors = tensors_in(inputs)
     other_tensors = tensors_in(others)
     if [x.shape for x in tensors] != [x.shape for x in other_tensors]:

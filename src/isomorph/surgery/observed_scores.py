@@ -151,6 +151,7 @@ def _trials(
 
 @torch.no_grad()
 def _run(layer: nn.Module, x: Tensor, arguments: dict[str, Any]) -> Scores | None:
+    """Return the scores of a layer on an input, or None if it does not take it."""
     mode = _RecordScores()
     with suppress(Exception), warnings.catch_warnings(action="ignore"), mode:
         layer(x, **arguments)  # any layer, which may not take such an input

@@ -50,6 +50,7 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
 
 def _has_same_attachments(new_part: nn.Module | None, part: nn.Module) -> bool:
+    """True for a part of the same class with the same patched methods and as many hooks."""
     if new_part is None or type(new_part) is not type(part):
         return False
     for name in OVERRIDABLE_METHODS:

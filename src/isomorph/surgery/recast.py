@@ -103,6 +103,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
 
 
 def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
+    """Return the sites that a rule accepts, and the reason for each of its kind that it rejects."""
     accepted: list[str] = []
     rejected: dict[str, str] = {}
     for site in sites:
@@ -239,6 +240,7 @@ def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
 
 
 def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
+    """Return what to select instead of modules of other classes, as the end of a message."""
     for site in selected:
         stand_in = describe_stand_in(site.module)
         if stand_in is not None:
@@ -526,6 +528,7 @@ class Ties:
 
 
 def _share(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Set a parameter under several names."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, parameter)

@@ -158,6 +158,7 @@ class ReferenceCalls:
                 self._try(model, FORWARD, other)
 
     def _check(self, first: Inputs) -> None:
+        """Keep the calls whose outputs can be compared. Raises: DoesNotRun and NotFinite, as the class."""
         self.calls = [call for call in self.calls if call.outputs]
         if not self.calls:
             raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
@@ -304,6 +305,7 @@ class ReferenceCalls:
 
 
 def _modules_around_choices(model: nn.Module, flow: Flow) -> list[str]:
+    """Return the children of modules whose own code branches on numbers of a batch."""
     watched = []
     for name in flow.branches_on_data:
         watched += [

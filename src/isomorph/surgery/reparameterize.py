@@ -59,6 +59,7 @@ def guard_pyramids(model: nn.Module) -> None:
 
 
 def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
+    """Call a method of timm after the pyramids of its module are fused."""
     vars(module).pop(method)
     fuse_pyramids(module)
     return getattr(module, method)()

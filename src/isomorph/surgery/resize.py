@@ -271,6 +271,7 @@ def _embed(layer: nn.Conv2d, patches: Tensor) -> Tensor:
 
 
 def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float:
+    """Return the difference of new embeddings of patches from the old ones of the patches resized."""
     sizes = _kernel(old), _kernel(new)
     patches = _patches(images, sizes[1])
     resized = torch.linalg.pinv(resizing_matrix(*sizes)) @ patches
@@ -278,6 +279,7 @@ def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> flo
 
 
 def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float | None:
+    """Return the difference of new embeddings of enlarged patches from the old ones; None if patches shrink."""
     sizes = _kernel(old), _kernel(new)
     if sizes[0] == sizes[1] or sizes[1][0] < sizes[0][0] or sizes[1][1] < sizes[0][1]:
         return None

@@ -27,6 +27,7 @@ _REVERT_METHODS = ("to_original", "to_conv", "to_attention")
 
 
 def _reverted(layer: nn.Module, atol: float) -> nn.Module:
+    """Return a layer in its original form, the block inserted after it removed first."""
     method = _revert_method(layer)
     while method is not None:  # an inserted block first, then what is before it
         layer = method(atol)

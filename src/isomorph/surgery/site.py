@@ -262,6 +262,7 @@ def embedding_of(model: Any) -> nn.Module | None:
 
 
 def _token_grid(model: nn.Module) -> TokenGrid:
+    """Return the grid of a model with a patch embedding, or what is known of another's."""
     owner = only_embedding_model(model)
     if owner is not None:
         return TokenGrid(owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0))

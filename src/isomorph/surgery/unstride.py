@@ -90,6 +90,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
+    """Run a model without strides. Raises: UserError if a module still reduces the resolution or does not run."""
     with (
         eval_mode(model),
         eval_mode(new),
@@ -106,6 +107,7 @@ def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
 
 
 def _check_stage(call: ModuleCall) -> None:
+    """Raise UserError for a module whose output is smaller than its input."""
     x = call.input
     y = call.output
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim == y.ndim == 4):

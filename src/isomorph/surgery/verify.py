@@ -237,6 +237,7 @@ def _first_example(x: Tensor) -> Tensor:
 
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield other inputs, and images of twice the size and zeros."""
     yield from other_inputs(batch)
     if isinstance(batch, Tensor) and _is_small_image(batch):
         yield _TWICE, F.interpolate(batch[:2].float(), scale_factor=2).to(batch.dtype)
@@ -255,6 +256,7 @@ def _modes(batch: Inputs) -> list[str]:
 
 
 def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
+    """Yield what makes a report prove less than it seems to, and why models may differ."""
     scale = max(row.scale for row in report.inputs)
     if report.passed and scale < 1e-3:
         yield f"all outputs are at most {scale:.1g}: a head with small weights hides what the layers before it do"

@@ -254,6 +254,7 @@ class _NearAxis(NamedTuple):
 
 
 def _near_axes(axes: Sequence[TapAxis]) -> list[_NearAxis] | None:
+    """Return how far heads reach along both axes, or None if one is unknown."""
     near_axes = []
     for axis in axes:
         reach = axis.reach()

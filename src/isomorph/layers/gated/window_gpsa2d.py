@@ -78,6 +78,7 @@ class WindowGPSA2d(GPSA2d):
         self.window = self.content_window = odd_window(window)
 
     def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
+        """On a CPU without gradients attend strip by strip, otherwise tile by tile."""
         if not (on_cpu(x) and can_keep(x.detach(), *self.parameters()) and not in_functorch()):
             return super().without_maps(x, H, W)
         tiles = self.tiles(H, W, window_tiles.CPU_TILE)
@@ -92,6 +93,7 @@ class WindowGPSA2d(GPSA2d):
         return self.with_bias(position + content)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the part of the content heads, tile by tile. Shape: -> (B, C_out, Hq, Wq)"""
         heads = self.content_heads
         Hq, Wq = self.query_grid(H, W)
         tiles = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))

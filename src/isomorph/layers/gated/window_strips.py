@@ -154,6 +154,7 @@ class _Parts(NamedTuple):
         column_bias: Tensor,
         tiles: Tiles,
     ) -> Self:
+        """Arrange filters, scales, offsets and biases by part: heads that are computed together."""
         nh, hd = q.shape[3:]
         heads = _heads_at_once(nh)
         scales: tuple[Tensor, ...] = ()

@@ -110,6 +110,7 @@ class _Cursor:
         self.position = 0
 
     def take(self, *shape: int) -> Tensor:
+        """Return the next numbers as a view of this shape."""
         start = self.position
         self.position += math.prod(shape)
         return self.row[:, start : self.position].view(self.row.shape[0], *shape)

@@ -525,6 +525,7 @@ class _Collapse(torch.autograd.Function):
 def _differentiable_gradients(
     sizes: ChainSizes, centred: bool, inputs: Sequence[Tensor], d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of all inputs so that they can be differentiated again."""
     copies = []
     for tensor in inputs:  # tied ones apart
         copies.append(
@@ -600,6 +601,7 @@ class _Layers(NamedTuple):
 
 
 def _gather_layers(pyramids: Sequence[Chains]) -> _Layers:
+    """Return the layers of pyramids level by level, those of shallow branches first."""
     first = pyramids[0]
     levels: list[list[Unit]] = [[] for _ in range(max(map(len, first.units)))]
     last_layers = []
@@ -619,6 +621,7 @@ def _sizes_of(
     groups: int,
     channels: int,
 ) -> ChainSizes:
+    """Return what the pyramids have in common."""
     first = pyramids[0]
     depths = [len(branch) for branch in first.units]
     chains = tuple(len(level) for level in layers.levels)
@@ -659,6 +662,7 @@ def _filled(tensor: Tensor | None, size: int, value: float, like: Tensor) -> Ten
 
 
 def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
+    """Return pyramids of one layout as one map, and update their running statistics."""
     mean = moments.mean
     layers = _gather_layers(pyramids)
     linear = layers.linear()

@@ -43,6 +43,7 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
 
 
 def _offset_entries(size: int, device: torch.device) -> Tensor:
+    """Return the entry of a table of offsets for every query and key. Shape: -> (size, size)"""
     positions = torch.arange(size, device=device)
     offsets = positions[:, None] - positions
     return offsets + size - 1

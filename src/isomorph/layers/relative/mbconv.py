@@ -144,6 +144,7 @@ class LayerNormMBConv(InvertedBottleneck):
 
 
 def _fuse_inside(module: nn.Module) -> nn.Module:
+    """Fuse the outermost layers inside a module that have a method `fuse`, in place."""
     for name, child in module.named_children():
         fuse = getattr(child, "fuse", None)
         setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
@@ -151,6 +152,7 @@ def _fuse_inside(module: nn.Module) -> nn.Module:
 
 
 def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
+    """Return a convolution with the norm after it."""
     folded = fuse_conv_bn_eval(conv, norm)
     folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
     return folded

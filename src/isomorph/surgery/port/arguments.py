@@ -36,6 +36,7 @@ _NO_SETTINGS |= {"weight", "bias", "running_mean", "running_var"}
 
 @cache
 def _signature(function: Callable[..., Any] | None) -> inspect.Signature | None:
+    """Return the signature of a function, or None if it has none that Python knows."""
     if function is None:
         return None
     try:

@@ -94,6 +94,7 @@ def in_layout(
 
 
 def _layouts(value: Tensor, reference: Tensor) -> Iterator[Tensor]:
+    """Yield a value in the shape of another, with its axes in every order."""
     if value.numel() != reference.numel():
         return
     if value.shape == reference.shape:
@@ -120,6 +121,7 @@ class _Forced:
         self.differences: dict[tuple[str, int], float] = {}
 
     def run(self, call: Call, value_of: Callable[[int], Tensor]) -> Any:
+        """Run a call of the target on the values of the source's step."""
         step = self.steps.get(call.index)
         if step is None:
             return call.run(value_of)
@@ -136,6 +138,7 @@ class _Forced:
         return self._compare(("output", call.index), step.output, out)
 
     def _compare(self, key: tuple[str, int], expected: Tensor, value: Tensor) -> Tensor:
+        """Return the expected value in place of one that differs, and keep the difference."""
         fitting, difference = in_layout(expected, value)
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
@@ -360,6 +363,7 @@ def _between(graph: Graph, step: Step) -> list[Call]:
 
 
 def _described(call: Call) -> str:
+    """Return a call as code would write it, with its settings alone."""
     name = call.name.strip("_")
     plain_settings = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
     arguments = ", ".join(f"{key}={value}" for key, value in plain_settings.items())
@@ -423,6 +427,7 @@ class _Values(NamedTuple):
             yield f"output {path}".strip(), self.values[number]
 
     def inner(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the results of all operations, the last first."""
         for call in self.graph.record.calls[::-1]:
             name = f"the result of {call.name.strip('_')} in {call.module or 'the model'}"
             for number in call.outputs:
@@ -439,6 +444,7 @@ class _Values(NamedTuple):
 
 
 def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
+    """Return which value of the other model each output of one equals best."""
     rows = []
     for path, number in values.graph.record.outputs.items():
         value = values.values[number]
@@ -462,6 +468,7 @@ def _is_constant(value: Tensor) -> bool:
 def _nearest(
     model: str, name: str, value: Tensor, named: Iterable[tuple[str, Tensor]]
 ) -> OutputRow:
+    """Return the value among `named` that is nearest to an output."""
     nearest = OutputRow(model, name, "nothing", math.inf)
     for other, candidate in named:
         if candidate.numel() != value.numel() or not candidate.is_floating_point():

@@ -170,6 +170,7 @@ class Graph:
         self.dependent.add(number)
 
     def _follow(self, call: Call) -> None:
+        """Follow a call: a view, a movement, a sum with parameters, a step, or another operation."""
         is_live = any(number in self.dependent for number in call.inputs)
         reads = any(self.terms(number) for number in call.inputs)
         if not is_live and not reads:
@@ -283,6 +284,7 @@ class Graph:
         return self.sources.get(number, frozenset())
 
     def _shift(self, number: int, content: Content) -> None:
+        """Add the step that adds parameters to a value."""
         call = self.record.call_of.get(number)
         terms = tuple(Operand(self.numbers.pick(entries), entries) for entries in content.terms)
         step = Step(
@@ -386,6 +388,7 @@ def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
 
 
 def _kind(name: str) -> str:
+    """Return the kind of step that a function of this name is."""
     if name in LAYERS:
         return "layer"
     if name in TRANSPOSED:

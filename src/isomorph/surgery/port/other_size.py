@@ -33,6 +33,7 @@ class FittedPair:
         return replace(report, model=new, notes=(*report.notes, note))
 
     def _note(self, role: str, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
+        """Return the note that models are compared at one size, and by how much outputs move at the other."""
         shift = self.size.shift(original, resized, images)
         movement = f"; outputs on these images move by {shift}" if shift else ""
         return (
@@ -62,6 +63,7 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
 
 @torch.no_grad()
 def _fits(model: nn.Module, images: Tensor) -> bool:
+    """True if a model runs on the images."""
     plain = copy_module(unwrap(model)).eval()
     try:
         run_model(plain, to_model(images[:1], plain))

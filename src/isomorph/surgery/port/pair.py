@@ -76,6 +76,7 @@ def joints_of(graph: Graph) -> list[Joint]:
 
 
 def _key(step: Step) -> Any:
+    """Return what layers side by side have in common; of another step its own index."""
     if step.kind != "layer" or step.reads is None:
         return step.index
     window = tuple(sorted(step.settings.items(), key=lambda item: item[0]))
@@ -83,6 +84,7 @@ def _key(step: Step) -> Any:
 
 
 def _label(joint: Joint) -> tuple[Any, ...]:
+    """Return by what a joint is told from others before its neighbours are looked at."""
     step = joint.first
     if step.kind == "layer":
         rows = sum(other_step.rows for other_step in joint.steps)
@@ -168,6 +170,7 @@ def _signature(graph: Graph, reading: Sequence[tuple[Tensor, Call, int]]) -> tup
 
 
 def _reaches_softmax(graph: Graph, product: Call) -> bool:
+    """True if a softmax follows from a product before another product does."""
     queue = [product]
     for _ in range(_FAR):
         if not queue:
@@ -278,6 +281,7 @@ def _match_classes(
 
 
 def _match_in_order(source: list[Joint], target: list[Joint], matches: dict[int, int]) -> None:
+    """Match the remaining joints with equal labels in their order."""
     matched_targets = set(matches.values())
     ones = [joint for joint in source if joint.index not in matches]
     others = [joint for joint in target if joint.index not in matched_targets]

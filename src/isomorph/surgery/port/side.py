@@ -66,6 +66,7 @@ class Side:
 
 
 def _exact_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in float64, in eval mode, whose operations are not in place."""
     exact = copy_module(model).eval().requires_grad_(False)
     exact = exact.to(torch.device("cpu")).double()
     for module in exact.modules():
@@ -84,6 +85,7 @@ def _perturb(model: nn.Module) -> None:
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
+    """True if two values are equal but for rounding."""
     if value.shape != other.shape or value.dtype != other.dtype:
         return False
     if not value.is_floating_point() or not value.numel():

@@ -410,6 +410,7 @@ def _put(
     columns: Tensor | None = None,
     other_columns: Tensor | None = None,
 ) -> None:
+    """Write an operand of the source into one of the target, entry by entry in the order in which they are read."""
     if target_operand.entries is None:
         return
     tensors = solution.of(operand).reshape(-1)
@@ -473,6 +474,7 @@ def fill_leftovers(solution: Solution, choice: int) -> None:
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
+    """Return parameters by their number of entries, without buffers."""
     by_size: dict[int, list[int]] = {}
     for number in numbers:
         if number not in graph.record.buffers:
@@ -512,6 +514,7 @@ def draw(graph: Graph, seed: int = 0) -> Numbers:
 
 
 def _operands(graph: Graph) -> Iterator[tuple[Step, str, Operand]]:
+    """Yield every operand of all steps, with its step and role."""
     for step in graph.steps:
         for role, operand in step.operands.items():
             yield step, role, operand

@@ -100,6 +100,7 @@ def _written_through(before: Tensor, written: Tensor, write: _Write, start: int)
 
 
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Return a copy of a tensor in which an item is set."""
     new = tensor.clone()
     new[index] = value
     return new
@@ -255,6 +256,7 @@ def _writes(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Return fused attention as a softmax between two products."""
     call = FusedCall(*args, **kwargs)
 
     def form() -> Tensor:
@@ -273,6 +275,8 @@ def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
 def _add_product(
     input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 ) -> Callable[[], Any]:
+    """Return `addcmul` as a product and a sum."""
+
     def form() -> Tensor:
         product = tensor1 * tensor2
         return input + (product if value == 1 else value * product)
@@ -281,6 +285,7 @@ def _add_product(
 
 
 def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    """Return torch's multi-head attention as projections and fused attention, or None with further arguments."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments

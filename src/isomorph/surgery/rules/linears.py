@@ -74,6 +74,7 @@ class AttentionToLinears(Rule):
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
+    """Return how a module differs from nn.MultiheadAttention, or None."""
     reason = override_reason(module, nn.MultiheadAttention, "nn.MultiheadAttention")
     if reason is not None:
         return reason

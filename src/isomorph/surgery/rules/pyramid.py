@@ -66,6 +66,7 @@ def _rectify_by_name(rectify: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+    """Return a joint projection as one linear layer for each part."""
     width = joint.out_features // parts
     layers = []
     for _ in range(parts):
@@ -98,6 +99,7 @@ def _split_mismatch(site: Site) -> str | None:
 
 
 def _never_called(site: Site) -> str | None:
+    """Return that the parent reads a layer's weight without calling it, or None."""
     parent = site.parent
     adds_bias = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
     packs_weights = (
@@ -203,6 +205,7 @@ class LinearToPyramid(Rule):
         return set(_rectify_by_name(self.rectify)) - {""}
 
     def _pair_mismatch(self, pair: AnnealedPair) -> str | None:
+        """Return why a pair of convolutions is not one linear layer, or None."""
         if type(pair) is not AnnealedPair or type(pair.act) is not AnnealedReLU:
             return f"{type(pair).__name__} may compute something else than AnnealedPair"
         if self.keeps_function and not pair.act.is_identity:
@@ -256,6 +259,7 @@ class LinearToPyramid(Rule):
     def _pyramid(
         self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = ""
     ) -> PyramidLinear | PyramidConv2d:
+        """Return the pyramid of one layer, initialised from its weights unless init is "paper"."""
         options: Any = {
             "rectify": self._rectification(name, joint),
             "layout": self.layout,

@@ -127,6 +127,7 @@ class AttentionToRefined(AnyAttentionRule):
         return reason
 
     def _edits_map(self, site: Site) -> bool:
+        """True if the layer keeps its class and gets an edit of its map."""
         if not isinstance(site.module, Attention):
             return True
         if self.span != "spatial":
@@ -135,6 +136,7 @@ class AttentionToRefined(AnyAttentionRule):
         return grid.from_image and grid.size is None
 
     def _edit_mismatch(self, module: nn.Module) -> str | None:
+        """Return why the map of a layer that is not timm's Attention cannot be refined, or None."""
         name = type(module).__name__
         if not self.reduce:
             return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
@@ -165,6 +167,7 @@ class AttentionToRefined(AnyAttentionRule):
         return RefinedMap(self._refiner(heads, device, dtype))
 
     def _refiner(self, heads: int, device: Any, dtype: Any) -> Any:
+        """Return the refiner of a layer with this number of heads."""
         form: dict[str, Any] = {
             "kernel_size": self.kernel,
             "init": self.init,

@@ -59,6 +59,7 @@ class _Attend(FollowMaps):
         return scores + windows.log_share(self.layer.share, scores), *args[1:]
 
     def at_fused(self, call: FusedCall) -> Tensor:
+        """Compute fused attention within the windows."""
         layer = self.layer
         if call.is_causal or call.query.shape[:-1] != call.key.shape[:-1]:
             needs = "windows need self-attention that is not causal, with keys of its own for each token and head"
