@@ -130,17 +130,12 @@ def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind
         return "attention" if _are_attention_weights(flow, *others) else None
     if operation.name == _FUSED_ATTENTION:
         return "attention" if _is_plain_attention(flow, operation, value) else None
-    if not others <= flow.constant or any(
-        isinstance(tensor, Tensor) for tensor in _masks(operation)
-    ):
+    if not others <= flow.constant:
         return None
+    if any(tensor.dtype == torch.bool for tensor in tensors_in(operation.args[1:])):
+        return None  # an index by a mask: its numbers decide the shape of the output
     kinds: dict[Kind, set[str]] = {"move": _MOVES, "mean": _MEANS, "largest": _LARGEST}
     return next((kind for kind, names in kinds.items() if operation.name in names), None)
-
-
-def _masks(operation: Operation) -> list[Any]:
-    """Return the boolean tensors by which an operation indexes: their numbers decide the shape of the output."""
-    return [tensor for tensor in tensors_in(operation.args[1:]) if tensor.dtype == torch.bool]
 
 
 def _attention_arguments(operation: Operation) -> dict[str, Any]:

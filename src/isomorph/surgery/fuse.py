@@ -236,7 +236,7 @@ def fuse_with_report(
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
-            rounded=_rounding(merged.model, new, calls),
+            rounded=calls.rounding(merged.model, new),
         )
         calls.end()
     elif norms:
@@ -282,15 +282,6 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
     for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
         model = apply_edit(model, Edit(rule, tuple(names)))
     return model
-
-
-def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:
-    """Return the difference that rounding weights makes; a float64 model gets those of another precision."""
-    exact.load_state_dict(model.state_dict())
-    try:
-        return calls.rounding(exact)
-    except UserError:  # rounded, a detector may find other objects
-        return None
 
 
 def _check_rounded(model: nn.Module) -> None:

@@ -117,7 +117,10 @@ class ModelPair:
         if extra and not _has_numbers(outputs[0], outputs[2]):
             raise NotCompared("the original's outputs are not finite")
         for _, leaf in leaves(outputs[2]):
-            if not _is_compared(leaf):
+            is_compared = (
+                leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
+            )
+            if not is_compared:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
         o, r, exact, other = map(tensors_by_path, outputs)
@@ -366,10 +369,6 @@ def _has_numbers(output: Any, exact: Any) -> bool:
         if rounded.shape == values.shape and not torch.equal(rounded.isinf(), values.isinf()):
             return False
     return True
-
-
-def _is_compared(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
 
 
 def _numbers_of(call: ChosenCall) -> Tensors:
