@@ -140,7 +140,7 @@ class LayerCall(NamedTuple):
     map_shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, call: ModuleCall, around: tuple[int, ...] = ()) -> "LayerCall":
+    def from_module_call(cls, call: ModuleCall, around: tuple[int, ...] = ()) -> "LayerCall":
         """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
         args = call.args
         named = dict(call.kwargs)
@@ -230,7 +230,7 @@ class _Capture:
             map_shape = next(
                 (outer_call.map_shape for outer_call in reversed(self.calls) if outer_call), ()
             )
-            call = LayerCall.of(entered, map_shape)
+            call = LayerCall.from_module_call(entered, map_shape)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
         self.mode.enter(

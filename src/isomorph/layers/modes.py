@@ -27,7 +27,7 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == CPU_DEVICE
 
 
-def saves_work(x: Tensor) -> bool:
+def is_arithmetic_bound(x: Tensor) -> bool:
     """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
     return on_cpu(x) or x.is_meta
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import saves_work
+from isomorph.layers.modes import is_arithmetic_bound
 
 
 class Window(NamedTuple):
@@ -94,7 +94,7 @@ def is_summed_by_lag(x: Tensor, window: Window) -> bool:
     """
     h, w = window.kernel_size
     top, side = window.padding
-    if not saves_work(x) or len(x) == 0:
+    if not is_arithmetic_bound(x) or len(x) == 0:
         return False
     dense = window.stride == window.dilation == (1, 1) != window.kernel_size
     padded = h <= 2 * top + 1 and w <= 2 * side + 1

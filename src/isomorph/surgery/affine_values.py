@@ -57,7 +57,7 @@ class AffineValues:
         self.protected = protected
         self.affine_norms = affine_norms
         self.avoid = avoid
-        self.of: dict[TensorVersion, Affine] = {}
+        self.affine_of: dict[TensorVersion, Affine] = {}
         # Values that another affine value takes up.
         self.used: set[TensorVersion] = set()
         # Names of the norms, and why nothing is done with one.
@@ -90,7 +90,7 @@ class AffineValues:
     def _read(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine values, and the values that they take up."""
         moved_values = self._read_moves(operation)
-        self.of |= moved_values
+        self.affine_of |= moved_values
         if moved_values or len(operation.outputs) != 1:
             self.used |= {affine.steps[-1].value for affine in moved_values.values()}
             return
@@ -98,9 +98,9 @@ class AffineValues:
         if affine is None:
             return
         output = operation.outputs[0]
-        self.of[output] = affine if is_unchanged(operation) else replace(affine, end=output)
+        self.affine_of[output] = affine if is_unchanged(operation) else replace(affine, end=output)
         for value in operation.inputs:
-            if value in self.of and self.is_read_once(value) and value != affine.source:
+            if value in self.affine_of and self.is_read_once(value) and value != affine.source:
                 self.used.add(value)
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
@@ -117,7 +117,7 @@ class AffineValues:
         ):
             return self._read_norm(operation, x)
         if is_unchanged(operation) or adds_zero(operation):
-            return self._take(x)
+            return self._affine_to_extend(x)
         has_two_values = len(operation.inputs) == len(operation.args) == 2 and not operation.kwargs
         if operation.name not in ARITHMETIC or not has_two_values:
             return None
@@ -125,10 +125,11 @@ class AffineValues:
             return self._read_scale(operation, x)
         return self._read_sum(operation)
 
-    def _take(self, value: TensorVersion) -> Affine | None:
-        return self.of.get(value) if self.is_read_once(value) else None
+    def _affine_to_extend(self, value: TensorVersion) -> Affine | None:
+        """Return what a value is, if nothing but the next operation reads it; None if others do."""
+        return self.affine_of.get(value) if self.is_read_once(value) else None
 
-    def _start(
+    def _new_affine(
         self,
         value: TensorVersion,
         axis: int,
@@ -147,10 +148,10 @@ class AffineValues:
     def _read_moves(self, operation: Operation) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that moves, averages or selects the elements of one of its inputs."""
         for value in dict.fromkeys(operation.inputs):
-            base = self._take(value)
+            base = self._affine_to_extend(value)
             others: list[Operation] = []
             if base is None and self._is_read_in_parts(value):
-                base = self.of[value]
+                base = self.affine_of[value]
                 others = [other for other in self.flow.reads[value] if other is not operation]
             if base is None:
                 continue
@@ -170,7 +171,7 @@ class AffineValues:
 
     def _is_read_in_parts(self, value: TensorVersion) -> bool:
         """True for what a layer gives if others read it in parts, such as queries, keys and values."""
-        base = self.of.get(value)
+        base = self.affine_of.get(value)
         if base is None or not base.is_layer_alone or value in self.protected:
             return False
         readers = self.flow.reads[value]
@@ -196,8 +197,8 @@ class AffineValues:
             self.rejected[output] = reason
             return None
         axis = len(self.shape(output)) - 1 - len(window.kernel)
-        affine = replace(self._start(output, axis, name, window), source=source)
-        before = self._take(source)
+        affine = replace(self._new_affine(output, axis, name, window), source=source)
+        before = self._affine_to_extend(source)
         if before is None or before.steps or not window.is_pointwise:
             return affine
         self.chained.append((output, before))
@@ -296,15 +297,15 @@ class AffineValues:
             shift = shift + arguments["bias"].double()
 
         change = ("identity", name)
-        base = self._take(x)
+        base = self._affine_to_extend(x)
         if base is None:
             self.left[name] = self._why_none_before(x)
-            return self._start(x, 1).scaled(gain, shift, change)
+            return self._new_affine(x, 1).scaled(gain, shift, change)
         sides = (-1, *[1] * (len(self.shape(x)) - 2))
         scale = self._by_channel(base, gain.view(sides), shift.view(sides))
         if isinstance(scale, str):
             self.left[name] = scale
-            return self._start(x, 1).scaled(gain, shift, change)
+            return self._new_affine(x, 1).scaled(gain, shift, change)
         return base.scaled(*scale, change)
 
     def _read_affine_norm(self, operation: Operation) -> Affine | None:
@@ -330,7 +331,7 @@ class AffineValues:
             return None
         axis = 1 if operation.name == "group_norm" else len(self.shape(output)) - 1
         shift = torch.zeros_like(weight) if bias is None else bias
-        normalised = replace(self._start(output, axis), source=(0, 0))
+        normalised = replace(self._new_affine(output, axis), source=(0, 0))
         return normalised.scaled(weight.double(), shift.double(), ("unscaled", name))
 
     def _why_needed(self, operation: Operation) -> str:
@@ -375,7 +376,7 @@ class AffineValues:
 
     def _why_none_before(self, value: TensorVersion) -> str:
         """Return why no layer before a norm can take it up."""
-        if value in self.of:
+        if value in self.affine_of:
             return "the output of the layer before it is read elsewhere"
         if value in self.rejected:
             return self.rejected[value]
@@ -428,11 +429,11 @@ class AffineValues:
 
     def _bases(self, value: TensorVersion) -> list[Affine]:
         """Return an affine value, or any other value as its own source, with channels on either axis."""
-        base = self._take(value)
+        base = self._affine_to_extend(value)
         if base:
             return [base]
         last = len(self.shape(value)) - 1
-        return [self._start(value, axis) for axis in sorted({1, last}) if 0 < axis <= last]
+        return [self._new_affine(value, axis) for axis in sorted({1, last}) if 0 < axis <= last]
 
     # Sums
 
@@ -445,7 +446,7 @@ class AffineValues:
         if total is None or (total.has_layer and carrier_of(total.summands) is None):
             return None
         for value in operation.inputs:
-            if value not in self.of and value != total.source:  # multiplied by a number
+            if value not in self.affine_of and value != total.source:  # multiplied by a number
                 self.used.add(self.flow.operation_of[value].inputs[0])
         return total
 
@@ -475,7 +476,7 @@ class AffineValues:
 
     def _terms(self, value: TensorVersion) -> list[Affine]:
         """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
-        affine = self._take(value) or self._multiplied(value)
+        affine = self._affine_to_extend(value) or self._multiplied(value)
         if affine is None:
             return []
         forms = [affine] if affine.through is None else [affine, affine.through]
@@ -500,7 +501,7 @@ class AffineValues:
             if isinstance(argument, float) or type(argument) is int
         ]
         is_turned = operation.name in DIV and not isinstance(operation.args[0], Tensor)
-        base = self._take(operation.inputs[0])
+        base = self._affine_to_extend(operation.inputs[0])
         if base is None or is_turned or not numbers:
             return None
         layers = [summand.layer for summand in base.summands]

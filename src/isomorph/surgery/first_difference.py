@@ -198,19 +198,19 @@ def first_difference(
     """
     rounding = max(original.rounding, other.rounding)
     tolerance = max(rounding, min(atol, _SHARE * difference))
-    a = _Side(original)
-    b = _Side(other)
-    a.compare(b, tolerance)
-    b.compare(a, tolerance)
-    border = b.border()
+    original_side = _Side(original)
+    other_side = _Side(other)
+    original_side.compare(other_side, tolerance)
+    other_side.compare(original_side, tolerance)
+    border = other_side.border()
     if not border:
         return None
     call, number = border[0]
-    before = b.difference_before(call)
+    before = other_side.difference_before(call)
     value = other.values[number]
     original_call: Call | None = None
     nearest = math.inf
-    for candidate, original_number in a.border():
+    for candidate, original_number in original_side.border():
         _, distance = in_layout(original.values[original_number].to(value), value, tolerance)
         is_same_kind = _name(candidate) == _name(call)
         had_same_kind = original_call is not None and _name(original_call) == _name(call)
@@ -218,7 +218,7 @@ def first_difference(
         if original_call is None or better:
             original_call = candidate
             nearest = distance
-    scale = float(b.marks[number][-1])
+    scale = float(other_side.marks[number][-1])
     return FirstDifference(
         module=call.module,
         operation=_name(call),
@@ -228,7 +228,7 @@ def first_difference(
         after=nearest,
         absolute_before=before.difference * before.scale,
         absolute_after=nearest * scale,
-        reasons=_reasons(original_call, call, a, b) if original_call else (),
+        reasons=_reasons(original_call, call, original_side, other_side) if original_call else (),
     )
 
 
@@ -236,7 +236,9 @@ def _name(call: Call) -> str:
     return call.name.strip("_")
 
 
-def _reasons(original_call: Call, call: Call, a: _Side, b: _Side) -> tuple[str, ...]:
+def _reasons(
+    original_call: Call, call: Call, original_side: _Side, other_side: _Side
+) -> tuple[str, ...]:
     """Return the settings and weights by which two calls of one function differ."""
     if _name(original_call) != _name(call):
         return ()
@@ -247,14 +249,18 @@ def _reasons(original_call: Call, call: Call, a: _Side, b: _Side) -> tuple[str, 
     ]
     weights = bind(original_call)
     for role, number in bind(call).items():
-        if number in b.dependent or role not in weights or weights[role] in a.dependent:
+        if (
+            number in other_side.dependent
+            or role not in weights
+            or weights[role] in original_side.dependent
+        ):
             continue
-        tensor = b.run.values[number]
-        original_tensor = a.run.values[weights[role]]
+        tensor = other_side.run.values[number]
+        original_tensor = original_side.run.values[weights[role]]
         if tensor.numel() != original_tensor.numel():
             reasons.append(f"its {role} has another size")
             continue
         _, difference = in_layout(original_tensor.to(tensor), tensor)
-        if difference > max(a.run.rounding, b.run.rounding):
+        if difference > max(original_side.run.rounding, other_side.run.rounding):
             reasons.append(f"its {role} differs by {difference:.2g}")
     return tuple(reasons)

@@ -75,7 +75,7 @@ class _PlanBuilder:
         self.norms = self._values.norms
         self.left = self._values.left
         wholes: list[Group] = []
-        for value, affine_value in self._values.of.items():
+        for value, affine_value in self._values.affine_of.items():
             if value in self._values.used:
                 continue
             if affine_value.has_layer:
@@ -231,7 +231,7 @@ class _PlanBuilder:
     ) -> str | None:
         """Add a layer that reads a value; return why the value cannot be written into it, if so."""
         output = operation.outputs[0]
-        layer = self._values.of.get(output) if operation.name in LAYERS else None
+        layer = self._values.affine_of.get(output) if operation.name in LAYERS else None
         steps = [step.operation.name for step in affine.steps if step.kind != "move"]
         first_reader = steps[0] if steps else operation.name
         if layer is None or layer.source != value:
@@ -273,7 +273,11 @@ class _PlanBuilder:
         while stack:
             operation = self.flow.operation_of.get(stack.pop())
             for operand in operation.inputs if operation else ():
-                if operand != source and operand in self._values.of and operand not in between:
+                if (
+                    operand != source
+                    and operand in self._values.affine_of
+                    and operand not in between
+                ):
                     between.add(operand)
                     stack.append(operand)
         return between
@@ -351,7 +355,7 @@ class _PlanBuilder:
             return True
         if not operations:
             return False
-        end = self._values.of.get(operations[-1].outputs[0])
+        end = self._values.affine_of.get(operations[-1].outputs[0])
         return end is not None and change in end.changes
 
     # Two layers in turn become their product
@@ -364,7 +368,7 @@ class _PlanBuilder:
         outputs: dict[str, int] = {}
         for output, before in reversed(self._values.chained):
             first = carrier_of(before.summands)
-            second = self._values.of[output].summands[0]
+            second = self._values.affine_of[output].summands[0]
             last = second.layer
             if first is None or not first.layer or not last or zero_branches & {first.layer, last}:
                 continue

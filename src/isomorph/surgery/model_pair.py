@@ -123,11 +123,13 @@ class ModelPair:
             if not is_compared:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
-        o, r, exact, other = map(tensors_by_path, outputs)
-        r = _with_names_of(o, r)
-        other = _with_names_of(exact, other)
+        single, recast_single, double, recast_double = map(tensors_by_path, outputs)
+        recast_single = _with_names_of(single, recast_single)
+        recast_double = _with_names_of(double, recast_double)
         try:
-            tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
+            tensors = compare_tensors(
+                (single, recast_single), (double, recast_double), self.atol, redraw
+            )
         except UserError:
             chosen = self._compare_choices(runs, redraw)
             if chosen is None:
@@ -175,11 +177,13 @@ class ModelPair:
         ]
         if any(call.unmatched for call in repeated):
             return None
-        o, r, exact_values, other = map(
+        single, recast_single, double, recast_double = map(
             _numbers_of, (repeated[0], repeated[1], exact_call, repeated[2])
         )
         try:
-            tensors = compare_tensors((o, r), (exact_values, other), self.atol, redraw)
+            tensors = compare_tensors(
+                (single, recast_single), (double, recast_double), self.atol, redraw
+            )
         except UserError:
             return None
         if not all(row.is_within(self.atol) for row in tensors):

@@ -63,6 +63,7 @@ def _read_strip(image: Tensor, strip: int, tiles: Tiles) -> Tensor:
     rows_of_strip = image[:, first : first + rows.length].contiguous()  # (width, length, rows)
     width = rows_of_strip.shape[2]
     size = (columns.number, columns.length * rows.length, width)
+    # neighbouring tiles share columns: each begins one step after the one before
     return rows_of_strip.as_strided(size, (columns.step * rows.length * width, width, 1))
 
 

@@ -92,13 +92,10 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
             weight, bias = normalise(layer, weight, bias)
             continue
         matrix = weight_matrix(layer)  # type: ignore[arg-type]
-        layer_bias: Any = layer.bias
         shape = matrix.shape[:-1]
-        layer_bias = (
-            matrix.new_zeros(shape)
-            if layer_bias is None
-            else layer_bias.view(shape).to(matrix.dtype)
-        )
+        layer_bias = matrix.new_zeros(shape)
+        if layer.bias is not None:
+            layer_bias = layer.bias.view(shape).to(matrix.dtype)  # type: ignore[operator]
         if weight is None:
             weight = matrix
             bias = layer_bias

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import is_eager, saves_work, without_autocast
+from isomorph.layers.modes import is_arithmetic_bound, is_eager, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.chains import (
     Chains,
@@ -90,7 +90,7 @@ def _scale_rows_backward(
 
 def _row_variances(p: Tensor, z: Tensor) -> Tensor:
     """Return diag(Z S Z^T) from P = Z S. Shape: (G, R, C) -> (G, R)"""
-    if saves_work(z):
+    if is_arithmetic_bound(z):
         return (p * z).sum(-1)
     channels = z.shape[-1]
     products = torch.bmm(p.reshape(-1, 1, channels), z.reshape(-1, channels, 1))

@@ -14,8 +14,8 @@ from isomorph.layers.modes import (
     at_least_float32,
     can_write_into,
     disable_autocast,
+    is_arithmetic_bound,
     is_eager,
-    saves_work,
     without_autocast,
 )
 from isomorph.layers.patches import (
@@ -46,7 +46,12 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     Shape: (G, M, C) each -> (G, C, C)
     """
     groups, _, width = right.shape
-    if width < 2 * NARROWEST_BLOCK or groups > 1 or not saves_work(right) or not is_eager():
+    if (
+        width < 2 * NARROWEST_BLOCK
+        or groups > 1
+        or not is_arithmetic_bound(right)
+        or not is_eager()
+    ):
         return torch.bmm(left.mT, right)
     # from left: under vmap it is the one that always has a sample axis
     product = left.new_empty(1, width, width)
@@ -117,7 +122,7 @@ def _measure_tokens(
         centred = centred.to(work)
 
     # divided by the same operation
-    if total is None and count and centred.dtype == work and not saves_work(x):
+    if total is None and count and centred.dtype == work and not is_arithmetic_bound(x):
         covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
         return source, mean, covariance, None
     if centred.dtype == work:

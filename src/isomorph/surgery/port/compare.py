@@ -201,22 +201,26 @@ def compare_steps(
     forced: dict[int, _ForcedStep] = {}
     steps: dict[int, tuple[Step, Step]] = {}
     compared: set[tuple[int | None, int | None]] = set()
-    for joint, other in pairing.pairs:
-        alone = len(joint.steps) == len(other.steps) == 1
-        a = joint.first
-        b = other.first
-        if b.call is None:
+    for source_joint, target_joint in pairing.pairs:
+        alone = len(source_joint.steps) == len(target_joint.steps) == 1
+        source_step = source_joint.first
+        target_step = target_joint.first
+        if target_step.call is None:
             continue
-        output = source.values[a.output] if alone else None
+        output = source.values[source_step.output] if alone else None
         expected = None
-        reordered = a.columns is not None or b.columns is not None
-        is_read = b.kind != "shift" and b.input is not None and not reordered
-        if a.input is not None and is_read and (a.input, b.input) not in compared:
-            expected = source.values[a.input]
+        reordered = source_step.columns is not None or target_step.columns is not None
+        is_read = target_step.kind != "shift" and target_step.input is not None and not reordered
+        if (
+            source_step.input is not None
+            and is_read
+            and (source_step.input, target_step.input) not in compared
+        ):
+            expected = source.values[source_step.input]
         if alone:
-            compared.add((a.output, b.output))
-        forced[b.call.index] = _ForcedStep(b.input, expected, output)
-        steps[b.call.index] = a, b
+            compared.add((source_step.output, target_step.output))
+        forced[target_step.call.index] = _ForcedStep(target_step.input, expected, output)
+        steps[target_step.call.index] = source_step, target_step
     run = _Forced(forced)
     values = target.run(numbers, run=run.run)
     differences = []
@@ -233,25 +237,27 @@ def compare_steps(
     return differences, settings, values
 
 
-def _compare_results(step: Step, other: Step, difference: float, settings: SourceSettings) -> Place:
+def _compare_results(
+    source_step: Step, target_step: Step, difference: float, settings: SourceSettings
+) -> Place:
     """Return the place where two steps give another result of the same values, and note the source's settings."""
-    settings_found = differing(step.settings, other.settings)
-    message = f"the {other.kind} gives another result on the same values"
-    _note([(step.call, other.call)] if settings_found else [], settings)
-    return Place(step.module, other.module, difference, message, settings_found)
+    settings_found = differing(source_step.settings, target_step.settings)
+    message = f"the {target_step.kind} gives another result on the same values"
+    _note([(source_step.call, target_step.call)] if settings_found else [], settings)
+    return Place(source_step.module, target_step.module, difference, message, settings_found)
 
 
 def _compare_inputs(
     source: Graph,
     target: Graph,
-    step: Step,
-    other: Step,
+    source_step: Step,
+    target_step: Step,
     difference: float,
     settings: SourceSettings,
 ) -> Place:
     """Return the place where steps read other values, and note the source's settings of the operations before."""
-    source_calls = _between(source, step)
-    target_calls = _between(target, other)
+    source_calls = _between(source, source_step)
+    target_calls = _between(target, target_step)
     settings_found = _differing_calls(source, target, source_calls, target_calls)
     rounded = tuple(map(_has_rounded_constants, (source, target), (source_calls, target_calls)))
     if difference < _SINGLE and any(rounded):
@@ -263,18 +269,18 @@ def _compare_inputs(
             [pair for pair in zip(source_calls, target_calls, strict=True) if _differ(*pair)],
             settings,
         )
-    message = f"the {other.kind} reads other values"
+    message = f"the {target_step.kind} reads other values"
     if source_calls or target_calls:
         descriptions = [
             ", ".join(map(_described, calls)) or "nothing" for calls in (source_calls, target_calls)
         ]
-        message = f"what the {other.kind} reads: {descriptions[0]} in the source, {descriptions[1]} in the target"
-    return Place(step.module, other.module, difference, message, settings_found)
+        message = f"what the {target_step.kind} reads: {descriptions[0]} in the source, {descriptions[1]} in the target"
+    return Place(source_step.module, target_step.module, difference, message, settings_found)
 
 
-def _differ(call: Call, other: Call) -> bool:
-    return call.name.strip("_") != other.name.strip("_") or bool(
-        differing(settings_of(call), settings_of(other))
+def _differ(source_call: Call, target_call: Call) -> bool:
+    return source_call.name.strip("_") != target_call.name.strip("_") or bool(
+        differing(settings_of(source_call), settings_of(target_call))
     )
 
 
@@ -380,24 +386,28 @@ def _count_maps(graph: Graph, call: Call) -> int:
 
 
 def _differing_calls(
-    source: Graph, target: Graph, calls: list[Call], other: list[Call]
+    source: Graph, target: Graph, source_calls: list[Call], target_calls: list[Call]
 ) -> tuple[tuple[str, Any, Any], ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
-    names = [call.name.strip("_") for call in calls]
-    others = [call.name.strip("_") for call in other]
+    names = [call.name.strip("_") for call in source_calls]
+    others = [call.name.strip("_") for call in target_calls]
     if len(names) != len(others):
         return (("operations", ", ".join(names), ", ".join(others)),)
     differences: list[tuple[str, Any, Any]] = []
-    for a, b, name_of_a, name_of_b in zip(calls, other, names, others, strict=True):
-        if name_of_a != name_of_b:
-            differences.append(("operation", name_of_a, name_of_b))
+    for source_call, target_call, name, target_name in zip(
+        source_calls, target_calls, names, others, strict=True
+    ):
+        if name != target_name:
+            differences.append(("operation", name, target_name))
             continue
-        maps = _count_maps(source, a), _count_maps(target, b)
-        if name_of_a == "softmax" and maps[0] != maps[1]:
+        maps = _count_maps(source, source_call), _count_maps(target, target_call)
+        if name == "softmax" and maps[0] != maps[1]:
             return (("heads or windows of attention", *maps),)
-        for name, value, other_value in differing(settings_of(a), settings_of(b)):
+        for setting, value, other_value in differing(
+            settings_of(source_call), settings_of(target_call)
+        ):
             if _is_plain(value) and _is_plain(other_value):
-                differences.append((f"{name_of_a} {name}", value, other_value))
+                differences.append((f"{name} {setting}", value, other_value))
     return tuple(differences)
 
 
@@ -407,12 +417,12 @@ def compare_all_outputs(source: Graph, target: Graph, values: list[Tensor]) -> l
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    a = _Values("source", source, source.values)
-    b = _Values("target", target, values)
-    rows = _rows_of(b, a)
+    source_values = _Values("source", source, source.values)
+    target_values = _Values("target", target, values)
+    rows = _rows_of(target_values, source_values)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
-    return rows + _rows_of(a, b)
+    return rows + _rows_of(source_values, target_values)
 
 
 class _Values(NamedTuple):

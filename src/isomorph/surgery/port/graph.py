@@ -110,7 +110,7 @@ class Graph:
         # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
         self.statistics: dict[int, Tensor] = {}
         for number in record.names:
-            entries = self.entries.of(number)
+            entries = self.entries.of_parameter(number)
             if number in record.buffers:
                 self.statistics[number] = entries
             else:

@@ -28,7 +28,7 @@ class Entries:
             self._by_memory[entries.untyped_storage().data_ptr()] = number
             count += shape.numel()
 
-    def of(self, number: int) -> Tensor:
+    def of_parameter(self, number: int) -> Tensor:
         """Return the entries of a parameter."""
         return self._whole[number]
 

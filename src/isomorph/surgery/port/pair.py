@@ -87,7 +87,7 @@ def _label(joint: Joint) -> tuple[Any, ...]:
     """Return by what a joint is told from others before its neighbours are looked at."""
     step = joint.first
     if step.kind == "layer":
-        rows = sum(other_step.rows for other_step in joint.steps)
+        rows = sum(part.rows for part in joint.steps)
         return "layer", step.weight[0].numel(), rows, "input" in step.operands
     if step.kind == "shift":
         return ("shift",)

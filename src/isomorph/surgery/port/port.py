@@ -104,16 +104,18 @@ class _Port:
         image = cast_floats(first, torch.float64)
         self.source = Side("source", source, image)
         self.target = Side("target", target, image)
-        self.a = self.source.graph
-        self.b = self.target.graph
-        self.assignment = Assignment(pair(joints_of(self.a), joints_of(self.b)))
+        self.source_graph = self.source.graph
+        self.target_graph = self.target.graph
+        self.assignment = Assignment(
+            pair(joints_of(self.source_graph), joints_of(self.target_graph))
+        )
         self.tried_choices: dict[str, None] = {}
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
         random_trial = self._try_all(self._draw())
         explained = not self._is_equal(random_trial) and self._is_setting_alone(random_trial)
-        self.source.check(self.a.numbers, self.a.values)
+        self.source.check(self.source_graph.numbers, self.source_graph.values)
         self.target.check(random_trial.solution.numbers, random_trial.values)
         own_numbers = self.target.own_numbers()
         final = self._with_own_numbers(own_numbers, random_trial)
@@ -123,13 +125,13 @@ class _Port:
         if not equal and pairing.only_target:
             solution = self._solve(own_numbers, neutral=False)
         model = copy_module(self.target.original)
-        write(self.b, model, solution.numbers)
+        write(self.target_graph, model, solution.numbers)
         rows = max(random_trial, final, key=lambda trial: _largest(trial.rows)).rows
         model_name = "target"
         if equal and not is_equal(rows, "target"):
             model_name = "source"
         compared = [row for row in rows if row.own == model_name]
-        are_heads = self._are_heads(self.a, pairing.only_source)
+        are_heads = self._are_heads(self.source_graph, pairing.only_source)
         is_paired = are_heads and not pairing.only_target
         explained = explained and not solution.lost and is_paired
         return PortReport(
@@ -137,7 +139,7 @@ class _Port:
             equal=equal,
             difference=_largest(compared),
             outputs=tuple(compared),
-            tensors=ways_of(self.a, self.b, solution),
+            tensors=ways_of(self.source_graph, self.target_graph, solution),
             left=solution.names_left(),
             kept=solution.names_kept(),
             settings=() if equal else settings_in(random_trial.places),
@@ -163,20 +165,27 @@ class _Port:
 
     def _draw(self) -> Solution:
         """Give the source random numbers, and return the target's; its own stay where the target cannot hold others."""
-        numbers = draw(self.a)
-        self.a.take(numbers, self.a.run(numbers))
-        solution = self._solve(self.b.numbers)
+        numbers = draw(self.source_graph)
+        self.source_graph.take(numbers, self.source_graph.run(numbers))
+        solution = self._solve(self.target_graph.numbers)
         if not solution.unplaced:
             return solution
         entries = torch.cat(solution.unplaced)
         numbers.put(entries, self.source.own_numbers().pick(entries))
-        self.a.take(numbers, self.a.run(numbers))
-        return self._solve(self.b.numbers)
+        self.source_graph.take(numbers, self.source_graph.run(numbers))
+        return self._solve(self.target_graph.numbers)
 
     def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
         """Return the target's numbers for those of the source; those of `start` where that has none."""
         assignment = self.assignment
-        solution = solve(self.a, self.b, assignment.pairing, start, assignment.orders, neutral)
+        solution = solve(
+            self.source_graph,
+            self.target_graph,
+            assignment.pairing,
+            start,
+            assignment.orders,
+            neutral,
+        )
         if assignment.leftovers is not None:
             fill_leftovers(solution, assignment.leftovers)
         return solution
@@ -185,10 +194,12 @@ class _Port:
         """Compare steps and outputs of the source with those of the target that has its numbers."""
         numbers = solution.numbers
         pairing = self.assignment.pairing
-        differences, settings, values = compare_steps(self.a, self.b, pairing, numbers)
+        differences, settings, values = compare_steps(
+            self.source_graph, self.target_graph, pairing, numbers
+        )
         if differences:  # the values are in part those of the source
-            values = self.b.run(numbers)
-        rows = compare_all_outputs(self.a, self.b, values)
+            values = self.target_graph.run(numbers)
+        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
         return _Trial(solution, values, rows, differences, settings)
 
     def _try_all(self, solution: Solution) -> _Trial:
@@ -200,7 +211,7 @@ class _Port:
             before = self.assignment
             self.tried_choices[description] = None
             self.assignment = change(before)
-            trial = self._trial(self._solve(self.b.numbers))
+            trial = self._trial(self._solve(self.target_graph.numbers))
             if self._is_equal(trial):
                 return trial
             if len(trial.places) < len(best.places):
@@ -218,39 +229,45 @@ class _Port:
         has_inner = any(not row.other.startswith("output") for row in random_trial.rows)
         source_numbers = self.source.own_numbers()
         values = self.source.call(source_numbers)
-        if has_inner or self.a.reads_computed:
-            values = self.a.run(source_numbers)
+        if has_inner or self.source_graph.reads_computed:
+            values = self.source_graph.run(source_numbers)
             self.source.check(source_numbers, values)
-        self.a.take(source_numbers, values)
+        self.source_graph.take(source_numbers, values)
         solution = self._solve(target_numbers)
         values = self.target.call(solution.numbers)
         if has_inner:
-            values = self.b.run(solution.numbers)
+            values = self.target_graph.run(solution.numbers)
             self.target.check(solution.numbers, values)
-        return _Trial(solution, values, compare_all_outputs(self.a, self.b, values))
+        return _Trial(
+            solution, values, compare_all_outputs(self.source_graph, self.target_graph, values)
+        )
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
         if not trial.settings.calls and not trial.settings.constants:
             return False
-        values = run_with(trial.settings, self.a, self.b, trial.solution.numbers)
+        values = run_with(
+            trial.settings, self.source_graph, self.target_graph, trial.solution.numbers
+        )
         if values is None:
             return False
-        rows = compare_all_outputs(self.a, self.b, values)
+        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
         return is_equal(rows, "target")
 
     def _is_equal(self, trial: _Trial) -> bool:
         """True if all outputs are equal; a head that only one side has is no part of the other's function."""
         if is_equal(trial.rows, "target"):
             inner = any(not row.other.startswith("output") for row in trial.rows)
-            return not inner or self._are_heads(self.a, self.assignment.pairing.only_source)
+            return not inner or self._are_heads(
+                self.source_graph, self.assignment.pairing.only_source
+            )
         if not is_equal(trial.rows, "source"):
             return False
         if _are_outputs(trial.rows):
             return True
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
-        return has_head and self._are_heads(self.b, only)
+        return has_head and self._are_heads(self.target_graph, only)
 
     def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
         """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""

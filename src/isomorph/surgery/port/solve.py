@@ -106,7 +106,7 @@ class Solution:
                 names_with_own.append(names[0])
         return tuple(names_with_own)
 
-    def of(self, operand: Operand) -> SourcedTensor:
+    def source_numbers(self, operand: Operand) -> SourcedTensor:
         """Return the numbers of an operand of the source."""
         value = operand.value.detach().double()
         if operand.entries is None:
@@ -241,7 +241,7 @@ def _gain_after(layer: Joint, pairing: Pairing, solution: Solution) -> SourcedTe
         return None
     for joint in pairing.only_source:
         if joint.index in layer.readers and joint.first.kind == "scale":
-            scale = solution.of(joint.first.operands["scale"]).reshape(-1)
+            scale = solution.source_numbers(joint.first.operands["scale"]).reshape(-1)
             if joint.sources == {layer.index} and len(scale.value) == len(layer.parts[0].rows):
                 return scale
     return None
@@ -284,7 +284,7 @@ def _solve_layer(
 
 def _source_rows(part: Part, role: str, solution: Solution) -> SourcedTensor:
     """Return the rows of a part of the source, 0 for a bias that it has not."""
-    rows = _rows(part, role, solution.of)
+    rows = _rows(part, role, solution.source_numbers)
     return rows or SourcedTensor.neutral((len(part.rows),), 0.0)
 
 
@@ -341,7 +341,7 @@ def _solve_shift(step: Step, other: Step, solution: Solution) -> None:
     if step.terms[0].value.numel() != shape.numel():
         solution.lost.append(f"{other.module}: parameters of another size are added there")
         return
-    source_terms = [solution.of(term).reshape(*shape) for term in step.terms]
+    source_terms = [solution.source_numbers(term).reshape(*shape) for term in step.terms]
     source_terms += solution.added.get(other.index, [])
     target_entries = [_target_tensors(term).entries for term in other.terms]
     if _have_same_positions(source_terms, target_entries):
@@ -399,7 +399,9 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
         if role not in other.operands and bool((operand.value != number).any()):
-            solution.lose(solution.of(operand), f"{other.module}: the target has no {role} there")
+            solution.lose(
+                solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
+            )
 
 
 def _put(
@@ -413,7 +415,7 @@ def _put(
     """Write an operand of the source into one of the target, entry by entry in the order in which they are read."""
     if target_operand.entries is None:
         return
-    tensors = solution.of(operand).reshape(-1)
+    tensors = solution.source_numbers(operand).reshape(-1)
     entries = target_operand.entries.reshape(-1)
     if len(tensors.value) != len(entries):
         solution.lost.append(f"{module}: a tensor of another size")
@@ -468,9 +470,9 @@ def fill_leftovers(solution: Solution, choice: int) -> None:
         if len(others) != len(numbers):
             continue
         for number, other in zip(numbers, others, strict=True):
-            source_entries = source.entries.of(other)
+            source_entries = source.entries.of_parameter(other)
             carried = SourcedTensor(source.numbers.pick(source_entries), source_entries)
-            solution.carry(target.entries.of(number), carried)
+            solution.carry(target.entries.of_parameter(number), carried)
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
