@@ -67,31 +67,29 @@ def is_out_of_memory(error: Exception) -> bool:
     ) or "can't allocate memory" in str(error)
 
 
-def unknown_model(name: str, names: Sequence[str]) -> str:
-    """Return that there is no model of this name, and the most similar of these names."""
+def unknown_model(name: str, known: Sequence[str]) -> str:
+    """Return that there is no model of this name, and the most similar names among the known ones."""
     base = name.partition(".")[0]
     longer = sorted(
-        (other for other in names if other.startswith(base)), key=lambda other: (len(other), other)
+        (other for other in known if other.startswith(base)), key=lambda other: (len(other), other)
     )
-    suggestions = (
+    close = (
         longer[:3]
-        or get_close_matches(base, names, n=3)
-        or [other for other in names if base in other][:3]
+        or get_close_matches(base, known, n=3)
+        or [other for other in known if base in other][:3]
     )
     # as in facebook/dinov2-small
     words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
-    shared = {other: sum(word in other for word in words) for other in names}
-    suggestions = (
-        suggestions or sorted(filter(shared.get, names), key=lambda other: -shared[other])[:3]
-    )
+    shared = {other: sum(word in other for word in words) for other in known}
+    close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
     hint = (
-        f"did you mean {', '.join(suggestions)}?"
-        if suggestions
+        f"did you mean {', '.join(close)}?"
+        if close
         else "see `isomorph models` and timm.list_models()"
     )
     hint += (
         f" A function of yours is {':'.join(name.rsplit('.', 1))}"
-        if "." in name and base not in names
+        if "." in name and base not in known
         else ""
     )
     return f"there is no model {name!r}; {hint}"
@@ -106,8 +104,8 @@ def unknown_field(field: str, names: Sequence[str]) -> str:
     """
     last = field.rpartition(".")[2]
     others = [name for name in names if name != last]  # one of this name may be of another task
-    suggestions = get_close_matches(last, others, n=1)
-    hint = f"did you mean {suggestions[0]}?" if suggestions else f"fields: {', '.join(others)}"
+    close = get_close_matches(last, others, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"fields: {', '.join(others)}"
     return f"{field} is not a field ({hint})"
 
 

@@ -265,7 +265,7 @@ class Graph:
         shape = self.values[call.outputs[0]].shape
         base = first if first.base is not None else second
         ids = None if base.ids is None else base.ids.expand(shape)
-        terms = tuple(n.expand(shape) for n in (*first.terms, *second.terms))
+        terms = tuple(entries.expand(shape) for entries in (*first.terms, *second.terms))
         number = call.outputs[0]
         self.contents[number] = Content(base.base, ids, terms)
         sources = [self.sources.get(n, frozenset()) for n in call.inputs]
