@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from pydantic_core import SchemaValidator, ValidationError
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError, unknown_field
 from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
+from isomorph.lab.recipes.problems import describe_value, invalid
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
+from isomorph.yaml_values import parse_value
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
 
@@ -74,6 +77,7 @@ def train(
     iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
     check_names([*_paths(values), *given])
+    check_values(overrides)
     if iterations and "epochs" in given and "iterations" not in given:
         raise UserError(
             f"the length of {recipe} is {iterations} iterations, so --epochs has no effect; give --iterations, or "
@@ -113,6 +117,24 @@ def check_names(paths: Iterable[str]) -> None:
             group = field
     if unknown:
         raise UserError("; ".join(unknown))
+
+
+def check_values(assignments: Iterable[str]) -> None:
+    """Raise UserError for numbers, flags and choices that their field does not take; loading the recipe checks all."""
+    schemas = tables()["recipe_values"]
+    problems: list[str] = []
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        field = name.replace("-", "_")
+        if field not in schemas:
+            continue
+        try:
+            SchemaValidator(schemas[field]).validate_python(parse_value(text))
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)
+            problems += [describe_value(field, problem) for problem in wrong]
+    if problems:
+        raise invalid("the recipe", problems)
 
 
 def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
