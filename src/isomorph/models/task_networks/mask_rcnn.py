@@ -125,10 +125,10 @@ class PyramidRoIAlign(nn.Module):
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
             own = regions[rows].to(features.dtype)
-            read = roi_align(
+            pooled = roi_align(
                 features, own, self.output_size, spatial_scale=1 / stride, aligned=True
             )
-            out = out.index_put((rows,), read.to(out.dtype))
+            out = out.index_put((rows,), pooled.to(out.dtype))
         return out
 
     def levels_of(self, boxes: Tensor) -> Tensor:
