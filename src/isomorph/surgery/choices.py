@@ -156,10 +156,13 @@ class _Repeater(_Recorder):
 
     def __init__(self, recorded: Sequence[Choice]) -> None:
         super().__init__()
+        # Recorded choices that are not repeated yet, with their numbers, by what they have in common with the call's.
         self.queues: dict[Any, deque[tuple[int, Choice]]] = defaultdict(deque)
         for number, choice in enumerate(recorded):
             self.queues[choice.key].append((number, choice))
+        # The call's own choices by number.
         self.repeated: dict[int, Choice] = {}
+        # Operations that would have chosen otherwise, and those without a recorded choice.
         self.changed: list[str] = []
         self.unmatched: list[str] = []
 

@@ -99,13 +99,16 @@ class _Side:
             value = run.values[number]
             if value.is_floating_point() and value.numel():
                 self.by_size[value.numel()].append(number)
-        self.marks = {
-            number: _marks(run.values[number])
+        self.summaries = {
+            number: _summary(run.values[number])
             for numbers in self.by_size.values()
             for number in numbers
         }
+        # The equal value of the other model, for the values that have one.
         self.matches: dict[int, _Match] = {}
+        # Values with a match, and those that they are computed from.
         self.explained: set[int] = set()
+        # Values that lead to an output without a match.
         self.relevant: set[int] = set()
 
     def compare(self, other: "_Side", tolerance: float) -> None:
@@ -114,10 +117,10 @@ class _Side:
             candidates = other.by_size.get(size, [])
             if not candidates:
                 continue
-            marks = torch.stack([other.marks[candidate] for candidate in candidates])
+            summaries = torch.stack([other.summaries[candidate] for candidate in candidates])
             for number in numbers:
-                distances = (marks - self.marks[number]).abs().amax(1)
-                scale = float(self.marks[number][-1])
+                distances = (summaries - self.summaries[number]).abs().amax(1)
+                scale = float(self.summaries[number][-1])
                 close = (distances <= 2 * tolerance * scale).nonzero().flatten().tolist()
                 match = self._first_equal(
                     number, other, [candidates[i] for i in close], tolerance, scale
@@ -125,7 +128,7 @@ class _Side:
                 if match is not None:
                     self.matches[number] = match
         self.explained = self._before(self.matches)
-        outputs = [number for number in self.run.outputs if number in self.marks]
+        outputs = [number for number in self.run.outputs if number in self.summaries]
         self.relevant = self._before(number for number in outputs if number not in self.matches)
 
     def _first_equal(
@@ -156,15 +159,14 @@ class _Side:
         """Return the calls that make an unknown value of known ones, with its number."""
         border = []
         for call in self.run.calls:
-            if any(
-                number in self.dependent and number not in self.explained for number in call.inputs
-            ):
+            unknown_inputs = self.dependent.intersection(call.inputs) - self.explained
+            if unknown_inputs:
                 continue
             for number in call.outputs:
                 if (
                     number in self.relevant
                     and number not in self.explained
-                    and number in self.marks
+                    and number in self.summaries
                 ):
                     border.append((call, number))
         return border
@@ -179,7 +181,7 @@ class _Side:
         return max(matches, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
 
 
-def _marks(value: Tensor) -> Tensor:
+def _summary(value: Tensor) -> Tensor:
     """Return numbers of a value that the order of its entries does not change, the largest magnitude last."""
     x = value.detach().double().flatten().cpu()
     return torch.stack(
@@ -218,7 +220,7 @@ def first_difference(
         if original_call is None or better:
             original_call = candidate
             nearest = distance
-    scale = float(other_side.marks[number][-1])
+    scale = float(other_side.summaries[number][-1])
     return FirstDifference(
         module=call.module,
         operation=_name(call),

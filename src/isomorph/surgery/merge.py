@@ -131,6 +131,7 @@ class _CommonPlan:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
     def __init__(self, model: nn.Module, calls: ReferenceCalls, avoid: frozenset[str]) -> None:
+        # Groups by their key: of the first call, and those in which all calls so far agree.
         self.groups_of_first_call: dict[Any, Group] | None = None
         self.common: dict[Any, Group] = {}
         # Modules that are not merged and that give or get other values, by the key of a group.

@@ -76,8 +76,10 @@ class ModelPair:
         }
         self.edited = edited_names(recast, len(edits(original)))
         self.atol = atol
+        # Classes of outputs that are not compared.
         self.others: set[str] = set()
         self.extra_notes: dict[str, None] = {}
+        # Which of both models change their inputs in place.
         self.changing: set[str] = set()
 
     @torch.no_grad()

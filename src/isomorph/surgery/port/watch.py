@@ -118,6 +118,7 @@ class Watch(TorchFunctionMode):
         self.model = model
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
+        # The call that makes a value, and the calls that read it, by its number.
         self.call_of: dict[int, Call] = {}
         self.readers: dict[int, list[Call]] = defaultdict(list)
         self.running = Running()
