@@ -55,7 +55,7 @@ class Flow(TorchFunctionMode):
         # What the call returned.
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
-        self.given_out: set[TensorVersion] = set()
+        self.returned: set[TensorVersion] = set()
         # kept: the identity of a tensor is its own only while it lives
         self.tensors: dict[TensorVersion, Tensor] = {}
         # The names of every parameter and buffer by its identity.
@@ -271,7 +271,7 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
     with observing(model, flow.enter, flow.leave) as flow.running, flow.kernels, flow:
         flow.result = call()
     del flow.kernels.flow  # a circle would keep all tensors until Python looks for circles
-    flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
+    flow.returned = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
 
 

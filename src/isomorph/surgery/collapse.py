@@ -107,7 +107,7 @@ def _children_after(
     return children
 
 
-def may_go(model: nn.Module, whole: Whole) -> bool:
+def can_collapse(model: nn.Module, whole: Whole) -> bool:
     """Return True if everything inside a module is merged or stays, or gives what it gets in train mode too."""
     for path, inner in model.get_submodule(whole.name).named_modules(prefix=whole.name):
         if describe_attachments(inner):

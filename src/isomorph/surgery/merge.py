@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
-from isomorph.surgery.collapse import Collapse, may_go
+from isomorph.surgery.collapse import Collapse, can_collapse
 from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
@@ -181,7 +181,7 @@ class _CommonPlan:
             alone = [
                 name for name in between if _is_called_alone(model, name, as_slice=name in removed)
             ]
-            if group.whole and not may_go(model, group.whole):
+            if group.whole and not can_collapse(model, group.whole):
                 rejected[group] = "its module holds more than that layer"
             elif between and not across:
                 rejected[group] = (

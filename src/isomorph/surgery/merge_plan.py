@@ -63,7 +63,7 @@ class _PlanBuilder:
         self.model = model
         self.flow = flow
         self.groups: list[Group] = []
-        self._protected = set(flow.given_out)
+        self._protected = set(flow.returned)
         # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
         self._modules_by_value: dict[TensorVersion, set[str]] = defaultdict(set)
         self._order: dict[str, int] = {}

@@ -85,7 +85,7 @@ class ModelPair:
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # a caller's autocast would compute in half precision
     @torch.autocast("cuda", enabled=False)
-    def row(self, batch: Inputs, name: str, extra: bool = False) -> Difference:
+    def difference(self, batch: Inputs, name: str, extra: bool = False) -> Difference:
         """Return the difference for a batch. `extra`: it is one that the user has not given."""
         single = cast_floats(batch, torch.float32)
         double = cast_floats(batch, torch.float64)
@@ -98,7 +98,7 @@ class ModelPair:
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
-    def mode_row(self, batch: Inputs, mode: str) -> Difference:
+    def difference_in_mode(self, batch: Inputs, mode: str) -> Difference:
         """Return the difference in a precision or memory format, as far as the original in it is from float64."""
         x = cast_floats(batch, torch.float32)
         exact = _Run(self.models[torch.float64][0], cast_floats(batch, torch.float64))

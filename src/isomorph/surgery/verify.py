@@ -121,7 +121,7 @@ def compare_outputs(
         named += [(f"random, seed {seed}", map_floats(batch, redraw)) for batch in batches]
     pair = ModelPair(original, recast, atol)
     with count_calls(pair.models[torch.float32][1], pair.edited) as calls:
-        rows = [pair.row(batch, name) for name, batch in named]
+        rows = [pair.difference(batch, name) for name, batch in named]
     not_called, unused = pair.uncalled(
         [name for name in pair.edited if not calls[name]], batches[0]
     )
@@ -182,10 +182,10 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
     rows: list[Difference] = []
     remarks: list[str] = []
     attempts = [
-        (name, partial(pair.row, inputs, name, extra=True))
+        (name, partial(pair.difference, inputs, name, extra=True))
         for name, inputs in _further_inputs(batch)
     ]
-    attempts += [(mode, partial(pair.mode_row, batch, mode)) for mode in _modes(batch)]
+    attempts += [(mode, partial(pair.difference_in_mode, batch, mode)) for mode in _modes(batch)]
     for name, attempt in attempts:
         if name == _TWICE and rows and not rows[-1].is_within(pair.atol):
             continue  # another size has shown that sizes matter

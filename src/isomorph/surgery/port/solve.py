@@ -115,7 +115,7 @@ class Solution:
             return SourcedTensor(value, operand.entries)
         return SourcedTensor(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
 
-    def lose(self, tensors: SourcedTensor, message: str) -> None:
+    def note_lost(self, tensors: SourcedTensor, message: str) -> None:
         """Note numbers that the target cannot hold."""
         self.lost.append(message)
         self.unplaced.append(tensors.entries[tensors.entries >= 0])
@@ -134,7 +134,7 @@ class Solution:
         if not bool(inside.all()):
             if bool(value[~inside].any()):
                 message = f"{module}: the target has a constant 0"
-                self.lose(SourcedTensor(value, origins)[~inside], message)
+                self.note_lost(SourcedTensor(value, origins)[~inside], message)
             entries = entries[inside]
             value = value[inside]
             origins = origins[inside]
@@ -318,7 +318,7 @@ def _solve_part(
         return
     shift = find_shift()
     if shift is None:
-        solution.lose(source_rows, f"{part.step.module}: the target has no bias there")
+        solution.note_lost(source_rows, f"{part.step.module}: the target has no bias there")
     else:
         _merge_bias(source_rows, part, shift, solution)
 
@@ -399,7 +399,7 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
         if role not in other.operands and bool((operand.value != number).any()):
-            solution.lose(
+            solution.note_lost(
                 solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
             )
 
