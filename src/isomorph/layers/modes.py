@@ -58,12 +58,6 @@ def in_functorch() -> bool:
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
 
 
-def can_write_into(gradient: Tensor) -> bool:
-    """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
-    recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
-    return not recorded and gradient.is_contiguous()
-
-
 def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.layers.attention_base import score_scale
 from isomorph.layers.grid import GridSize
-from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
+from isomorph.layers.map_edit import MapCall, merge_queries
 from isomorph.layers.modes import first_float, noise
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
@@ -194,14 +193,6 @@ class EditedAttention(AlteredAttention):
         return self.plain()
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Return True for attention of any class: with a map that can be edited, or known to have none."""
-    return (
-        isinstance(module, Attention | AlteredAttention)
-        or attention_facts(type(module)) is not None
-    )
-
-
 def edit_reason(layer: nn.Module) -> str | None:
     """Return why the map of an attention layer cannot be edited, or None if it can."""
     name = type(layer).__name__
@@ -241,8 +232,3 @@ def edit_map(
     reference = first_float(layer)
     edited.map_edit = make_edit(edited.edited_heads, device=reference.device, dtype=reference.dtype)
     return edited
-
-
-def attention_name(name: str, module: nn.Module) -> str:
-    """Return the name of the attention layer that a gated layer is or belongs to, from the layer's own name."""
-    return name.rpartition(".")[0] if isinstance(module, GatedMap) else name

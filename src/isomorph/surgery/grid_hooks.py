@@ -12,12 +12,14 @@ import threading
 from typing import Any, ClassVar
 
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.layers.grid import GridSize
-from isomorph.surgery.edited_attention import AlteredAttention, is_attention
+from isomorph.surgery.attention_layers import attention_facts
+from isomorph.surgery.edited_attention import AlteredAttention
 from isomorph.surgery.rule import Rule, check_grid
 from isomorph.surgery.site import Site, TokenGrid, embedding_of, only_embedding_model
 
@@ -208,8 +210,10 @@ class AnyAttentionRule(GridRule):
 
     @classmethod
     def is_of_kind(cls, module: nn.Module) -> bool:
-        """Return True for attention of any class."""
-        return is_attention(module)
+        """Return True for attention of any class: with a map that can be edited, or known to have none."""
+        if isinstance(module, Attention | AlteredAttention):
+            return True
+        return attention_facts(type(module)) is not None
 
     @classmethod
     def kind_names(cls) -> list[str]:

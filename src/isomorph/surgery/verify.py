@@ -239,13 +239,14 @@ def _first_example(x: Tensor) -> Tensor:
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Yield other inputs, and images of twice the size and zeros."""
     yield from other_inputs(batch)
-    if isinstance(batch, Tensor) and _is_small_image(batch):
+    if (
+        isinstance(batch, Tensor)
+        and batch.ndim == 4
+        and batch.is_floating_point()
+        and max(batch.shape[-2:]) <= _DOUBLED
+    ):
         yield _TWICE, F.interpolate(batch[:2].float(), scale_factor=2).to(batch.dtype)
     yield "zeros", map_floats(batch, torch.zeros_like)
-
-
-def _is_small_image(batch: Tensor) -> bool:
-    return batch.ndim == 4 and batch.is_floating_point() and max(batch.shape[-2:]) <= _DOUBLED
 
 
 def _modes(batch: Inputs) -> list[str]:

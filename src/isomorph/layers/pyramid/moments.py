@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from isomorph.layers.modes import (
     at_least_float32,
-    can_write_into,
     disable_autocast,
     is_arithmetic_bound,
     is_eager,
+    is_functorch_tensor,
     without_autocast,
 )
 from isomorph.layers.patches import (
@@ -135,6 +135,12 @@ def _measure_tokens(
     return source, mean, products / total, total
 
 
+def _can_write_into(gradient: Tensor) -> bool:
+    """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
+    recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
+    return not recorded and gradient.is_contiguous()
+
+
 class MeasureMoments(torch.autograd.Function):
     """Compute mean and covariance of the tokens of x, centred in `dtype`; also x, minus its mean if `centring`.
 
@@ -172,7 +178,7 @@ class MeasureMoments(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         source, mean, *totals = ctx.saved_tensors
         total = totals[0] if totals else max(ctx.count, 1)
-        if can_write_into(d_source) and ctx.window is None and not totals:
+        if _can_write_into(d_source) and ctx.window is None and not totals:
             # in place: the gradient comes from the one linear layer that reads the source, and
             # nothing else holds it
             tokens = source.view(-1, source.shape[-1])

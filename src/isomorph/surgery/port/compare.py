@@ -265,10 +265,8 @@ def _compare_inputs(
         settings_found = (("constants rounded to", precisions[0], precisions[1]),)
         _note_constants(source, target, target_calls, settings)
     elif len(source_calls) == len(target_calls):
-        _note(
-            [pair for pair in zip(source_calls, target_calls, strict=True) if _differ(*pair)],
-            settings,
-        )
+        pairs = zip(source_calls, target_calls, strict=True)
+        _note([pair for pair in pairs if _differ(*pair)], settings)
     message = f"the {target_step.kind} reads other values"
     if source_calls or target_calls:
         descriptions = [
@@ -461,7 +459,8 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
         if not value.is_floating_point():
             continue
         rows_found = [_nearest(values.own, path, value, other.outputs())]
-        if rows_found[0].difference > TOLERANCE and not _is_constant(value):
+        is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
+        if rows_found[0].difference > TOLERANCE and not is_constant:
             rows_found.append(_nearest(values.own, path, value, other.inner()))
             base_value = values.whole_of(number)
             if base_value is not None:
@@ -469,10 +468,6 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
                 rows_found.append(replace(part, other=f"a part of {part.other}"))
         rows.append(min(rows_found, key=lambda row: row.difference))
     return rows
-
-
-def _is_constant(value: Tensor) -> bool:
-    return value.numel() > 1 and bool((value == value.flatten()[0]).all())
 
 
 def _nearest(

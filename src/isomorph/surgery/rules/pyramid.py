@@ -184,7 +184,8 @@ class LinearToPyramid(Rule):
 
     def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        unknown = self._names_of_layers() - site.once(_last_names)
+        named = set(_rectify_by_name(self.rectify)) - {""}
+        unknown = named - site.once(_last_names)
         if unknown:
             return f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name"
         module = site.module
@@ -200,9 +201,6 @@ class LinearToPyramid(Rule):
         if isinstance(module, AnnealedPair):
             return self._pair_mismatch(module)
         return linear_mismatch(plain_layer(module)) or _never_called(site)
-
-    def _names_of_layers(self) -> set[str]:
-        return set(_rectify_by_name(self.rectify)) - {""}
 
     def _pair_mismatch(self, pair: AnnealedPair) -> str | None:
         """Return why a pair of convolutions is not one linear layer, or None."""
