@@ -136,9 +136,9 @@ def compare_outputs(
         )
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
-    first = None if report.passed else _where_they_part(report, pair, batches)
+    first = None if report.passed else _locate_difference(report, pair, batches)
     return replace(
-        report, first=first, notes=(*remarks, *pair.notes(), *_doubts(report, pair, batches[0]))
+        report, first=first, notes=(*remarks, *pair.notes(), *_caveats(report, pair, batches[0]))
     )
 
 
@@ -202,7 +202,7 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
     return rows, remarks
 
 
-def _where_they_part(
+def _locate_difference(
     report: VerifyReport, pair: ModelPair, batches: Sequence[Inputs]
 ) -> FirstDifference | None:
     """Return the first operation after which the outputs differ, for the first batch for which they do.
@@ -256,7 +256,7 @@ def _modes(batch: Inputs) -> list[str]:
     return modes
 
 
-def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
+def _caveats(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
     """Yield what makes a report prove less than it seems to, and why models may differ."""
     scale = max(row.scale for row in report.inputs)
     if report.passed and scale < 1e-3:
