@@ -114,12 +114,11 @@ def _has_own_fuse(module: nn.Module) -> bool:
 
 
 def fuse_pyramids(module: nn.Module) -> None:
-    """Fuse the pyramids inside a module in place."""
-    for name, inner in outermost_modules(
-        module, lambda part: isinstance(part, _FUSED_FIRST)
-    ).items():
-        if name:
-            module.set_submodule(name, Fuse().build(Site(inner)))
+    """Fuse the pyramids, and the convolutions with norms, inside a module in place; not the module itself."""
+    layers = outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST))
+    layers.pop("", None)
+    for name, layer in layers.items():
+        module.set_submodule(name, Fuse().build(Site(layer)))
     _move_biases(module)
 
 

@@ -222,7 +222,7 @@ class TapAxis(NamedTuple):
     def interior(self, reach: int) -> Range:
         """Return the queries that have all positions at most `reach` steps away among their padded keys."""
         start = self.kernel_size // 2
-        first = max(0, -((start - reach) // self.stride))
+        first = max(0, -((start - reach) // self.stride))  # (reach - start) / stride, rounded up
         last = (self.keys + 2 * self.padding - 1 - reach - start) // self.stride
         return first, min(last + 1, self.queries)
 

@@ -551,7 +551,7 @@ def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tens
     """
     groups: list[list[Chains]] = []
     for chains in pyramids:
-        if groups and _joins(groups[-1][-1], chains):
+        if groups and _belong_together(groups[-1][-1], chains):
             groups[-1].append(chains)
         else:
             groups.append([chains])
@@ -559,8 +559,8 @@ def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tens
     return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
 
 
-def _joins(last: Chains, chains: Chains) -> bool:
-    """True for pyramids of one form: of one factor, or the first that is not rectified."""
+def _belong_together(last: Chains, chains: Chains) -> bool:
+    """True for pyramids that are computed together: of one form and factor, those without a rectifier last."""
     if _shape(last) != _shape(chains):
         return False
     if last.rectifier is not None and chains.rectifier is None:
@@ -594,6 +594,7 @@ class _Layers(NamedTuple):
         return layers + self.last_layers
 
     def norms(self) -> list[_BatchNorm]:
+        """Return the BatchNorms of the units, level by level, and those that rectify."""
         norms = []
         for level in self.levels:
             norms += [unit.norm for unit in level]

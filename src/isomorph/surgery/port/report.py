@@ -158,6 +158,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def settings_in(differences: Sequence[Place]) -> tuple[Setting, ...]:
     """Return the settings that differ, each once, with the modules where they do."""
+    # by their text, as values need not be hashable
     modules: dict[str, list[str]] = {}
     values: dict[str, tuple[str, Any, Any]] = {}
     for difference in differences:
