@@ -137,6 +137,6 @@ def explain_parse_error(error: CycloptsError) -> str:
     return text
 
 
-def _join_sentences(match: re.Match[str]) -> str:
+def _join_sentences(found: re.Match[str]) -> str:
     """Return the beginning of a sentence as that of a part of one."""
-    return f"{'; ' if match[1] else ''}{match[2].lower()}"
+    return f"{'; ' if found[1] else ''}{found[2].lower()}"

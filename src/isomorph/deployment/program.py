@@ -124,17 +124,17 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
 
 
 @contextmanager
-def explain_failure(failure: str, shapes: ExportShapes) -> Iterator[None]:
+def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
     """Raise errors within the block as UserError: what failed, why, and what to try."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        smaller = {"batch,size": "batch", "size": "none", "batch": "none"}.get(shapes.dynamic)
-        message = f"{failure}: {_first_cause(error)}"
-        if smaller:
-            message += f"; try it with dynamic {smaller}"
+        less = {"batch,size": "batch", "size": "none", "batch": "none"}.get(shapes.dynamic)
+        message = f"{what}: {_first_cause(error)}"
+        if less:
+            message += f"; try it with dynamic {less}"
         raise UserError(message) from error
 
 

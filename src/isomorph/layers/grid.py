@@ -84,11 +84,11 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
         grid = _proportional_grid(count - lead, shape)
         if grid is not None:
             return grid, lead
-    expected = "square grid"
+    wanted = "square grid"
     if shapes:
         sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
-        expected = f"grid of the proportions of {sizes}"
-    raise ValueError(f"{count} tokens do not fill a {expected}; give grid_size=(height, width)")
+        wanted = f"grid of the proportions of {sizes}"
+    raise ValueError(f"{count} tokens do not fill a {wanted}; give grid_size=(height, width)")
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:

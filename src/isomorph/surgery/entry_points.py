@@ -48,8 +48,8 @@ class EntryPoint:
         arguments = dict(self.arguments)
         if isinstance(batch, Tensor):
             return method(batch, **arguments)
-        inputs = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
-        return method(**inputs, **arguments)
+        taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
+        return method(**taken, **arguments)
 
 
 class PooledFeatures(EntryPoint):
