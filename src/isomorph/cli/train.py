@@ -146,8 +146,8 @@ def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
 
 def _spell_out_size(assignment: str) -> str:
     """Return an assignment with a size such as 96 or 96x128 as a list of two numbers, others as they are."""
-    found = _SIZE.match(assignment)
-    if found is None:
+    match = _SIZE.match(assignment)
+    if match is None:
         return assignment
-    name, height, width = found.groups()
+    name, height, width = match.groups()
     return f"{name}=[{height}, {width or height}]"

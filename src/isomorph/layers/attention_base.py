@@ -113,8 +113,8 @@ def copy_parts(source: nn.Module, target: nn.Module, names: Iterable[str]) -> No
         setattr(target, name, copy.deepcopy(getattr(source, name)))
 
 
-def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
-    """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
+def like_attention(attention: Attention, make: Callable[..., Layer], **options: Any) -> Layer:
+    """Return a layer of the same widths as timm's Attention, with copies of its parts; `options` go to `make`."""
     layer = make(
         dim=attention.qkv.in_features,
         num_heads=attention.num_heads,
@@ -123,7 +123,7 @@ def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any
         proj_bias=attention.proj.bias is not None,
         device=attention.qkv.weight.device,
         dtype=attention.qkv.weight.dtype,
-        **more,
+        **options,
     )
     copy_parts(attention, layer, ATTENTION_PARTS)
     layer.scale = score_scale(attention)
