@@ -12,7 +12,8 @@ from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import DataWarning, UserError
 from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
-from isomorph.surgery.modules import Where, list_names
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.site import Where
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
 MIN_IMAGES = 4

@@ -11,7 +11,7 @@ from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
 from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 # Number and size of the random batches over which the paper averages F_k.
 NUM_DRAWS = 10

@@ -32,11 +32,11 @@ def name_options(message: str, command: str = "") -> str:
     """Return a message in which the library's arguments and fields have the names of the command's options."""
     options = _options_of(command)
 
-    def as_option(found: re.Match[str]) -> str:
-        name = found["name"] or found["quoted"] or found["field"]
+    def as_option(match: re.Match[str]) -> str:
+        name = match["name"] or match["quoted"] or match["field"]
         if name is None:
-            return found[0]
-        return _typed(name, found["value"], options) or found[0]
+            return match[0]
+        return _typed(name, match["value"], options) or match[0]
 
     return _ARGUMENT.sub(as_option, message)
 
@@ -61,8 +61,8 @@ def _typed(name: str, value: str | None, options: set[str]) -> str | None:
             return f"--model-kwargs {name}={sizes}"
         return f"--model.kwargs.{name} {sizes}" if "model.kwargs" in options else None
     last = name.rpartition(".")[2]
-    known = _OTHER_NAMES.get(name, (name, last, f"data.{last}", f"model.{last}"))
-    for candidate in known:
+    candidates = _OTHER_NAMES.get(name, (name, last, f"data.{last}", f"model.{last}"))
+    for candidate in candidates:
         option = candidate if candidate in options else candidate.replace("_", "-")
         if option in options or (option.startswith("model.kwargs.") and "model.kwargs" in options):
             return _with_value(option, value, options)
@@ -108,9 +108,9 @@ _PATTERNS = {
 def explain_shape_error(text: str) -> str | None:
     """Return what to do about an error message of torch or timm, or None if it is not about the shape of images."""
     for pattern, advice in _PATTERNS.items():
-        found = re.search(pattern, text)
-        if found is not None:
-            return advice.format(*found.groups())
+        match = re.search(pattern, text)
+        if match is not None:
+            return advice.format(*match.groups())
     return None
 
 

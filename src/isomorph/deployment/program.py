@@ -112,11 +112,11 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
         positional = tuple(inputs.values())
         dynamic = tuple(axes.values())
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    what = "torch.export cannot trace the model"
+    failure = "torch.export cannot trace the model"
     with (
         quiet(),
         replaced_attribute(padding, "get_same_padding", _same_padding),
-        explain_failure(what, shapes),
+        explain_failure(failure, shapes),
     ):
         program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
@@ -195,12 +195,12 @@ def to_onnx(
     options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=OPSET)
     try:
         with quiet():
-            made = torch.onnx.export(
+            exported = torch.onnx.export(
                 program, input_names=shapes.names, output_names=[shapes.output], **options
             )
-            assert made is not None
-            optimize_ir(made.model, should_fold=_should_compute)
-            proto = made.model_proto
+            assert exported is not None
+            optimize_ir(exported.model, should_fold=_should_compute)
+            proto = exported.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
         raise UserError(
             f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file",

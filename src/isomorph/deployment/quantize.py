@@ -32,7 +32,7 @@ from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import batches_of
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
-from isomorph.surgery.modules import nearest_names
+from isomorph.surgery.site import nearest_names
 from isomorph.surgery.verify import verify
 
 if TYPE_CHECKING:

@@ -103,6 +103,7 @@ def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
 
 
 def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
+    """Return the model inside wrappers. Raises: UserError if a wrapper has hooks."""
     *wrappers, inner = wrappers_of(module, kinds)
     for wrapper in wrappers:
         hooks = hooks_on(wrapper)

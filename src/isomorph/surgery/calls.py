@@ -25,11 +25,11 @@ def own_inputs(
     model: nn.Module, batch: int, size: tuple[int, ...] | None = None
 ) -> dict[str, Any] | None:
     """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
-    own = getattr(model, "example_inputs", None)
-    if own is None:
+    make_inputs = getattr(model, "example_inputs", None)
+    if make_inputs is None:
         return None
     with torch.device("cpu"):
-        return dict(own(batch, size))
+        return dict(make_inputs(batch, size))
 
 
 def copy_inputs(inputs: Any) -> Any:
@@ -40,6 +40,7 @@ def copy_inputs(inputs: Any) -> Any:
 
 
 def _copy_leaf(value: Any) -> Any:
+    """Return a copy of a tensor or container among inputs; what cannot be copied is returned itself."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, nn.Module) or callable(value):
@@ -123,6 +124,7 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _describe(inputs: Inputs) -> str:
+    """Describe inputs in an error: shapes and dtype, and that they are not images if so."""
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
     described = (
@@ -153,20 +155,20 @@ def check_inputs(inputs: object) -> None:
         )
 
 
-def batches_of(given: Any, of_loader: bool = False) -> Iterator[Inputs]:
+def batches_of(batches: Any, of_loader: bool = False) -> Iterator[Inputs]:
     """Yield the batches in an argument: the one that it is, or those of a list or another iterable.
 
     `of_loader`: each may be a pair of a loader, (inputs, labels), of which the inputs are yielded.
 
     Raises: UserError for anything else, for no batch, and for batches of different kinds, as one pair would be.
     """
-    if isinstance(given, Tensor | Mapping):
-        yield given
+    if isinstance(batches, Tensor | Mapping):
+        yield batches
         return
-    if not isinstance(given, Iterable):
-        check_inputs(given)
+    if not isinstance(batches, Iterable):
+        check_inputs(batches)
     first: Any = None
-    for batch in given:
+    for batch in batches:
         if of_loader and isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         check_inputs(batch)
@@ -233,8 +235,8 @@ def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 def to_model(batch: Inputs, model: nn.Module) -> Any:
     """Return a batch on the device of the model, its floating-point and complex tensors in the model's precision."""
-    like = first_float(model)
-    return map_tensors(batch, lambda x: cast(x, like.dtype).to(like.device))
+    reference = first_float(model)
+    return map_tensors(batch, lambda x: cast(x, reference.dtype).to(reference.device))
 
 
 def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
