@@ -60,6 +60,21 @@ SMALL_VIT = dict(img_size=32, patch_size=8, depth=1, embed_dim=12, num_heads=3, 
 SMALL_SWIN = dict(img_size=32, window_size=4, depths=(1,), num_heads=(3,), embed_dim=12)
 
 
+def test_files_from_before_and_after_a_merge_are_told_apart(tmp_path):
+    own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    example = torch.randn(1, 3, 8, 8)
+    merged = iso.fuse(own, example)
+    before = save(tmp_path / "before.pth", own.state_dict())
+    after = save(tmp_path / "after.pth", merged.state_dict())
+    said = "has norms, which are merged in the model: load it before iso.fuse$"
+    refused(said, iso.load_weights, merged, before)
+    said = "its norms are merged, and the model has them: merge these first, with iso.fuse$"
+    refused(said, iso.load_weights, own, after)
+    iso.load_weights(iso.fuse(own, example), after)
+    longer = nn.Sequential(*own, nn.BatchNorm2d(4), nn.Linear(4, 4))
+    assert "merge" not in refused("7 missing", iso.load_weights, longer, before)
+
+
 @pytest.mark.parametrize("what", RESIZED)
 def test_what_is_interpolated_to_another_size_is_said(what, tmp_path):
     name, other, tensor = RESIZED[what]

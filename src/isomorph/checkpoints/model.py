@@ -598,7 +598,23 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
     for prefix, hint in _HINTS.items():
         if any(name.startswith(prefix) for name in unexpected):
             text += f"; it {hint}"
-    raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
+    raise UserError(
+        f"{path} does not fit {type(model).__name__}: tensors {text}{_norm_hint(missing, unexpected)}"
+    )
+
+
+def _norm_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return what to do where only the file or only the model has its norms merged; else nothing."""
+    if _are_of_norms(unexpected) and not missing:
+        return "; it has norms, which are merged in the model: load it before iso.fuse"
+    if _are_of_norms(missing) and not unexpected:
+        return "; its norms are merged, and the model has them: merge these first, with iso.fuse"
+    return ""
+
+
+def _are_of_norms(names: Sequence[str]) -> bool:
+    norms = {name.rpartition(".")[0] for name in names if name.endswith(".running_var")}
+    return bool(norms) and all(name.rpartition(".")[0] in norms for name in names)
 
 
 def _is_real(tensor: Any) -> bool:
