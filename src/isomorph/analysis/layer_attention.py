@@ -263,7 +263,10 @@ class _Capture:
             return self.reasons[0]
         if self.others:
             return f"{describe_where(self.where)} matches no attention layer{nearest_names(self.where, self.others)}"
-        return "the model has no attention layer with a known map; recast it first"
+        return (
+            "the model has no attention layer with a known map; recast it first, or let it attend by torch's softmax "
+            "or scaled_dot_product_attention, not by a kernel that hides it (flex_attention, xformers, flash-attn)"
+        )
 
 
 @torch.no_grad()

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.input_sizes import (
     ImageSize,
-    built_size,
     evaluation_config,
     fit_to_size,
     image_size,
     input_size_problem,
+    knows_size,
 )
-from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs, own_inputs
 
 # What may be dynamic: the number of images, their height and width (of texts their length), both,
@@ -116,7 +115,7 @@ def plan_shapes(
         axes |= {2: "height", 3: "width"}
     if getattr(model, "time_steps", None):
         return _plan_denoiser(model, dynamic, size, batches, axes)
-    if size is None and not (spec_of(model).input_size or built_size(model)):
+    if size is None and not knows_size(model):
         raise UserError(
             "the model does not say which size of images it takes; give size=224, or size=(224, 160) for height and "
             "width"

@@ -104,6 +104,11 @@ def _size_in_config(model: nn.Module) -> ImageSize | None:
         return None
 
 
+def knows_size(model: nn.Module) -> bool:
+    """True if the model says itself which size of images it takes."""
+    return bool(spec_of(model).input_size or built_size(model))
+
+
 def input_channels(model: nn.Module) -> int:
     """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
     channels = getattr(model, "in_chans", None) or getattr(
@@ -156,8 +161,11 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             problem = str(error)
     if problem:
+        own = ""
+        if knows_size(model) and not _uncovered_edge(model, shape):
+            own = "; its own are {} x {}".format(*evaluation_config(model)["input_size"][-2:])
         raise UserError(
-            f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}",
+            f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}{own}",
         )
     return model
 
