@@ -693,7 +693,7 @@ def optimizer_tdrl(model: nn.Module, cell: Cell) -> torch.optim.Optimizer:
 
 TDRL_ARMS = ("plain", "P-W2S", "fused start", "BatchNorm only")
 SAME_TIME = Setting(
-    ("BatchNorm only", "plain", "P-W2S"),
+    ("BatchNorm only", "plain"),
     images=2_000,
     epochs=100,
     rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
@@ -733,6 +733,7 @@ TDRL = Study(
         Setting(tuple(f"{arm}, LAMB" for arm in TDRL_ARMS), 10_000, 10, (4e-3, 8e-3, 1.6e-2)),
         TRAINED_START,
         replace(TRAINED_START, epochs=8, arms=TRAINED_START.arms[1:], search=TRAINED_START),
+        replace(SAME_TIME, arms=("P-W2S",)),
     ),
     "plain",
     optimizer=optimizer_tdrl,

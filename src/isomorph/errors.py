@@ -67,6 +67,22 @@ def is_out_of_memory(error: Exception) -> bool:
     ) or "can't allocate memory" in str(error)
 
 
+def describe_value(field: str, problem: Any) -> str:
+    """Return what pydantic says about the value of a field: what is allowed, and what was given."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] != "value_error":
+        message = message[0].lower() + message[1:]
+    if isinstance(problem["input"], dict):
+        return f"{field}: {message}"
+    return f"{field}: {message} (given {repr(problem['input'])[:80]})"
+
+
+def invalid_fields(title: str, problems: Sequence[str]) -> UserError:
+    """Return the error with all problems in one line."""
+    noun = "problem" if len(problems) == 1 else "problems"
+    return UserError(f"{title} has {len(problems)} {noun}: {'; '.join(problems)}")
+
+
 def unknown_model(name: str, known: Sequence[str]) -> str:
     """Return that there is no model of this name, and the most similar names among the known ones."""
     base = name.partition(".")[0]

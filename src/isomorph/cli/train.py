@@ -11,9 +11,8 @@ from pydantic_core import SchemaValidator, ValidationError
 from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError, unknown_field
+from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
 from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
-from isomorph.lab.recipes.problems import describe_value, invalid
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 from isomorph.yaml_values import parse_value
 
@@ -134,7 +133,7 @@ def check_values(assignments: Iterable[str]) -> None:
             wrong = error.errors(include_url=False)
             problems += [describe_value(field, problem) for problem in wrong]
     if problems:
-        raise invalid("the recipe", problems)
+        raise invalid_fields("the recipe", problems)
 
 
 def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:

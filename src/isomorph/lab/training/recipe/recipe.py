@@ -13,10 +13,9 @@ from pydantic import (
     model_validator,
 )
 
-from isomorph.errors import unknown_field
+from isomorph.errors import describe_value, invalid_fields, unknown_field
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
-from isomorph.lab.recipes.problems import describe_value, invalid
 from isomorph.lab.training.recipe import fields
 from isomorph.lab.training.recipe.fields import Part, part_of
 from isomorph.lab.training.recipe.model_fields import ModelPart
@@ -236,7 +235,7 @@ def check_part(part: type[P], title: str, values: fields.Fields) -> P:
         return part.model_validate(values)
     except ValidationError as error:
         problems = [_describe_problem(problem, part) for problem in error.errors()]
-        raise invalid(title, problems) from None
+        raise invalid_fields(title, problems) from None
 
 
 def _describe_problem(problem: Any, part: type[Part]) -> str:
