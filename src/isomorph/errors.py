@@ -67,6 +67,18 @@ def is_out_of_memory(error: Exception) -> bool:
     ) or "can't allocate memory" in str(error)
 
 
+def names_class(name: str) -> bool:
+    """True for text such as SmallNet, networks.SmallNet or SmallNet(): no model of timm has capital letters.
+
+    >>> from isomorph.errors import names_class
+    >>> names_class("SmallNet()"), names_class("resnet18"), names_class("networks:SmallNet")
+    (True, False, False)
+    """
+    bare = name.removesuffix("()")
+    last = bare.rpartition(".")[2]
+    return bare.replace(".", "_").isidentifier() and last != last.lower()
+
+
 def describe_value(field: str, problem: Any) -> str:
     """Return what pydantic says about the value of a field: what is allowed, and what was given."""
     message = problem["msg"].removeprefix("Value error, ")
@@ -98,16 +110,14 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
     shared = {other: sum(word in other for word in words) for other in known}
     close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
-    hint = (
-        f"did you mean {', '.join(close)}?"
-        if close
-        else "see `isomorph models` and timm.list_models()"
-    )
-    hint += (
-        f" A function of yours is {':'.join(name.rsplit('.', 1))}"
-        if "." in name and base not in known
-        else ""
-    )
+    hint = "see `isomorph models` and timm.list_models()."
+    if close:
+        hint = f"did you mean {', '.join(close)}?"
+    if "." in name and base not in known:
+        hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}"
+    elif names_class(name):
+        hint += f" A class of yours is package.module:{name.removesuffix('()')}"
+    hint = hint.removesuffix(".")
     return f"there is no model {name!r}; {hint}"
 
 

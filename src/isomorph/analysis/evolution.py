@@ -9,6 +9,7 @@ from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.site import Where
 
@@ -48,6 +49,7 @@ def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) 
     >>> list(evolution), evolution["blocks.0"]
     (['blocks.0', 'blocks.1'], 1.0)
     """
+    model = unwrap(model, to_copy=False)
     layers = feature_layers(model, where)
     count = 0
     sums: dict[str, float] = {}

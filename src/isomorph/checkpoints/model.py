@@ -450,8 +450,11 @@ def load_state(
     own = model.state_dict()
     state = add_tied(model, strip_wrappers(state, own))
     fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
+    interpolated: list[str] = []
     if not fits:  # timm's filters take a fused network for one of another layout
-        state = _filtered(model, state, path)
+        given = state
+        state = _filtered(model, given, path)
+        interpolated = [name for name in state if _is_interpolated(given.get(name), state[name])]
     if fresh_head:
         state = _keep_own_head(model, state)
     check_state_fits(model, state, path)
@@ -463,7 +466,24 @@ def load_state(
         ):
             new.append(name)
     model.load_state_dict(state)
+    if interpolated:
+        add_notes(
+            model,
+            f"{path.name} is for other sizes of images, patches or windows; interpolated: {list_names(interpolated)}; "
+            "outputs are not exactly those of the model that was saved",
+        )
     return new
+
+
+def _is_interpolated(given: Any, made: Any) -> bool:
+    """True for a tensor with other numbers than the one that a filter made it of: not if it was cut or reshaped."""
+    if (
+        not isinstance(given, Tensor)
+        or not isinstance(made, Tensor)
+        or given.numel() == made.numel()
+    ):
+        return False
+    return not torch.isin(made.flatten()[-64:], given).all()
 
 
 def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -473,7 +493,9 @@ def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, 
     if convert is None:
         return state
     try:
-        return convert(dict(state), model)
+        # timm warns when it interpolates relative positions
+        with warnings.catch_warnings(action="ignore"):
+            return convert(dict(state), model)
     except UserError:
         raise
     except (

@@ -29,7 +29,7 @@ from isomorph.checkpoints.model import (
     warn_of_nan,
 )
 from isomorph.checkpoints.paths import HUB, is_function
-from isomorph.errors import UserError, short_reason
+from isomorph.errors import UserError, names_class, short_reason
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, update_record
@@ -69,6 +69,10 @@ def load(
     if callable(base) and not isinstance(base, nn.Module):
         name = getattr(base, "__name__", "base")
         raise UserError(f"base {name} is a {type(base).__name__}, not a module; give base={name}()")
+    if isinstance(base, str) and names_class(base):
+        raise UserError(
+            f"base {base!r} is text, not a module; give base={base.removesuffix('()')}() without quotes"
+        )
     if isinstance(base, nn.Module) and arguments:
         raise UserError(
             f"base is a module, which is taken as it is; leave {', '.join(arguments)} out"

@@ -125,7 +125,9 @@ def explain_parse_error(error: CycloptsError) -> str:
         return f"{command} needs {name}{see}"
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
-        other = ""
+        other = _explain_second_value(error)
+        if other:
+            return other + see
         if command in ("analyze", "bench"):
             other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
@@ -135,6 +137,23 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see
     return text
+
+
+def _explain_second_value(error: UnusedCliTokensError) -> str:
+    """Return that an option takes one value, for a token that follows its first one; else nothing."""
+    tokens = error.root_input_tokens or []
+    unused = error.unused_tokens or []
+    valued = {}
+    for argument in app[tokens[0]].assemble_argument_collection():
+        if argument.hint is not bool:
+            valued.update(dict.fromkeys(argument.names, argument))
+    for option, first, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if option in valued and second == unused[0] and not first.startswith("--"):
+            said = f"{option} takes one value, not {first} and {second}"
+            if valued[option].parameter.metavar == "SIZE":
+                said += f"; write {option} {first}x{second} for height and width"
+            return said
+    return ""
 
 
 def _join_sentences(found: re.Match[str]) -> str:

@@ -216,6 +216,10 @@ class Artefact(nn.Module):
                     f"{name} has the size {size}; sides differ from {own_size} by multiples of {multiple}",
                 )
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Return itself: a file computes in its own precision, on the CPU, whatever the module is moved to."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()
         return type(self)(self._run, self.metadata, digest, self._watch)

@@ -29,6 +29,7 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import batches_of
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.site import nearest_names
@@ -165,7 +166,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
-        size: Height and width, or one number for both; by default the model's own.
+        size: Height and width, or one number for both; by default the model's own, where it says one.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
@@ -298,10 +299,13 @@ def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iter
     high = ((1 - mean) / std).max().item()
     least = min(batch.min().item() for batch in batches)
     most = max(batch.max().item() for batch in batches)
-    if getattr(model, "pretrained_cfg", None) and (least < low - 0.1 or most > high + 0.1):
+    if least < low - 0.1 or most > high + 0.1:
+        advice = "set model.pretrained_cfg to how they are prepared"
+        if spec_of(model).config:
+            advice = "prepare them like its test images, with iso.data.eval_loader"
         yield (
-            f"calibration images reach from {least:.3g} to {most:.3g}, and the model's own are between {low:.3g} and "
-            f"{high:.3g} once normalised: prepare them like its test images, with iso.data.eval_loader"
+            f"calibration images reach from {least:.3g} to {most:.3g}, and those prepared as the file says lie "
+            f"between {low:.3g} and {high:.3g}: {advice}"
         )
     if predicted == 1 < sum(map(len, batches)) and getattr(model, "num_classes", 2) != 1:
         yield "the model predicts one class for all calibration images; are they prepared as in its training?"

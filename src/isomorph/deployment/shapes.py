@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.input_sizes import (
     ImageSize,
+    built_size,
     evaluation_config,
     fit_to_size,
     image_size,
     input_size_problem,
 )
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs, own_inputs
 
 # What may be dynamic: the number of images, their height and width (of texts their length), both,
@@ -92,8 +94,8 @@ def plan_shapes(
     sequences; without it they have the network's greatest length, at most 512. `least_multiple` is the least step
     between sizes that the exported graph is to be right for.
 
-    Raises: UserError for a `dynamic` that is none of DYNAMIC, for a detector, and when the model does not take that
-        size, or is to take any size and takes only one.
+    Raises: UserError for a `dynamic` that is none of DYNAMIC, for a detector, without a size if the model says none,
+        and when the model does not take the size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
         raise UserError(
@@ -114,6 +116,11 @@ def plan_shapes(
         axes |= {2: "height", 3: "width"}
     if getattr(model, "time_steps", None):
         return _plan_denoiser(model, dynamic, size, batches, axes)
+    if size is None and not (spec_of(model).input_size or built_size(model)):
+        raise UserError(
+            "the model does not say which size of images it takes; give size=224, or size=(224, 160) for height and "
+            "width"
+        )
     channels, height, width = evaluation_config(model, size)["input_size"]
     problem = input_size_problem(model, (channels, height, width))
     if problem:

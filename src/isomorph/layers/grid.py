@@ -88,7 +88,11 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
     if shapes:
         sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
         wanted = f"grid of the proportions of {sizes}"
-    raise ValueError(f"{count} tokens do not fill a {wanted}; give grid_size=(height, width)")
+    before = " or ".join(map(str, sorted(set(leads))))
+    raise ValueError(
+        f"{count} tokens do not fill a {wanted} after {before} class and register tokens; give prefix_tokens, the "
+        "number of these, and grid_size=(height, width) for another grid"
+    )
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:

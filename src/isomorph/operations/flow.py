@@ -111,6 +111,7 @@ class Flow(TorchFunctionMode):
                 if memory and memory in self._memories:
                     self.kernels.values_decide = True
                 self._memories.add(memory)
+                self.tensors[(identity, version)] = tensor
 
     def _record(self, operation: Operation) -> None:
         """Add an operation to those that read its inputs and make its outputs, and note what follows from constants."""

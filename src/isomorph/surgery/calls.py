@@ -3,13 +3,15 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import first_float
@@ -49,6 +51,54 @@ def _copy_leaf(value: Any) -> Any:
         return value
 
 
+class _Float64(TorchFunctionMode):
+    """Mode in which code that names float32 means float64, and operations on both get float64 alone.
+
+    So a model of float64 also runs where its code writes dtype=torch.float32 or x.float(), or keeps numbers outside of
+    its buffers. What fills a float32 tensor, as add_ and x[...] = y do, keeps it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(map(_float64_for_32, args))
+        kwargs = {name: _float64_for_32(value) for name, value in (kwargs or {}).items()}
+        given = (args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            floats = [
+                x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()
+            ]
+            if {x.dtype for x in floats} != {torch.float32, torch.float64}:
+                raise
+        fills = func.__name__.endswith("_")
+        alike = partial(cast, dtype=floats[0].dtype if fills else torch.float64)
+        args, named = tree_map_only(Tensor, alike, given)
+        return func(*args, **named)
+
+
+def _float64_for_32(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def in_own_precision(model: nn.Module) -> Iterator[None]:
+    """Context for calls of a model: one in float64 makes float64 numbers, also where its code means float32."""
+    if first_float(model).dtype != torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
     """Return a model's output for a copy of a tensor or of arguments by name, which it may change in place.
 
@@ -62,7 +112,8 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Return a model's output for a tensor or arguments by name, without a copy. Raises: as `run_model`."""
     check_inputs(inputs)
     try:
-        return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
+        with in_own_precision(model):
+            return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isomorph.surgery.calls import Inputs
+from isomorph.surgery.calls import Inputs, in_own_precision
 
 # Outputs that transformers' models add when they are asked to, also where their signature does not name them.
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
@@ -46,17 +46,19 @@ class EntryPoint:
     def __call__(self, model: Any, batch: Inputs) -> Any:
         method = model if self.method == "forward" else getattr(model, self.method)
         arguments = dict(self.arguments)
-        if isinstance(batch, Tensor):
-            return method(batch, **arguments)
-        taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
-        return method(**taken, **arguments)
+        with in_own_precision(model):
+            if isinstance(batch, Tensor):
+                return method(batch, **arguments)
+            taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
+            return method(**taken, **arguments)
 
 
 class PooledFeatures(EntryPoint):
     """The features of a model of timm that its classifier reads."""
 
     def __call__(self, model: Any, batch: Inputs) -> Any:
-        return model.forward_head(model.forward_features(batch), pre_logits=True)
+        with in_own_precision(model):
+            return model.forward_head(model.forward_features(batch), pre_logits=True)
 
 
 FORWARD = EntryPoint()

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +31,6 @@ from isomorph.surgery.site import (
 def check_model(model: Any) -> nn.Module:
     """Return the model inside wrappers, after a check that it is one. Raises: UserError if not, and as `unwrap`."""
     model = unwrap(model)
-    if not isinstance(model, nn.Module):
-        shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
-        if isinstance(model, str | Path):
-            raise UserError(
-                f"{shown} is not a model; open it with iso.load, an exported file with iso.deployment.open_artefact"
-            )
-        raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
             "the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace"
