@@ -90,8 +90,9 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
     reason = override_reason(module, kind, name)
     if reason is not None:
         return reason
-    tensors: dict[str, Tensor] = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-    tensors |= module.named_parameters(recurse=False, remove_duplicate=False)
+    tensors: dict[str, Tensor] = {}
+    tensors.update(module.named_parameters(recurse=False, remove_duplicate=False))
+    tensors.update(module.named_buffers(recurse=False, remove_duplicate=False))
     extra = [part for part in (*tensors, *module._modules) if part not in ("weight", "bias")]
     if extra:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
