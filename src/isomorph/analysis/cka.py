@@ -120,10 +120,10 @@ def cka_of_pairs(
     largest = 0
     images = 0
     dimensions = 0.0  # of centred matrices without diagonal
-    for one, other in pairs:
-        count = count_images(one)
-        if count != count_images(other):
-            other_count = count_images(other)
+    for batch, other_batch in pairs:
+        count = count_images(batch)
+        if count != count_images(other_batch):
+            other_count = count_images(other_batch)
             raise UserError(
                 f"CKA needs the same images for both models, not batches of {count} and {other_count}"
             )
@@ -132,8 +132,8 @@ def cka_of_pairs(
             continue
         images += count
         dimensions += count * (count - 3) / 2
-        x = gram_matrices(a, one, rows, read)
-        y = gram_matrices(b, other, columns, read)
+        x = gram_matrices(a, batch, rows, read)
+        y = gram_matrices(b, other_batch, columns, read)
         cross = cross + hsic(x, y)
         own_a = own_a + _hsic_own(x)
         own_b = own_b + _hsic_own(y)
@@ -142,8 +142,8 @@ def cka_of_pairs(
             f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}",
         )
     matrix = cross / (own_a[:, None] * own_b).sqrt()
-    unknown = [name for name, own in zip(rows, own_a, strict=True) if not own > 0]
-    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0]
+    unknown = [name for name, hsic_own in zip(rows, own_a, strict=True) if not hsic_own > 0]
+    unknown += [name for name, hsic_own in zip(columns, own_b, strict=True) if not hsic_own > 0]
     noise = dimensions**-0.5
     if unknown:
         _report_unknown(matrix, list_names(list(dict.fromkeys(unknown))), largest)
@@ -155,13 +155,13 @@ def cka_of_pairs(
 
 def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
     """Warn of layers whose HSIC with themselves is not positive. Raises: UserError if there is no other layer."""
-    said = (
+    problem = (
         f"the CKA of {names} is unknown (NaN): in batches of {images} their features say too little"
     )
     advice = "give larger batches, of 32 images or more; features that are the same for all images have none"
     if not matrix.isfinite().any():
-        raise UserError(f"{said}; {advice}")
-    warnings.warn(f"{said}; {advice}", DataWarning, stacklevel=5)
+        raise UserError(f"{problem}; {advice}")
+    warnings.warn(f"{problem}; {advice}", DataWarning, stacklevel=5)
 
 
 def gram_matrices(
@@ -204,7 +204,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 def _hsic_own(k: Tensor) -> Tensor:
     """Return unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
-    return torch.cat([hsic(one, one)[0] for one in k.split(1)])
+    return torch.cat([hsic(matrix, matrix)[0] for matrix in k.split(1)])
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:

@@ -89,10 +89,10 @@ def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
             for layer_maps in attention_maps(model, image, where).values()
         ]
         similarity = maps[0].new_full((len(maps), len(maps)), torch.nan)
-        for i, one in enumerate(maps):
-            for j, other in enumerate(maps):
-                if one.shape == other.shape:
-                    similarity[i, j] = (one * other).sum(-1).mean()
+        for i, layer_map in enumerate(maps):
+            for j, other_map in enumerate(maps):
+                if layer_map.shape == other_map.shape:
+                    similarity[i, j] = (layer_map * other_map).sum(-1).mean()
         return {"": similarity}
 
     return mean_over(model, single_images(data), measure)[""]

@@ -447,9 +447,11 @@ def load_state(
 ) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
     path = Path(path)
-    own = model.state_dict()
-    state = add_tied(model, strip_wrappers(state, own))
-    fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
+    model_state = model.state_dict()
+    state = add_tied(model, strip_wrappers(state, model_state))
+    fits = model_state.keys() == state.keys() and not any(
+        _shape_differs(model_state, state, name) for name in model_state
+    )
     interpolated: list[str] = []
     if not fits:  # timm's filters take a fused network for one of another layout
         given = state
@@ -458,9 +460,9 @@ def load_state(
     if fresh_head:
         state = _keep_own_head(model, state)
     check_state_fits(model, state, path)
-    _check_tied(own, state, path)
+    _check_tied(model_state, state, path)
     new = []
-    for name, tensor in own.items():
+    for name, tensor in model_state.items():
         if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(
             ".num_batches_tracked"
         ):

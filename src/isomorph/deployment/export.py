@@ -102,7 +102,7 @@ def describe_left(left: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in left.items():
         names.setdefault(reason, []).append(name or "the model")
-    return [f"left {list_names(own)}: {reason}" for reason, own in names.items()]
+    return [f"left {list_names(names_left)}: {reason}" for reason, names_left in names.items()]
 
 
 def export(
@@ -230,8 +230,10 @@ def encode(
             contents = to_pt2(program, shapes, metadata)
         progress("comparing")
         deviation = _compare(model, contents, kind, shapes, atol)
-        far = replace(deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near])
-        if deviation.passed or not shapes.near or not far.passed:
+        without_near = replace(
+            deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near]
+        )
+        if deviation.passed or not shapes.near or not without_near.passed:
             return shapes, contents, deviation
         height, width = shapes.shape[1:]
         shapes = plan_shapes(
@@ -255,7 +257,7 @@ def _compare(
     for shape, inputs in shapes.examples():
         double = _outputs(exact, cast_floats(inputs, torch.float64))
         try:
-            found = _outputs(artefact, inputs)
+            outputs = _outputs(artefact, inputs)
         except UserError as error:
             if len(rows) < len(shapes.checks) - shapes.near:
                 raise UserError(f"{error}{less_dynamic(shapes)}") from error
@@ -263,7 +265,9 @@ def _compare(
             rows.append(Difference.of(shape, [row], atol))
             continue
         redraw = partial(_redraw, exact, inputs)
-        tensors = compare_tensors((_outputs(plain, inputs), found), (double, found), atol, redraw)
+        tensors = compare_tensors(
+            (_outputs(plain, inputs), outputs), (double, outputs), atol, redraw
+        )
         rows.append(Difference.of(shape, tensors, atol))
     return VerifyReport(atol, tuple(rows))
 

@@ -84,13 +84,13 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
         grid = _proportional_grid(count - lead, shape)
         if grid is not None:
             return grid, lead
-    wanted = "square grid"
+    expected = "square grid"
     if shapes:
         sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
-        wanted = f"grid of the proportions of {sizes}"
+        expected = f"grid of the proportions of {sizes}"
     before = " or ".join(map(str, sorted(set(leads))))
     raise ValueError(
-        f"{count} tokens do not fill a {wanted} after {before} class and register tokens; give prefix_tokens, the "
+        f"{count} tokens do not fill a {expected} after {before} class and register tokens; give prefix_tokens, the "
         "number of these, and grid_size=(height, width) for another grid"
     )
 

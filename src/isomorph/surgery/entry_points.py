@@ -49,8 +49,8 @@ class EntryPoint:
         with in_own_precision(model):
             if isinstance(batch, Tensor):
                 return method(batch, **arguments)
-            taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
-            return method(**taken, **arguments)
+            inputs = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
+            return method(**inputs, **arguments)
 
 
 class PooledFeatures(EntryPoint):
