@@ -33,7 +33,11 @@ from refusals import refused
 from tiny_runs import stopped_run
 
 TINY = dict(epochs=3, ema=0.9, drop_path=0.0, log_every=1) | dict(
-    model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
+    model=dict(
+        name="cifar_resnet20",
+        kwargs=dict(depth=8),
+        recast=dict(where="layer3.0.conv2", locality=5, gate=6),
+    ),
     data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32, test_images=60),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
