@@ -41,11 +41,13 @@ def attend_with_bias(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    reaches_far: bool = False,
 ) -> Tensor:
     """Return softmax(scale q k^T + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
 
     Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
-    The fast path of the kernel needs a bias with four axes.
+    The fast path of the kernel needs a bias with four axes. `reaches_far` is for a bias that alone makes weights next
+    to 0, as that of positions does.
     """
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
@@ -61,8 +63,8 @@ def attend_with_bias(
     logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
     scores = logits + bias if is_functorch_tensor(bias) else logits.add_(bias)
-    if forms_maps and on_cpu(bias):
-        clear_tiny_weights(scores, bias)
+    if forms_maps and reaches_far and on_cpu(bias):
+        clear_tiny_weights(scores)
     maps = scores.softmax(-1)
     if drop:
         maps = F.dropout(maps, drop)
@@ -70,15 +72,12 @@ def attend_with_bias(
 
 
 @torch.no_grad()
-def clear_tiny_weights(scores: Tensor, bias: Tensor) -> None:
+def clear_tiny_weights(scores: Tensor) -> None:
     """Give weights 0 that are so near 0 that a CPU takes several times as long to multiply with them.
 
-    Their gradient, which is the weight times a difference, is 0 then too. Where the bias alone makes no weight so
-    small, nothing is looked at. Shape: scores (B, nh, N, N), which change, bias (nh, N, N)
+    Their gradient, which is the weight times a difference, is 0 then too. Shape: (..., N), changed in place
     """
     reach = math.log(torch.finfo(scores.dtype).tiny) / 2
-    if bias.min().item() > reach:
-        return
     tiny = scores < scores.amax(-1, keepdim=True) + reach
     scores.masked_fill_(tiny, -math.inf)
 

@@ -55,7 +55,8 @@ class PSA(TokenHeads):
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
         bias = self.cached((self.position,), self.position_bias, grid_size, q.dtype)
-        mixed = attend_with_bias(bias[0], 0.0, q.shape[-1] ** -0.5, q, k, v)  # (B, nh, N, hd)
+        scale = q.shape[-1] ** -0.5
+        mixed = attend_with_bias(bias[0], 0.0, scale, q, k, v, reaches_far=True)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(join_heads(mixed)))
 
     def content_scores(
