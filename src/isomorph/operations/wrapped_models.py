@@ -78,12 +78,10 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
     return model
 
 
-def _require_model(model: Any) -> None:
-    """Raise UserError, with the way to a model, for what is not one: text, a path, a class, tensors."""
-    if isinstance(model, nn.Module):
-        return
+def _not_a_model(model: Any) -> UserError:
+    """Return the error for what is not a model, with the way to one: text, a path, a class, tensors."""
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise UserError(f"{model.__name__} is a class, not a model; give {model.__name__}()")
+        return UserError(f"{model.__name__} is a class, not a model; give {model.__name__}()")
     shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
     advice = "create it first, with timm.create_model"
     if isinstance(model, str | Path):
@@ -91,12 +89,13 @@ def _require_model(model: Any) -> None:
             "open it with iso.load, an exported file with iso.deployment.open_artefact, or "
             "create it with timm.create_model"
         )
-    raise UserError(f"{shown} is not a model; {advice}")
+    return UserError(f"{shown} is not a model; {advice}")
 
 
 def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
     """Return the wrappers around a model, the outermost first, the model last. Raises: UserError without a model."""
-    _require_model(module)
+    if not isinstance(module, nn.Module):
+        raise _not_a_model(module)
     name = "module" if isinstance(module, kinds) else "_orig_mod"
     inner = dict(module.named_children()).get(name)
     return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
