@@ -455,8 +455,9 @@ def study_figure(method: str, runs: Path) -> Any:
     for setting in settings:
         epochs = next(each.epochs for each in settings if each.images == setting.images)
         panel = panels.setdefault(f"{setting.images:,} images, {epochs} epochs", {})
-        longer = "" if setting.epochs == epochs else f", {setting.epochs} epochs"
         for arm in setting.arms:
+            own_epochs = setting.longer.get(arm, setting.epochs)
+            longer = "" if own_epochs == epochs else f", {own_epochs} epochs"
             tests = [row["test"] for row in tested(setting, arm, rows).values()]
             if tests:
                 # the setting with the whole grid of rates comes first
