@@ -257,7 +257,7 @@ def imitate_autocast() -> None:
             ("disable_autocast", lambda _: OnGPU.set_casting(False)),
             ("autocast_dtype", autocast_dtype),
             ("is_autocast_on", lambda _: OnGPU.casting),
-            ("saves_work", lambda _: False),  # the form of a GPU
+            ("is_arithmetic_bound", lambda _: False),  # the form of a GPU
         ):
             if hasattr(module, name):
                 setattr(module, name, stand_in)

@@ -18,7 +18,7 @@ from isomorph.models.input_sizes import describe_images, evaluation_config
 from law_rows import noisy
 from refusals import refused
 
-X = torch.randn(6, 3, 32, 32)
+X = torch.randn(16, 3, 32, 32)
 
 
 def build(name):
@@ -64,17 +64,17 @@ def test_batches_of_different_sizes_by_name_have_the_mean_over_images():
 
 
 def test_images_of_a_batch_by_name():
-    ids = torch.zeros(6, 7, dtype=torch.long)
+    ids = torch.zeros(16, 7, dtype=torch.long)
     batch = {"input_ids": ids, "pixel_values": X, "scale": torch.ones(()), "flag": True}
     assert images_of(batch) is X
-    assert count_images(batch) == 6
+    assert count_images(batch) == len(X)
     part = some_images(batch, 2, 4)
     assert (part["input_ids"].shape, part["pixel_values"].shape, part["flag"]) == (
         (2, 7),
         (2, 3, 32, 32),
         True,
     )
-    assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 12
+    assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 32
     refused("the batch has no tensors", images_of, {"flag": True})
     refused(
         "give a batch as the model reads it, like a tensor .*, not a str",
@@ -95,12 +95,12 @@ def clip():
 
 def test_a_model_of_images_and_text_is_measured_with_its_own_batch():
     model = clip()
-    batch = {"input_ids": torch.randint(0, 20, (6, 7)), "pixel_values": X}
+    batch = {"input_ids": torch.randint(0, 20, (16, 7)), "pixel_values": X}
     maps = iso.attention_maps(model, batch)
     assert sorted(value.shape[-1] for value in maps.values()) == [7, 17]
     assert len(iso.analysis.attention_entropy(model, [batch, batch])) == 2
     (vision,) = [name for name in maps if "vision" in name]
-    assert iso.analysis.attention_from(model, batch, where=vision)[vision].shape == (6, 2, 4, 4)
+    assert iso.analysis.attention_from(model, batch, where=vision)[vision].shape == (16, 2, 4, 4)
 
 
 class Patches(nn.Module):

@@ -1,6 +1,7 @@
 """Entropy, rank, similarity of heads, logits, CKA and dials along a run, against closed forms; memory is bounded."""
 
 import math
+import re
 import weakref
 from contextlib import suppress
 
@@ -190,6 +191,12 @@ class Two(nn.Module):
         return self.a(x), self.b(x)
 
 
+def grams(x):
+    """Gram matrices with zero diagonals of 300 unrelated layers. Shape: (B, features) -> (300, B, B)"""
+    parts = (x - x.mean(0)).unflatten(1, (300, -1)).transpose(0, 1)
+    return (parts @ parts.mT) * (1 - torch.eye(len(x), dtype=x.dtype))
+
+
 def rotation(n):
     return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
 
@@ -207,7 +214,7 @@ class TestCKA:
 
     def test_the_layers_of_a_model_that_names_none_are_its_blocks(self):
         blocks = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)]
-        x = torch.randn(8, 6)
+        x = torch.randn(16, 6)
         for items, rows in {
             (nn.Linear(6, 6), *blocks, nn.Linear(6, 6)): ["1", "2"],
             (nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)): ["0", "2"],
@@ -216,8 +223,8 @@ class TestCKA:
             assert iso.cka(model, model, x).rows == rows
 
     def test_one_batch_is_the_formula(self):
-        x = torch.randn(12, 5, dtype=torch.float64)
-        y = torch.randn(12, 7, dtype=torch.float64)
+        x = torch.randn(16, 5, dtype=torch.float64)
+        y = torch.randn(16, 7, dtype=torch.float64)
 
         def slow(k, m):
             n = len(k)
@@ -248,8 +255,23 @@ class TestCKA:
         assert abs(found[0, 1]) < 0.05
         assert iso.analysis.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
 
+    @pytest.mark.parametrize("sizes", [(4,), (8,), (15,), (4, 4), (9, 9, 9), (10, 2)])
+    def test_too_few_images_are_said_with_the_noise_that_they_leave(self, sizes):
+        """The number in the message is the standard deviation of 300 pairs of unrelated layers."""
+        cross = [torch.randn(size, 300 * 40, dtype=torch.float64) for size in sizes]
+        count = sum(size for size in sizes if size >= 4)
+        scores = [hsic(grams(x), grams(x)) for x in cross if len(x) >= 4]
+        own = sum(score.diagonal() for score in scores)
+        values = sum(scores) / (own[:, None] * own).sqrt()
+        pairs = values[torch.triu(torch.ones_like(values), 1) > 0]
+        model = Two(torch.eye(60).double()[:30], torch.eye(60).double()[30:])
+        with pytest.warns(DataWarning, match=rf"CKA of {count} images scatters") as found:
+            iso.cka(model, model, [x[:, :60] for x in cross], "?")
+        said = float(re.search(r"0 \+- (\S+);", str(found[0].message))[1])
+        assert said == pytest.approx(pairs[pairs.isfinite()].std().item(), rel=0.1)
+
     def test_a_batch_for_each_model(self):
-        x = torch.randn(16, 6, dtype=torch.float64)
+        x = torch.randn(48, 6, dtype=torch.float64)
         shift = torch.randn(6, dtype=torch.float64)
         a = Two(rotation(6)[:3], rotation(6)[3:])
         b = Two(rotation(6), rotation(6)[:2])

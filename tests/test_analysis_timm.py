@@ -3,6 +3,9 @@
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import isomorph as iso
 from isomorph.analysis.windows import WindowMembers
@@ -121,6 +124,27 @@ def test_padding_of_windows_is_no_query_and_no_key():
     distances, tokens = windows.distances(range(2, 4))  # those of the second image
     assert distances.tolist() == [[[0, 1], [1, 0]], [[0, 0], [0, 0]]]
     assert tokens == 3
+
+
+class Attending(nn.Module):
+    """Self-attention of one head by a kernel. Shape: x (B, N, C) -> (B, N, C)"""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x):
+        return self.kernel(x[:, None], x[:, None], x[:, None])[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_kernel_that_hides_its_map_is_said_and_torch_s_own_is_read():
+    x = torch.randn(2, 16, 8)
+    hidden = nn.Sequential(Attending(flex_attention)).eval()
+    said = "or let it attend by torch's softmax or scaled_dot_product_attention, .*flex_attention"
+    refused(said, iso.attention_maps, hidden, x)
+    read = nn.Sequential(Attending(F.scaled_dot_product_attention)).eval()
+    assert [maps.shape for maps in iso.attention_maps(read, x).values()] == [(2, 1, 16, 16)]
 
 
 def test_attention_without_a_map_is_refused_with_its_reason():

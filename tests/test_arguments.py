@@ -1,6 +1,7 @@
 """What every function does alike with its arguments: the mode of a model, and batches as a loader gives them."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 import isomorph as iso
 from refusals import refused
 
-X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-LABELS = torch.zeros(4, dtype=torch.long)
+X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.zeros(16, dtype=torch.long)
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("pair", [(X, LABELS), [X, LABELS], [X, torch.zeros(4, 5)]])
+@pytest.mark.parametrize("pair", [(X, LABELS), [X, LABELS], [X, torch.zeros(16, 5)]])
 @pytest.mark.parametrize("name", [*ONE_BATCH, *SEVERAL, *LOADERS])
 def test_images_and_labels_are_no_batch(name, pair, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -121,6 +122,40 @@ def test_a_loader_is_no_example(name, model):
 def test_loaders_may_have_labels(name, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     LOADERS[name](model.eval(), [(X, LABELS), [X, LABELS], X])
+
+
+NO_MODELS = {
+    "text": ("SmallNet", r"'SmallNet' is not a model; open it with iso\.load"),
+    "a path": (Path("net.pth"), r"PosixPath\('net.pth'\) is not a model; open it with iso\.load"),
+    "a class": (nn.Sequential, r"Sequential is a class, not a model; give Sequential\(\)"),
+    "a state dict": (nn.Linear(9, 9).state_dict(), "OrderedDict is not a model; create it first"),
+}
+MODEL_TAKERS = {
+    **MAKERS,
+    **{name: call for name, call in READERS.items() if name != "cost_table"},
+    "attention_maps": lambda net: iso.attention_maps(net, X),
+    "gates": iso.gates,
+    "nonlocality": lambda net: iso.nonlocality(net, X),
+    "feature_evolution": lambda net: iso.analysis.feature_evolution(net, X),
+    "evaluate": lambda net: iso.evaluate(net, "digits"),
+    "robustness": lambda net: iso.robustness(net, "digits"),
+    "load_weights": lambda net: iso.load_weights(net, "net.pth"),
+    "quantize": lambda net: iso.quantize(net, [X], "net.onnx"),
+    "save_for_hub": lambda net: iso.save_for_hub(net, "folder"),
+    "targets": lambda net: iso.targets(net, EXACT),
+    "edits": iso.edits,
+    "unstride": lambda net: iso.unstride(net, "layer4"),
+    "resize_patches": lambda net: iso.resize_patches(net, 8),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MODELS)
+@pytest.mark.parametrize("name", MODEL_TAKERS)
+def test_what_is_no_model_is_said_with_the_way_to_one(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given, said = NO_MODELS[kind]
+    refused(said, MODEL_TAKERS[name], given)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", SEVERAL)

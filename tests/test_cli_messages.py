@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from isomorph.cli import main
 from isomorph.cli.messages import explain_parse_error, name_options
 from isomorph.cli.run import app
 from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.recipes import parse_overrides
 from isomorph.lab.training.recipe.read import apply_overrides
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.models import download
@@ -32,6 +34,11 @@ from refusals import refused
 @pytest.mark.parametrize(
     ("command", "message", "expected"),
     [
+        (
+            "quantize",
+            "give size=224, or size=(224, 160) for height and width",
+            "give --size 224, or --size 224x160 for height and width",
+        ),
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
         (
             "train",
@@ -164,6 +171,20 @@ def test_python_is_told_of_arguments_and_the_command_of_options(case, tmp_path, 
             "analyze does not take more; give another model as --against more; see `isomorph analyze --help`",
         ),
         ("--image IMAGE --out", "--out needs a value; see `isomorph analyze --help`"),
+        (
+            "--image IMAGE --size 97 65",
+            "--size takes one value, not 97 and 65; write --size 97x65 for height and width; "
+            "see `isomorph analyze --help`",
+        ),
+        (
+            "--image IMAGE --num-classes 3 3 --json",
+            "--num-classes takes one value, not 3 and 3; see `isomorph analyze --help`",
+        ),
+        (
+            "--json more less --image IMAGE",
+            "analyze does not take more less; give another model as --against more less; "
+            "see `isomorph analyze --help`",
+        ),
     ],
 )
 def test_an_error_of_the_parser_says_what_to_do(given, expected):
@@ -174,6 +195,19 @@ def test_an_error_of_the_parser_says_what_to_do(given, expected):
             exit_on_error=False,
         )
     assert explain_parse_error(raised.value) == expected
+
+
+@pytest.mark.parametrize("option", ["--data.size", "--optim.betas"])
+def test_two_values_of_a_field_are_written_as_a_list(option):
+    said = refused(
+        rf"{option} takes one value, not 97 and 65; write {option} '\[97, 65\]' for a list",
+        parse_overrides,
+        ["--epochs", "3", option, "97", "65"],
+    )
+    advised = shlex.split(said.partition("write ")[2].removesuffix(" for a list"))
+    name = option.removeprefix("--")
+    group, _, field = name.partition(".")
+    assert apply_overrides({}, parse_overrides(advised)) == {group: {field: [97, 65]}}
 
 
 def test_names_and_folders_are_no_numbers():

@@ -102,7 +102,7 @@ def kept(layer):
         each
         for module in layer.modules()
         if isinstance(module, KeepsInEval)
-        for each in module._kept
+        for each in module._cache
     ]
 
 
@@ -196,7 +196,7 @@ class TestKept:
         before = len(pickle.dumps(build(name)[0]))
         assert len(pickle.dumps(layer)) == before
         for twin in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
-            assert "_kept" not in vars(twin)
+            assert "_cache" not in vars(twin)
             torch.testing.assert_close(twin(x), expected)
         assert layer.to("meta")(x.to("meta")).shape == expected.shape
 

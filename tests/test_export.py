@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +220,58 @@ def test_a_file_that_deviates_is_not_written(tmp_path):
     assert iso.export(model, tmp_path / "x.pt2", size=(8, 8), atol=20).deviation.passed
 
 
+class Pooled(nn.Module):
+    """A convolution and what a function makes of its channel means and the images."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.then = then
+
+    def forward(self, images):
+        return self.then(self.conv(images).mean((2, 3)), images)
+
+
+UNTRACEABLE = {
+    "len": (
+        lambda y, x: torch.zeros(len(x), 4) + y,
+        r"fixes batch at 2, as len\(images\) does; write images.shape\[0\]; try it with dynamic size$",
+    ),
+    "an int": (
+        lambda y, x: y.reshape(-1, 4, 1) * torch.ones(int(x.shape[3])),
+        r"fixes width at 48, as int\(images.shape\[3\]\) does; write images.shape\[3\]; try .* batch$",
+    ),
+    "a branch on values": (
+        lambda y, x: y if y.max() < 1000 else y / 2,
+        "its code branches on values of the images .*; write it without the branch, as with torch.where$",
+    ),
+    "random in eval mode": (
+        lambda y, x: F.dropout(y),
+        "other outputs when it is called again with the same inputs, .* F.dropout without",
+    ),
+    "a size that onnxruntime cannot pool": (
+        lambda y, x: F.adaptive_avg_pool2d(x[:, :, ::2, ::2], 3),
+        "does not run on images of 1x3x16x16: .*; try it with dynamic batch$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_no_file_can_hold_is_said_with_what_to_write(name, tmp_path, capfd):
+    then, said = UNTRACEABLE[name]
+    path = tmp_path / "net.onnx"
+    refused(said, iso.export, Pooled(then), path, size=16, dynamic="batch,size")
+    assert not path.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["len", "an int", "a size that onnxruntime cannot pool"])
+def test_the_advice_to_leave_fewer_axes_open_works(name, tmp_path):
+    then, _ = UNTRACEABLE[name]
+    dynamic = "size" if name == "len" else "batch"
+    assert iso.export(Pooled(then), tmp_path / "net.onnx", size=16, dynamic=dynamic)
+
+
 class Detects(nn.Module):
     """Boxes in pixels and scores in one tensor; `wrong` is added to the scores in the exported graph."""
 
@@ -411,6 +464,22 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
     assert result["top1"] == eager["top1"]
     equal = isomorph("verify", checkpoint, tmp_path / "small.pt2")
     assert equal.stdout.startswith("equal within 1e-05"), equal.stderr
+
+
+@pytest.mark.parametrize("write", ["export", "quantize"])
+def test_the_size_of_a_model_that_says_none_is_asked_for(write, tmp_path, monkeypatch):
+    """It would be 224, which a network of any size runs on; as of a network of timm without pretrained_cfg."""
+    monkeypatch.chdir(tmp_path)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    calls = {
+        "export": lambda **size: iso.export(net, "net.onnx", **size),
+        "quantize": lambda **size: iso.quantize(net, [torch.randn(2, 3, 9, 8)], "net.onnx", **size),
+    }
+    said = "which size of images it takes; give size=224, or size=(224, 160) for height and width"
+    refused(re.escape(said), calls[write])
+    assert not list(tmp_path.iterdir())
+    calls[write](size=(9, 8))
+    assert iso.deployment.open_artefact("net.onnx").own_size == (9, 8)
 
 
 def test_a_model_that_does_not_say_which_images_it_takes_is_noted(tmp_path):

@@ -107,6 +107,39 @@ def test_the_mix_keeps_nothing_but_its_arguments():
     assert sum(round(size) for size in kept.values()) == 6
 
 
+def far_psa():
+    """A layer whose positions reach far below the smallest numbers: 24 x 24 tokens, a local start."""
+    layer = PSA(8, 4, (24, 24))
+    layer.set_gating(locality=3.0)
+    return layer
+
+
+def test_a_step_of_psa_works_with_no_weights_next_to_0():
+    """A CPU takes ten times as long to multiply with them."""
+    layer, x = far_psa(), torch.randn(1, 576, 8, requires_grad=True)
+    tiny = torch.finfo(torch.float32).tiny
+    attention = layer.attention(x)
+    assert ((attention > 0) & (attention < tiny)).any()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        layer(x)
+    maps = [tensor for tensor in kept if tensor.shape[-2:] == (576, 576)]
+    assert maps
+    for tensor in maps:
+        assert not ((tensor != 0) & (tensor.abs() < tiny)).any()
+
+
+def test_psa_without_them_is_the_papers_formula_with_gradients():
+    layer, x = far_psa().double(), torch.randn(2, 576, 8).double().requires_grad_()
+
+    def reference(x):
+        v = layer.v(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        return layer.proj((layer.attention(x) @ v).transpose(1, 2).flatten(2))
+
+    actual = output_and_gradients(layer, x, layer)
+    assert_equal(actual, output_and_gradients(reference, x, layer))
+
+
 CITIZENS = {
     "GPSA2d": (lambda: GPSA2d(24, 16, 3, 1, 1), (2, 24, 9, 7), (9, 7)),
     "GPSA2d, without maps": (lambda: GPSA2d(24, 16, 3, 1, 1), (2, 24, 9, 7), (9, 7)),

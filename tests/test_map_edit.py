@@ -16,7 +16,11 @@ import isomorph as iso
 from attention_layers import LAYERS, C
 from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
 from isomorph.layers.map_edit import convolve_within
-from isomorph.surgery.attention_layers import halo_places, mask_unit_places, row_mean_places
+from isomorph.surgery.attention_layers import (
+    halo_positions,
+    mask_unit_positions,
+    row_mean_positions,
+)
 from isomorph.surgery.edited_attention import EditedAttention, edit_map
 from law_rows import noisy
 
@@ -165,7 +169,7 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
         )
         # of the patches that a token stands for
         keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)
-        queries, found = mask_unit_places(
+        queries, found = mask_unit_positions(
             layer, [(H, W)], layer.window_size * math.prod(units), len(keys)
         )
         scale = 8 / math.sqrt(count)  # patches in a step of the keys
@@ -176,7 +180,7 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
 
 def test_the_places_of_pooled_and_haloed_keys():
     pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
-    queries, keys = row_mean_places(pooled, [(4, 6)], 24, 6)
+    queries, keys = row_mean_positions(pooled, [(4, 6)], 24, 6)
     torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
     places = torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float()
     torch.testing.assert_close(keys[1] * 2, places.mean(0))
@@ -184,7 +188,7 @@ def test_the_places_of_pooled_and_haloed_keys():
         queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
     )
     halo = HaloAttn(C, num_heads=4, block_size=4, halo_size=3, stride=2)
-    queries, keys = halo_places(halo, (), 4, 100)
+    queries, keys = halo_positions(halo, (), 4, 100)
     assert queries.tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
     assert keys[0].tolist() == [-3, -3]
     assert keys[-1].tolist() == [6, 6]

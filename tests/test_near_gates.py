@@ -1,11 +1,15 @@
 """The initialisation of gates that trains: nearly the same function, and what a run says of gates that did not move."""
 
+import re
+
 import pytest
 import timm
 import torch
+from timm.utils import ModelEmaV3
+from torch import nn
 
 import isomorph as iso
-from isomorph.lab.training.run.loop import unmoved_gates
+from isomorph.lab.training.run.loop import slow_average, unmoved_gates
 
 
 def vit():
@@ -74,6 +78,25 @@ def test_gates_that_did_not_move_are_said(rows, said):
     assert unmoved_gates(model, rows) == ""
 
 
+@pytest.mark.parametrize("steps", [1, 2, 9, 400])
+@pytest.mark.parametrize("decay", [0.3, 0.9, 0.9999])
+def test_an_average_that_keeps_the_first_weights_is_said(decay, steps):
+    """The share in the message is that of timm's average, and with the advised decay nothing is said."""
+    weights = nn.Linear(1, 1)
+    average = ModelEmaV3(weights, decay=decay)
+    for step in range(1, steps + 1):
+        nn.init.constant_(weights.weight, step == 1)
+        average.update(weights, step)
+    share = average.module.weight.item()
+    said = slow_average(decay, steps)
+    assert bool(said) == (share > 0.1 and steps > 1)
+    assert slow_average(None, steps) == ""
+    if said:
+        assert f": {share:.0%} of the averaged weights" in said
+        advised = re.search(r"ema=(\S+) or less", said)[1]
+        assert slow_average(float(advised), steps) == ""
+
+
 def test_a_run_says_that_its_gates_did_not_move(tmp_path, capsys):
     recast = dict(where="layer3.2.conv2", locality=20, gate=15)
     recipe = dict(
@@ -81,7 +104,10 @@ def test_a_run_says_that_its_gates_did_not_move(tmp_path, capsys):
         data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32, test_images=60),
         optim=dict(lr=1e-3, gate_lr=1e-3),
         epochs=1,
+        ema=0.9999,
         out=str(tmp_path),
     )
     iso.train(iso.Recipe(**recipe))
-    assert "the gates did not move (by 0.000 at most)" in "".join(capsys.readouterr())
+    said = "".join(capsys.readouterr())
+    assert "the gates did not move (by 0.000 at most)" in said
+    assert "ema 0.9999 is too slow for 2 steps" in said

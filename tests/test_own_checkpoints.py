@@ -43,6 +43,55 @@ def open_own(path, *arguments, **options):
     return open_model(str(path), *arguments, options=ModelOptions(**options))
 
 
+RESIZED = {
+    "positions": ("vit_tiny_patch16_224", dict(img_size=48), "pos_embed"),
+    "patches": (
+        "vit_tiny_patch16_224",
+        dict(img_size=64, patch_size=16),
+        "patch_embed.proj.weight",
+    ),
+    "windows": (
+        "swin_tiny_patch4_window7_224",
+        dict(img_size=48, window_size=6),
+        "layers.0.blocks.0.attn.relative_position_bias_table",
+    ),
+}
+SMALL_VIT = dict(img_size=32, patch_size=8, depth=1, embed_dim=12, num_heads=3, num_classes=2)
+SMALL_SWIN = dict(img_size=32, window_size=4, depths=(1,), num_heads=(3,), embed_dim=12)
+
+
+def test_files_from_before_and_after_a_merge_are_told_apart(tmp_path):
+    own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    example = torch.randn(1, 3, 8, 8)
+    merged = iso.fuse(own, example)
+    before = save(tmp_path / "before.pth", own.state_dict())
+    after = save(tmp_path / "after.pth", merged.state_dict())
+    said = "has norms, which are merged in the model: load it before iso.fuse$"
+    refused(said, iso.load_weights, merged, before)
+    said = "its norms are merged, and the model has them: merge these first, with iso.fuse$"
+    refused(said, iso.load_weights, own, after)
+    iso.load_weights(iso.fuse(own, example), after)
+    longer = nn.Sequential(*own, nn.BatchNorm2d(4), nn.Linear(4, 4))
+    assert "merge" not in refused("7 missing", iso.load_weights, longer, before)
+
+
+@pytest.mark.parametrize("what", RESIZED)
+def test_what_is_interpolated_to_another_size_is_said(what, tmp_path):
+    name, other, tensor = RESIZED[what]
+    small = SMALL_SWIN if "swin" in name else SMALL_VIT
+    small = small | dict(num_classes=2)
+    path = save(tmp_path / "small.pth", timm.create_model(name, **small).state_dict())
+    model = timm.create_model(name, **small | other)
+    iso.load_weights(model, path)
+    (said,) = iso.surgery.notes(model)
+    assert said.startswith(
+        f"small.pth is for other sizes of images, patches or windows; interpolated: {tensor};"
+    )
+    same = timm.create_model(name, **small)
+    iso.load_weights(same, path)
+    assert not iso.surgery.notes(same)
+
+
 def same(model, other):
     ours = model.state_dict()
     theirs = other.state_dict()
@@ -87,6 +136,10 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
     refused("does not say what model it is; give base=NAME", open_own, path)
+    for text in ("SmallNet", "SmallNet()", "networks.SmallNet"):
+        name = text.removesuffix("()")
+        said = rf"is text, not a module; give base={name}\(\) without quotes"
+        refused(said, iso.load, path, base=text)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
@@ -467,6 +520,7 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
         for given in ({}, {"img_size": 98}):
             opened = iso.load(file, base=name, depth=1, **given)
             torch.testing.assert_close(opened(x), model(x), atol=1e-3, rtol=1e-3)
+            assert "interpolated" not in "".join(notes(opened))  # positions are cut
     refused(
         r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1
     )

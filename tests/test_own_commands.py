@@ -137,6 +137,8 @@ WRONG = {
     "evaluate my.pth": "give --arch NAME, one of timm.list_models(), or --arch package.module:function",
     "evaluate my.pth --arch resnet18": "resnet18 without other arguments asks for 11,186,132",
     "evaluate my.pth --arch resnet_18": "there is no model 'resnet_18'",
+    "evaluate my.pth --arch Net()": "timm.list_models(). A class of yours is package.module:Net",
+    "evaluate networks.Net": "A function of yours is networks:Net",
     f"evaluate {OWN} --num-classes 4": "the checkpoint has 3",
     f"evaluate {OWN} --model-kwargs img_size": "must be NAME=VALUE",
     f"evaluate {OWN} --model-kwargs img_size=96": "timm cannot create cifar_resnet20",

@@ -18,7 +18,7 @@ from isomorph.layers import (
     ViTGPSA,
     ViTPositionalAttention,
 )
-from isomorph.layers.grid import window_centres
+from isomorph.layers.gated.positions import window_centres
 from isomorph.surgery.prune import Prune
 from test_gpsa import perturbed
 

@@ -171,6 +171,18 @@ def test_images_that_the_model_does_not_expect_are_noted(
     assert "reach from" not in " ".join(usual.notes)
 
 
+def test_images_unlike_what_the_file_says_of_them_are_noted(tmp_path):
+    """Of a network that says nothing of its images the file says ImageNet's mean and std."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    pixels = 255 * torch.rand(4, 3, 8, 8)
+    path = tmp_path / "int8.onnx"
+    said = iso.quantize(net, [pixels], path, size=8).notes
+    assert any("reach from" in note and "set model.pretrained_cfg" in note for note in said)
+    net.pretrained_cfg = dict(input_size=(3, 8, 8), mean=(0, 0, 0), std=(1 / 255,) * 3)
+    notes = iso.quantize(net, [pixels], path, overwrite=True).notes
+    assert "reach from" not in " ".join(notes)
+
+
 def test_a_file_is_compared_with_what_it_was_when_it_was_made(vit, images, quantized):
     """By noise and classes, as its outputs differ from the model's on purpose."""
     for mode, report in quantized.items():

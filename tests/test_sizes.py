@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from timm.data import resolve_data_config
+from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
@@ -57,6 +58,14 @@ def test_a_size_that_patches_do_not_fill_is_refused(kind):
     refused(said + nearest, fit_to_size, model, odd)
     if kind not in ("swin",):  # whose windows want more than whole patches
         assert edge_seen(fit_to_size(model, (below, 2 * below)), (below, 2 * below))
+
+
+def test_the_own_size_of_a_model_that_takes_no_other_is_said():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    said = refused(r"takes no images of 16 x 16: ", fit_to_size, model, 16)
+    assert "its own" not in said
+    model.pretrained_cfg = dict(input_size=(3, 8, 8))
+    refused(r"takes no images of 16 x 16: .*; its own are 8 x 8$", fit_to_size, model, 16)
 
 
 @pytest.mark.parametrize("kind", WHOLE)

@@ -19,7 +19,7 @@ from isomorph.cli import main
 from isomorph.cli.options import _names_if_unknown
 from isomorph.cli.run import app
 from isomorph.cli.tables import PATH
-from isomorph.cli.train import check_names
+from isomorph.cli.train import check_names, check_values
 from isomorph.process import handler_kept
 
 PROGRAM = isomorph_command.__file__
@@ -36,6 +36,7 @@ AT_ONCE = {
     "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
     "recipe": (["train", "digits_cn"], 2),
     "field of a recipe": (["train", "digits_cnn", "--optim.lrr", "3"], 2),
+    "value of a recipe": (["train", "digits_cnn", "--optim.lr", "-1"], 2),
     "field in a file": (["train", "mine.yaml"], 2),
     "model": (["export", "resnet5O", "--out", "x.onnx"], 2),
     "checkpoint": (["fuse", "resnet5O", "--out", "x.safetensors"], 2),
@@ -85,6 +86,22 @@ def test_a_wrong_field_has_the_message_that_loading_the_recipe_has(field):
     with pytest.raises(iso.UserError) as named:
         check_names([field])
     assert str(loaded.value).endswith(f": {named.value}")
+
+
+WRONG_VALUES = ["epochs=abc", "optim.lr=-1", "amp=fp8", "data.split=1.5", "model.pretrained=maybe"]
+
+
+@pytest.mark.parametrize("assignment", [*WRONG_VALUES, "epochs=[3]", "ema={a: 1}"])
+def test_a_wrong_value_has_the_message_that_loading_the_recipe_has(assignment):
+    with pytest.raises(iso.UserError) as loaded:
+        iso.load_recipe("digits_cnn", [assignment])
+    with pytest.raises(iso.UserError) as checked:
+        check_values([assignment])
+    assert str(checked.value) == str(loaded.value)
+
+
+def test_values_that_loading_converts_or_checks_itself_are_left_to_it():
+    check_values(["optim.gate_lr=10x", "data.size=[32, 32]", "epochs=3", "ema=null", "out=2024"])
 
 
 def test_fields_of_tasks_and_rules_are_left_to_loading():

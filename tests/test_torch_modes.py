@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from torch import nn
 
 import isomorph as iso
 from isomorph.layers import modes
@@ -53,6 +54,60 @@ MODES = {
     "bfloat16 by default": in_bfloat16,
     "meta by default": under(lambda: torch.device("meta")),
 }
+
+
+class MakesFloat32(nn.Module):
+    """A convolution with a norm, and what a function makes of its map and a linear layer."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.linear = nn.Linear(8, 8)
+        self.kept = torch.linspace(0, 1, 8).repeat(8, 1)  # no buffer: float() and double() leave it
+        self.code = code
+
+    def forward(self, x):
+        return self.code(self, self.norm(self.conv(x)))
+
+
+def filled(model, y):
+    out = torch.zeros(len(y), 2, *y.shape[1:])
+    out[:, 0] = y
+    out[:, 1].add_(y)
+    return out
+
+
+CODE = {
+    "a dtype by default": lambda model, y: model.linear(torch.zeros(len(y), 8)) + y.mean((2, 3)),
+    "a dtype by name": lambda model, y: torch.eye(8, dtype=torch.float32) @ y.flatten(2),
+    "a cast": lambda model, y: model.linear(y.float().mean((2, 3))),
+    "a cast by to": lambda model, y: model.linear(y.to(torch.float32).mean((2, 3))),
+    "no buffer": lambda model, y: model.kept @ y.flatten(2),
+    "softmax in float32": lambda model, y: (
+        y.flatten(2).softmax(-1, dtype=torch.float32) @ model.kept[:, :1].expand(8, 8).repeat(8, 1)
+    ),
+    "a tensor that is filled": filled,
+    "a part that is filled": lambda model, y: torch.ones(2, 8, 8, 8).float().copy_(y),
+}
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_a_model_whose_code_makes_float32_is_compared_in_float64(code, tmp_path):
+    """torch rejects products of float32 and float64: of such a model nothing could be verified, merged or exported."""
+    torch.manual_seed(0)
+    model = MakesFloat32(CODE[code]).eval()
+    nn.init.uniform_(model.norm.running_var, 0.5, 2)
+    x = torch.randn(2, 3, 8, 8)
+    merged, report = iso.surgery.fuse_with_report(model, x)
+    assert not list(filter(lambda module: isinstance(module, nn.BatchNorm2d), merged.modules()))
+    assert report.difference < 1e-12
+    assert iso.verify(model, merged, x).passed
+    gpsa = iso.recast(model, iso.ConvToGPSA(init="exact"), "conv")
+    assert iso.verify(model, gpsa, x).passed
+    assert iso.port_weights(model, MakesFloat32(CODE[code]).eval(), x).equal
+    assert torch.get_default_dtype() == torch.float32
+    assert model(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -67,13 +67,41 @@ def is_out_of_memory(error: Exception) -> bool:
     ) or "can't allocate memory" in str(error)
 
 
+def names_class(name: str) -> bool:
+    """True for text such as SmallNet, networks.SmallNet or SmallNet(): no model of timm has capital letters.
+
+    >>> from isomorph.errors import names_class
+    >>> names_class("SmallNet()"), names_class("resnet18"), names_class("networks:SmallNet")
+    (True, False, False)
+    """
+    bare = name.removesuffix("()")
+    last = bare.rpartition(".")[2]
+    return bare.replace(".", "_").isidentifier() and last != last.lower()
+
+
+def describe_value(field: str, problem: Any) -> str:
+    """Return what pydantic says about the value of a field: what is allowed, and what was given."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] != "value_error":
+        message = message[0].lower() + message[1:]
+    if isinstance(problem["input"], dict):
+        return f"{field}: {message}"
+    return f"{field}: {message} (given {repr(problem['input'])[:80]})"
+
+
+def invalid_fields(title: str, problems: Sequence[str]) -> UserError:
+    """Return the error with all problems in one line."""
+    noun = "problem" if len(problems) == 1 else "problems"
+    return UserError(f"{title} has {len(problems)} {noun}: {'; '.join(problems)}")
+
+
 def unknown_model(name: str, known: Sequence[str]) -> str:
     """Return that there is no model of this name, and the most similar names among the known ones."""
     base = name.partition(".")[0]
     longer = sorted(
         (other for other in known if other.startswith(base)), key=lambda other: (len(other), other)
     )
-    close = (
+    suggestions = (
         longer[:3]
         or get_close_matches(base, known, n=3)
         or [other for other in known if base in other][:3]
@@ -81,17 +109,17 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     # as in facebook/dinov2-small
     words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
     shared = {other: sum(word in other for word in words) for other in known}
-    close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
-    hint = (
-        f"did you mean {', '.join(close)}?"
-        if close
-        else "see `isomorph models` and timm.list_models()"
+    suggestions = (
+        suggestions or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
     )
-    hint += (
-        f" A function of yours is {':'.join(name.rsplit('.', 1))}"
-        if "." in name and base not in known
-        else ""
-    )
+    hint = "see `isomorph models` and timm.list_models()."
+    if suggestions:
+        hint = f"did you mean {', '.join(suggestions)}?"
+    if "." in name and base not in known:
+        hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}"
+    elif names_class(name):
+        hint += f" A class of yours is package.module:{name.removesuffix('()')}"
+    hint = hint.removesuffix(".")
     return f"there is no model {name!r}; {hint}"
 
 

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import Data, count_images, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
-from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
+from isomorph.analysis.token_grid import AttentionGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.calls import Inputs, check_inputs
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 
 def attention_maps(model: nn.Module, batch: Inputs, where: Where = "*") -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def attention_maps(model: nn.Module, batch: Inputs, where: Where = "*") -> dict[
 def _measure_on_grid(
     model: nn.Module,
     batch: Inputs,
-    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
+    measure: Callable[[str, AppliedAttention, AttentionGrid], Tensor],
     where: Where,
     windows: dict[str, WindowMembers] | None = None,
 ) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _measure_on_grid(
         try:
             if windows and call.name in windows and attention.shape:
                 # `windows` has the positions
-                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))
+                positions = AttentionGrid((1, attention.shape[0]), (1, attention.shape[1]))
                 return measure(call.name, attention, positions)
             if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
                 unplaced.append(call.name)
@@ -101,7 +101,7 @@ def attention_from(
         )
     windows = attention_windows(model, batch)
 
-    def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+    def measure(name: str, attention: AppliedAttention, grid: AttentionGrid) -> Tensor:
         if name in windows:
             return windows[name].map_from(position, attention.row)
         return grid.on_map(attention.row(grid.query_at(position)))
@@ -129,7 +129,7 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
     def measure_batch(batch: Inputs) -> dict[str, Tensor]:
         windows = attention_windows(model, batch)
 
-        def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+        def measure(name: str, attention: AppliedAttention, grid: AttentionGrid) -> Tensor:
             total = torch.zeros(())
             images = 0
             queries = 0
@@ -168,7 +168,7 @@ def prefix_attention(model: nn.Module, data: Data, where: Where = "*") -> dict[s
     (3,)
     """
 
-    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+    def measure(_: str, attention: AppliedAttention, grid: AttentionGrid) -> Tensor:
         if not grid.prefix:
             raise UserError("it has no class token or registers")
         shares = []

@@ -10,7 +10,7 @@ from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.calls import Inputs
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 # Rows of the attention map that are computed at the same time.
 _QUERIES_PER_CHUNK = 64

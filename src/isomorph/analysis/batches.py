@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, batches_of, map_tensors, to_model
 
 # One batch as the model reads it, a tensor or its arguments by name, or a loader of batches.
@@ -62,6 +63,7 @@ def mean_over(
     measure: Callable[[Inputs], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
+    model = unwrap(model, to_copy=False)
     sums: dict[str, Tensor] = {}
     images: Counter[str] = Counter()  # a layer may run for some batches only
     dtypes: dict[str, torch.dtype] = {}

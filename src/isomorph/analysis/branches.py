@@ -56,13 +56,13 @@ def _token_cka(layer: Any, x: Tensor) -> Tensor:
             product = weight @ covariance
             for j in range(i + 1):  # |A S B^T| = |B S A^T|
                 inner[i, j] = inner[j, i] = (product @ weights[j].mT).norm() ** 2
-        own = inner.diagonal().sqrt()
-        scale = torch.outer(own, own)
+        norms = inner.diagonal().sqrt()
+        scale = torch.outer(norms, norms)
         return torch.where(scale > 0, inner / scale, 0.0)
 
     if not isinstance(layer, JointPyramid):
         return similarities(layer)
     matrices = [similarities(part) for part in layer.pyramids if isinstance(part, Pyramid)]
-    most = max(map(len, matrices))
-    padded = [nn.functional.pad(matrix, (0, most - len(matrix)) * 2) for matrix in matrices]
+    num_branches = max(map(len, matrices))
+    padded = [nn.functional.pad(matrix, (0, num_branches - len(matrix)) * 2) for matrix in matrices]
     return torch.stack(padded)

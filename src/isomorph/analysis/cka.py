@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import Data, batches, count_images
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import DataWarning, UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
-from isomorph.surgery.modules import Where, list_names
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.site import Where
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
 MIN_IMAGES = 4
+# Largest standard deviation of the value of unrelated layers that is not worth a warning: that of 16 images.
+_LARGEST_NOISE = 0.1
 
 _ReadFeatures = Callable[[Tensor], Tensor]
 
@@ -25,7 +29,7 @@ class CKA(NamedTuple):
     Shape: matrix (rows, columns)
 
     >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
-    >>> iso.cka(a, b, torch.randn(8, 3, 32, 32)).rows
+    >>> iso.cka(a, b, torch.randn(16, 3, 32, 32)).rows
     ['act1', 'layer1', 'layer2', 'layer3']
     """
 
@@ -65,8 +69,12 @@ def cka(
     """Return the similarity between all layers of two models on the same images: linear CKA from unbiased HSIC.
 
     sum_i HSIC1(K_i, L_i) / sqrt(sum_i HSIC1(K_i, K_i) sum_i HSIC1(L_i, L_i)) over batches i, where K and L are the Gram
-    matrices of a batch's features. The batch size changes only its noise. For unrelated features it is near 0, on
-    either side, where the biased form is high. Only the Gram matrices of one batch are in memory.
+    matrices of a batch's features. For unrelated features it scatters around 0, where the biased form is high. Only the
+    Gram matrices of one batch are in memory.
+
+    How far it scatters depends on the number of images alone: HSIC1 is a scalar product of centred matrices without
+    diagonal, which for n images have n (n - 3) / 2 dimensions, so that the cosine of unrelated ones has the standard
+    deviation 1 / sqrt(sum_i n_i (n_i - 3) / 2). It is .71 with 4 images, .22 with 8, .098 with 16, .046 with 32.
 
     Args:
         a, b: models, for the rows and the columns.
@@ -78,10 +86,11 @@ def cka(
 
     Source: Nguyen, Raghu, Kornblith (2021), eq. 2 to 4; HSIC1: Song et al. (2012), eq. 5
     Raises: UserError if no batch has 4 images, if they are too few for all layers, or a model has no such layer. Where
-        they are too few for some layers, or features do not depend on the image, it warns, and the value is NaN.
+        they are too few for some layers, or features do not depend on the image, it warns, and the value is NaN. It
+        also warns where that standard deviation is above .1, as with fewer than 16 images in one batch.
 
     >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
-    >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
+    >>> tuple(iso.cka(a, b, torch.randn(16, 3, 32, 32)).matrix.shape)
     (4, 4)
     """
     return cka_of_pairs(a, b, ((batch, batch) for batch in batches(data)), where, other_where, read)
@@ -101,24 +110,30 @@ def cka_of_pairs(
     Shape: pairs of batches of the same images, (B, C, H, W) for a and (B, C', H', W') for b -> CKA
     Raises: UserError as in `cka`, or if the batches of a pair have different numbers of images.
     """
+    a = unwrap(a, to_copy=False)
+    b = unwrap(b, to_copy=False)
     rows = feature_layers(a, where, 1)
     columns = feature_layers(b, other_where or where, 1)
     cross: Any = 0.0
     own_a: Any = 0.0
     own_b: Any = 0.0
     largest = 0
-    for one, other in pairs:
-        count = count_images(one)
-        if count != count_images(other):
-            other_count = count_images(other)
+    images = 0
+    dimensions = 0.0  # of centred matrices without diagonal
+    for batch, other_batch in pairs:
+        count = count_images(batch)
+        if count != count_images(other_batch):
+            other_count = count_images(other_batch)
             raise UserError(
                 f"CKA needs the same images for both models, not batches of {count} and {other_count}"
             )
         largest = max(largest, count)
         if count < MIN_IMAGES:
             continue
-        x = gram_matrices(a, one, rows, read)
-        y = gram_matrices(b, other, columns, read)
+        images += count
+        dimensions += count * (count - 3) / 2
+        x = gram_matrices(a, batch, rows, read)
+        y = gram_matrices(b, other_batch, columns, read)
         cross = cross + hsic(x, y)
         own_a = own_a + _hsic_own(x)
         own_b = own_b + _hsic_own(y)
@@ -127,22 +142,26 @@ def cka_of_pairs(
             f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}",
         )
     matrix = cross / (own_a[:, None] * own_b).sqrt()
-    unknown = [name for name, own in zip(rows, own_a, strict=True) if not own > 0]
-    unknown += [name for name, own in zip(columns, own_b, strict=True) if not own > 0]
+    unknown = [name for name, hsic_own in zip(rows, own_a, strict=True) if not hsic_own > 0]
+    unknown += [name for name, hsic_own in zip(columns, own_b, strict=True) if not hsic_own > 0]
+    noise = dimensions**-0.5
     if unknown:
         _report_unknown(matrix, list_names(list(dict.fromkeys(unknown))), largest)
+    elif noise > _LARGEST_NOISE:
+        said = f"CKA of {images} images scatters: unrelated layers get values of 0 +- {noise:.2f}"
+        warnings.warn(f"{said}; give batches of 16 images or more", DataWarning, stacklevel=4)
     return CKA(matrix, list(rows), list(columns))
 
 
 def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
     """Warn of layers whose HSIC with themselves is not positive. Raises: UserError if there is no other layer."""
-    said = (
+    problem = (
         f"the CKA of {names} is unknown (NaN): in batches of {images} their features say too little"
     )
     advice = "give larger batches, of 32 images or more; features that are the same for all images have none"
     if not matrix.isfinite().any():
-        raise UserError(f"{said}; {advice}")
-    warnings.warn(f"{said}; {advice}", DataWarning, stacklevel=4)
+        raise UserError(f"{problem}; {advice}")
+    warnings.warn(f"{problem}; {advice}", DataWarning, stacklevel=5)
 
 
 def gram_matrices(
@@ -185,7 +204,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 def _hsic_own(k: Tensor) -> Tensor:
     """Return unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
-    return torch.cat([hsic(one, one)[0] for one in k.split(1)])
+    return torch.cat([hsic(matrix, matrix)[0] for matrix in k.split(1)])
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:

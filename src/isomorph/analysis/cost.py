@@ -195,11 +195,11 @@ def _cpu_peak(run: Callable[[], None]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
-    held = peak = 0
+    allocated = peak = 0
     for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     return peak
 
 
@@ -244,16 +244,16 @@ def cost_table(
     memory_steps = 2 * len(models) if peak else 0
     steps = _Steps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + memory_steps)))
     for height, width in sizes:
-        at = f"{height} x {width}"
+        size = f"{height} x {width}"
         resized = {name: fit_to_size(model, (height, width)) for name, model in models.items()}
         stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
         inputs = {name: (input_channels(model), height, width) for name, model in resized.items()}
         static = {}
         for name, model in resized.items():
-            with steps.next(f"{name} {at}: counting"):
+            with steps.next(f"{name} {size}: counting"):
                 static[name] = static_cost(model, inputs[name])
         for batch in batch_sizes:
-            with steps.next(f"{at}, batch {batch}: timing"):
+            with steps.next(f"{size}, batch {batch}: timing"):
                 speeds = measure_speeds(
                     stepped, inputs, batch, seconds, least=5, training=timed != "inference"
                 )
@@ -270,9 +270,9 @@ def cost_table(
                 row |= dict.fromkeys(_PEAK_COLUMNS)
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
                     model = stepped[name] if training else resized[name]
-                    what = "training memory" if training else "memory"
+                    measured = "training memory" if training else "memory"
                     try:
-                        with steps.next(f"{name} {at}, batch {batch}: {what}"):
+                        with steps.next(f"{name} {size}, batch {batch}: {measured}"):
                             row[column] = peak_bytes(model, inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)

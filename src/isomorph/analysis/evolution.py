@@ -9,8 +9,9 @@ from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, to_model
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 # Number and size of the random batches over which the paper averages F_k.
 NUM_DRAWS = 10
@@ -48,6 +49,7 @@ def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) 
     >>> list(evolution), evolution["blocks.0"]
     (['blocks.0', 'blocks.1'], 1.0)
     """
+    model = unwrap(model, to_copy=False)
     layers = feature_layers(model, where)
     count = 0
     sums: dict[str, float] = {}
@@ -87,10 +89,10 @@ def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
             for layer_maps in attention_maps(model, image, where).values()
         ]
         similarity = maps[0].new_full((len(maps), len(maps)), torch.nan)
-        for i, one in enumerate(maps):
-            for j, other in enumerate(maps):
-                if one.shape == other.shape:
-                    similarity[i, j] = (one * other).sum(-1).mean()
+        for i, layer_map in enumerate(maps):
+            for j, other_map in enumerate(maps):
+                if layer_map.shape == other_map.shape:
+                    similarity[i, j] = (layer_map * other_map).sum(-1).mean()
         return {"": similarity}
 
     return mean_over(model, single_images(data), measure)[""]

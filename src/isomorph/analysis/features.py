@@ -9,7 +9,8 @@ from isomorph.analysis.layer_attention import run_observed
 from isomorph.errors import UserError
 from isomorph.operations import ModuleCall
 from isomorph.surgery.calls import Inputs
-from isomorph.surgery.modules import Where, matches_where, nearest_names, outermost_modules
+from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.site import Where, matches_where, nearest_names
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:

@@ -11,7 +11,6 @@ from isomorph.layers import GPSA, GatedMap, PositionalAttention
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.map_attention import InsertedBlock
 from isomorph.operations import unwrap
-from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.modules import outermost_modules
 
 _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
@@ -25,7 +24,12 @@ def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
         raise UserError(
             "the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)",
         )
-    return {attention_name(name, layer): layer for name, layer in layers.items()}
+    named = {}
+    for name, layer in layers.items():
+        if isinstance(layer, GatedMap):  # a child of the attention layer
+            name = name.rpartition(".")[0]
+        named[name] = layer
+    return named
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:
@@ -127,13 +131,13 @@ def track(
         except UserError as error:  # a CNN that is recast during training has no gates before that
             measured.append({})
             problem = error
-    known: dict[Key, Tensor] = {}
+    last_values: dict[Key, Tensor] = {}
     for values in measured:
-        known |= values
-    if not known:
+        last_values |= values
+    if not last_values:
         raise problem
     stacked = {}
-    for name, value in known.items():
+    for name, value in last_values.items():
         nan = torch.full_like(value, torch.nan)
         stacked[name] = torch.stack([values.get(name, nan) for values in measured])
     return torch.tensor(epochs), stacked

@@ -29,8 +29,8 @@ from isomorph.operations.observe import Notice
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.rules.window import WindowAttention
+from isomorph.surgery.site import Where, describe_where, matches_where, nearest_names
 
 # Submodules whose operations count as those of the layer around them.
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
@@ -140,7 +140,7 @@ class LayerCall(NamedTuple):
     map_shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, call: ModuleCall, around: tuple[int, ...] = ()) -> "LayerCall":
+    def from_module_call(cls, call: ModuleCall, around: tuple[int, ...] = ()) -> "LayerCall":
         """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
         args = call.args
         named = dict(call.kwargs)
@@ -227,16 +227,18 @@ class _Capture:
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
         call = None
         if not (reason or inside):
-            around = next((known.map_shape for known in reversed(self.calls) if known), ())
-            call = LayerCall.of(entered, around)
+            map_shape = next(
+                (outer_call.map_shape for outer_call in reversed(self.calls) if outer_call), ()
+            )
+            call = LayerCall.from_module_call(entered, map_shape)
         self.calls.append(call)
         layout = facts.layout(layer) if facts else None
         self.mode.enter(
             heads_of(layer, facts), layout, ignore=call is None or has_attention_method(layer)
         )
 
-    def leave(self, left: ModuleCall) -> None:
-        name = left.name
+    def leave(self, ended: ModuleCall) -> None:
+        name = ended.name
         call = self.calls.pop()
         attention: AppliedAttention | MethodMap | None = self.mode.leave()
         if call and has_attention_method(call.layer):
@@ -261,7 +263,10 @@ class _Capture:
             return self.reasons[0]
         if self.others:
             return f"{describe_where(self.where)} matches no attention layer{nearest_names(self.where, self.others)}"
-        return "the model has no attention layer with a known map; recast it first"
+        return (
+            "the model has no attention layer with a known map; recast it first, or let it attend by torch's softmax "
+            "or scaled_dot_product_attention, not by a kernel that hides it (flex_attention, xformers, flash-attn)"
+        )
 
 
 @torch.no_grad()

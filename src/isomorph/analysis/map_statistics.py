@@ -10,7 +10,7 @@ from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.layers.modes import at_least_float32
 from isomorph.operations import AppliedAttention
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 
 def _mean_over_images(

@@ -148,8 +148,8 @@ def measure_speeds(
             rounds += 1
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     speeds = {}
-    for name, own in times.items():
-        rates = batch_size / torch.tensor(own, dtype=torch.float64)
+    for name, seconds_of_passes in times.items():
+        rates = batch_size / torch.tensor(seconds_of_passes, dtype=torch.float64)
         low, median, high = torch.quantile(rates, quartiles).tolist()
         speeds[name] = Speed(median, low, high, rounds)
     return speeds

@@ -20,7 +20,7 @@ from isomorph.surgery.edited_attention import EditedAttention, own_shapes
 from isomorph.surgery.site import embedding_models
 
 
-class TokenGrid(NamedTuple):
+class AttentionGrid(NamedTuple):
     """Grids of queries and keys (with padding), in steps of the key grid; `prefix` tokens have no grid position."""
 
     queries: GridSize
@@ -93,7 +93,7 @@ def find_token_grid(
     call: LayerCall,
     shape: tuple[int, int] | None,
     grid: GridSize | None,
-) -> TokenGrid:
+) -> AttentionGrid:
     """Return the grid of the queries and keys of a call; tokens without another are read row by row from its map.
 
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
@@ -106,37 +106,37 @@ def find_token_grid(
         return _tap_grid(layer, *x.shape[-2:])
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    arguments = dict(zip(names, call.args, strict=False)) | call.kwargs
     if shape is not None and shape[0] != shape[1]:
-        return _pooled_grid(layer, given, *shape, grid)
-    own = own_shapes(layer, given)
+        return _pooled_grid(layer, arguments, *shape, grid)
+    window_sizes = own_shapes(layer, arguments)
     on_map = x.ndim == 4
     queries = x.shape[1]
     if shape is not None:
         queries = shape[0]
     elif on_map:
-        queries = math.prod(own[0])
-    known: list[Any] = [size for size in own if math.prod(size) == queries]
+        queries = math.prod(window_sizes[0])
+    candidates: list[Any] = [size for size in window_sizes if math.prod(size) == queries]
     if not on_map:
-        called = None if edited else given.get("grid_size")
+        called = None if edited else arguments.get("grid_size")
         others = [called, *_sides_around(call, queries), grid, getattr(layer, "grid_size", None)]
-        known += [size for size in others if size]
-    if not known:
+        candidates += [size for size in others if size]
+    if not candidates:
         reason = "set the attribute grid_size = (rows, columns) of the layer"
         if on_map:
             reason = f"{queries} queries do not fill the feature map"
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: {reason}")
-    H, W = known[0]
+    H, W = candidates[0]
     prefix = queries - H * W
     if prefix < 0:
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of the patches")
-    return TokenGrid((H, W), (H, W), prefix=prefix)
+    return AttentionGrid((H, W), (H, W), prefix=prefix)
 
 
-def _tap_grid(layer: TapHeads, H: int, W: int) -> TokenGrid:
+def _tap_grid(layer: TapHeads, H: int, W: int) -> AttentionGrid:
     ph, pw = layer.padding
     middle = layer.kernel_size // 2
-    return TokenGrid(
+    return AttentionGrid(
         queries=layer.query_grid(H, W),
         keys=(H + 2 * ph, W + 2 * pw),
         padding=layer.padding,
@@ -155,12 +155,12 @@ def _sides_around(call: LayerCall, queries: int) -> list[tuple[int, ...]]:
 
 def _pooled_grid(
     layer: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     queries: int,
     keys: int,
     grid: GridSize | None,
-) -> TokenGrid:
-    shapes = own_shapes(layer, given)
+) -> AttentionGrid:
+    shapes = own_shapes(layer, arguments)
     if grid:
         shapes = [*shapes, grid]
     problem = (
@@ -177,7 +177,7 @@ def _pooled_grid(
         raise UserError(problem)
     rows = image_axis(Hq, Hk)
     columns = image_axis(Wq, Wk)
-    return TokenGrid(
+    return AttentionGrid(
         queries=(Hq, Wq),
         keys=(Hk, Wk),
         start=(rows.start, columns.start),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_observed
-from isomorph.analysis.token_grid import TokenGrid
+from isomorph.analysis.token_grid import AttentionGrid
 from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import eval_mode, noise
 from isomorph.operations import ModuleCall, observing, unwrap
@@ -64,7 +64,7 @@ class WindowMembers(NamedTuple):
         `position`: fractions of height and width; `row`: the attention of a token in every window, (B * windows, nh, N)
         """
         H, W = self.grid
-        query = TokenGrid(self.grid, self.grid).query_at(position)
+        query = AttentionGrid(self.grid, self.grid).query_at(position)
         window, token = (self.members == query).nonzero()[0].tolist()
         by_window = row(token).unflatten(0, (-1, len(self.members)))
         attention = by_window[:, window]  # (B, nh, N)
@@ -150,17 +150,17 @@ def observed_windows(
     binary digit of the positions. That needs what lies between to change every token alone, as a norm does.
     """
     model = unwrap(model, to_copy=False)
-    around = {name: _names_around(name) for name in names}
-    wanted = dict.fromkeys(itertools.chain(*around.values()))
+    outer_names = {name: _names_around(name) for name in names}
+    observed = dict.fromkeys(itertools.chain(*outer_names.values()))
     calls: dict[str, ModuleCall] = {}
 
     def record(call: ModuleCall) -> None:
         calls[call.name] = call
 
-    run_observed(model, some_images(batch, 0, 1), record, names=wanted)
-    found = {}
+    run_observed(model, some_images(batch, 0, 1), record, names=observed)
+    windows_of = {}
     for name in names:
-        for outer in around[name]:
+        for outer in outer_names[name]:
             size = _size_of_map(calls[outer]) if outer in calls else None
             if size is None:
                 continue
@@ -168,9 +168,9 @@ def observed_windows(
                 inside = name.removeprefix(f"{outer}.")
                 windows = _decoded_windows(calls[outer], inside, size)
             if windows is not None:
-                found[name] = windows
+                windows_of[name] = windows
                 break
-    return found
+    return windows_of
 
 
 def _names_around(name: str) -> list[str]:
@@ -210,13 +210,13 @@ def _decoded_windows(
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
-    zero, one = noise(2, x.shape[-1]).to(x)
+    plain, marked = noise(2, x.shape[-1]).to(x)
     positions = torch.arange(count, device=x.device)
 
     def received(ones: Tensor) -> Tensor:
-        tokens = torch.where(ones[:, None], one, zero).reshape(x.shape)
-        made = call._replace(args=(tokens, *call.args[1:]))
-        return _last_input(made, attention)
+        tokens = torch.where(ones[:, None], marked, plain).reshape(x.shape)
+        new_call = call._replace(args=(tokens, *call.args[1:]))
+        return _last_input(new_call, attention)
 
     zeros_there = received(positions < 0)
     ones_there = received(positions >= 0)
@@ -224,9 +224,9 @@ def _decoded_windows(
         return None
     members = torch.zeros(zeros_there.shape[:2], dtype=torch.long, device=x.device)
     for digit in range(max(1, (count - 1).bit_length())):
-        there = received((positions >> digit) % 2 == 1)
-        is_one = (there == ones_there).all(-1)
-        if not bool((is_one | (there == zeros_there).all(-1)).all()):
+        received_tokens = received((positions >> digit) % 2 == 1)
+        is_one = (received_tokens == ones_there).all(-1)
+        if not bool((is_one | (received_tokens == zeros_there).all(-1)).all()):
             return None
         members += is_one.long() << digit
     members[(zeros_there == ones_there).all(-1)] = -1  # padding
@@ -238,7 +238,7 @@ def _decoded_windows(
 def _last_input(call: ModuleCall, inside: str) -> Tensor:
     """Return what a module inside receives in a call, each window as a row of tokens."""
     inputs: list[Any] = []
-    with observing(call.module, lambda seen: inputs.append(seen.input), names=[inside]):
+    with observing(call.module, lambda inner_call: inputs.append(inner_call.input), names=[inside]):
         call.module(*call.args, **call.kwargs)
     return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 

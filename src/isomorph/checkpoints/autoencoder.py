@@ -113,12 +113,12 @@ def load_autoencoder(
         raise UserError(
             f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
         )
-    own: dict[str, Any] = {}
+    model_state: dict[str, Any] = {}
     for name, tensor in state.items():
         if name == "decoder_pos_embed":  # MAE's sine-cosine table, which the model makes itself
             continue
         is_of_decoder = name.startswith(_DECODER_PREFIXES)
-        own[name if is_of_decoder else f"encoder.{name}"] = tensor
-    check_state_fits(model, own, path)
-    cast_like(model, own).load_state_dict(own)
+        model_state[name if is_of_decoder else f"encoder.{name}"] = tensor
+    check_state_fits(model, model_state, path)
+    cast_like(model, model_state).load_state_dict(model_state)
     return model.eval()

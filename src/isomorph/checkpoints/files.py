@@ -83,6 +83,7 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a safetensors file. Raises: UserError if it is damaged."""
     _require_file(path)
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -118,27 +119,29 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     if path.suffix.lower() == ".safetensors":
         return Contents(path, *_read_safetensors(path))
     _require_file(path)
-    held = unpickle(path)
-    if not isinstance(held, Mapping):
+    checkpoint = unpickle(path)
+    if not isinstance(checkpoint, Mapping):
         raise UserError(
-            f"checkpoint {path} holds a {type(held).__name__}, not a dictionary of tensors; save model.state_dict()"
+            f"checkpoint {path} holds a {type(checkpoint).__name__}, not a dictionary of tensors; "
+            "save model.state_dict()"
         )
-    if not all(isinstance(name, str) for name in held):
+    if not all(isinstance(name, str) for name in checkpoint):
         raise UserError(
             f"checkpoint {path} holds tensors without names; save model.state_dict(), which names them"
         )
-    return _choose_tensors(path, held, ema)
+    return _choose_tensors(path, checkpoint, ema)
 
 
-def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
-    settings = _settings_in(held)
-    entries = _entries_with_tensors(held)
+def _choose_tensors(path: Path, checkpoint: Mapping[str, Any], ema: bool) -> Contents:
+    """Return the tensors in a checkpoint of a training script: averaged ones if wanted, otherwise the last."""
+    settings = _settings_in(checkpoint)
+    entries = _entries_with_tensors(checkpoint)
     if not entries:
-        if not _holds_tensors(held, depth=0):
+        if not _holds_tensors(checkpoint, depth=0):
             raise UserError(
-                f"{path} holds no weights, only {_describe(held)}; give a file with the model's state_dict"
+                f"{path} holds no weights, only {_describe(checkpoint)}; give a file with the model's state_dict"
             )
-        return Contents(path, dict(held), settings=settings)
+        return Contents(path, dict(checkpoint), settings=settings)
     last = [key for key in entries if key in _LAST or key == "student"]
     averaged = [key for key in entries if key not in last]
     chosen = last[0] if last and not (ema and averaged) else entries[0]
@@ -149,36 +152,37 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
         )
     elif averaged and last:
         notes = (f"{path.name}: averaged weights (EMA, {chosen}); ema=False takes {last[0]}",)
-    inner = _choose_tensors(path, held[chosen], ema)
+    inner = _choose_tensors(path, checkpoint[chosen], ema)
     return Contents(path, inner.tensors, {}, settings, notes or inner.notes)
 
 
-def _settings_in(held: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the training script that wrote a checkpoint, if it saved them."""
-    saved = held.get("args", held.get("hyper_parameters"))
+    saved = checkpoint.get("args", checkpoint.get("hyper_parameters"))
     settings = dict(saved) if isinstance(saved, Mapping) else dict(getattr(saved, "__dict__", {}))
-    if isinstance(held.get("arch"), str):
-        settings.setdefault("model", held["arch"])
+    if isinstance(checkpoint.get("arch"), str):
+        settings.setdefault("model", checkpoint["arch"])
     return settings
 
 
-def _entries_with_tensors(held: Mapping[str, Any]) -> list[str]:
+def _entries_with_tensors(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the entries that hold a model's tensors, averaged ones first, or else teacher and student."""
-    entries = [key for key in (*_AVERAGED, *_LAST) if _holds_tensors(held.get(key))]
-    return entries or [key for key in _PAIR if _holds_tensors(held.get(key))]
+    entries = [key for key in (*_AVERAGED, *_LAST) if _holds_tensors(checkpoint.get(key))]
+    return entries or [key for key in _PAIR if _holds_tensors(checkpoint.get(key))]
 
 
-def _describe(held: Mapping[str, Any]) -> str:
-    if "param_groups" in held:
+def _describe(checkpoint: Mapping[str, Any]) -> str:
+    """Describe a dictionary without weights in an error."""
+    if "param_groups" in checkpoint:
         return "the state of an optimiser"
-    return ", ".join(list(held)[:6]) or "nothing"
+    return ", ".join(list(checkpoint)[:6]) or "nothing"
 
 
 def _holds_tensors(value: Any, depth: int = 2) -> bool:
     """True for a dictionary of tensors by name, or one that holds it in one of the entries above, `depth` levels in."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
-    if any(isinstance(each, Tensor) for each in value.values()):
+    if any(isinstance(item, Tensor) for item in value.values()):
         return True
     if not depth:
         return False
@@ -192,24 +196,25 @@ _COMPILED = "_orig_mod."
 _PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")
 
 
-def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
-    """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `own` names."""
+def strip_wrappers(tensors: Mapping[str, Any], kept_names: Collection[str] = ()) -> dict[str, Any]:
+    """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `kept_names`."""
     # of AveragedModel
-    stripped = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
-    if not any(_COMPILED in name for name in own):
-        stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
+    stripped = {key: tensor for key, tensor in tensors.items() if key != "n_averaged"}
+    if not any(_COMPILED in key for key in kept_names):
+        stripped = {key.replace(_COMPILED, ""): tensor for key, tensor in stripped.items()}
     while stripped:
-        known = list(stripped)
-        if any(name.startswith("backbone.") for name in stripped):
-            known = [name for name in stripped if not name.startswith(_PROJECTIONS)]
-        prefix = _shared_prefix(known)
-        if prefix is None or any(name.startswith(prefix) for name in own):
+        names = list(stripped)
+        if any(key.startswith("backbone.") for key in stripped):
+            names = [key for key in stripped if not key.startswith(_PROJECTIONS)]
+        prefix = _shared_prefix(names)
+        if prefix is None or any(key.startswith(prefix) for key in kept_names):
             break
-        stripped = {name.removeprefix(prefix): stripped[name] for name in known}
+        stripped = {key.removeprefix(prefix): stripped[key] for key in names}
     return stripped
 
 
 def _shared_prefix(names: list[str]) -> str | None:
+    """Return the prefix of a wrapper that all names have, or None."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in names):
             return prefix

@@ -112,16 +112,16 @@ def _with_layers_of(model: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
     """Return the model, or its reparameterized form if the tensors are those of that form."""
     if tensors.keys() == model.state_dict().keys() or not Reparameterize().accepts(Site(model)):
         return model
-    thin = apply_edit(copy.deepcopy(model).eval(), Edit(Reparameterize(), ("",)))
-    return thin if tensors.keys() == thin.state_dict().keys() else model
+    reparameterized = apply_edit(copy.deepcopy(model).eval(), Edit(Reparameterize(), ("",)))
+    return reparameterized if tensors.keys() == reparameterized.state_dict().keys() else model
 
 
 def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the arguments with which timm's training script created its model, apart from those read from tensors."""
-    given = settings.get("model_kwargs")
+    kwargs = settings.get("model_kwargs")
     arguments: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        arguments = {str(name): value for name, value in given.items()}
+    if isinstance(kwargs, Mapping):
+        arguments = {str(name): value for name, value in kwargs.items()}
     if isinstance(settings.get("gp"), str):
         arguments["global_pool"] = settings["gp"]
     try:
@@ -133,14 +133,17 @@ def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -> dict[str, Any]:
-    given = {key: settings[key] for key in _IMAGE_SETTINGS if settings.get(key) is not None}
-    if not given:
+    """Return the data config that a training script's settings give. Raises: UserError if they are invalid."""
+    image_settings = {
+        key: settings[key] for key in _IMAGE_SETTINGS if settings.get(key) is not None
+    }
+    if not image_settings:
         return {}
-    if "img_size" not in given:
-        given.setdefault("input_size", training_config(model)["input_size"])
+    if "img_size" not in image_settings:
+        image_settings.setdefault("input_size", training_config(model)["input_size"])
     try:
         of_tests = {key: settings[key] for key in _TEST_SETTINGS if settings.get(key) is not None}
-        return resolve_data_config(given, model=model) | parse_data(of_tests, path)
+        return resolve_data_config(image_settings, model=model) | parse_data(of_tests, path)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: its args have no valid image settings ({error or type(error).__name__})"
@@ -166,8 +169,8 @@ def read_arguments(
         arguments.setdefault(argument, number)
     with torch.device("meta"):
         model = create(name, **arguments)
-    found = dict(_read_vit(model, tensors, sized="img_size" in arguments))
-    return found | arguments
+    arguments_of_vit = dict(_read_vit(model, tensors, has_size="img_size" in arguments))
+    return arguments_of_vit | arguments
 
 
 def _read_numbers(name: str, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -192,7 +195,7 @@ def _weights(layers: tuple[str, ...], tensors: Mapping[str, Any]) -> list[Tensor
     return [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim]
 
 
-def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[tuple[str, Any]]:
+def _read_vit(model: Any, tensors: Mapping[str, Any], has_size: bool) -> Iterator[tuple[str, Any]]:
     """Yield the arguments by which a ViT's tensors differ from the model's, by name; not its size if it is known."""
     patches = tensors.get("patch_embed.proj.weight")
     embed: Any = getattr(model, "patch_embed", None)
@@ -200,37 +203,45 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[t
         return
     if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
         return
-    own = model.state_dict()
+    state = model.state_dict()
     patch = tuple(patches.shape[-2:])
     has_other_patches = patch != tuple(embed.proj.kernel_size)
     if has_other_patches:
         yield "patch_size", patch[0] if patch[0] == patch[1] else list(patch)
-    bare = "cls_token" in own and "cls_token" not in tensors
-    if "fc_norm.weight" in tensors and "fc_norm.weight" not in own:
+    lacks_class_token = "cls_token" in state and "cls_token" not in tensors
+    if "fc_norm.weight" in tensors and "fc_norm.weight" not in state:
         yield "global_pool", "avg"
-        if bare:
+        if lacks_class_token:
             yield "class_token", False
     positions = tensors.get("pos_embed")
-    if sized or not isinstance(positions, Tensor) or positions.ndim != 3 or "pos_embed" not in own:
+    if (
+        has_size
+        or not isinstance(positions, Tensor)
+        or positions.ndim != 3
+        or "pos_embed" not in state
+    ):
         return
     grid = math.prod(embed.grid_size)
-    prefix = own["pos_embed"].shape[1] - grid
+    prefix = state["pos_embed"].shape[1] - grid
     count = positions.shape[1] - prefix
-    if bare and prefix > 0:
+    if lacks_class_token and prefix > 0:
         count += 1
     # the authors of DINOv2 add one to the class token
     if not prefix and math.isqrt(count) ** 2 == count - 1:
         count -= 1
     if count != grid or has_other_patches:
-        unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]
+        unknown = [
+            f"; it has {name}, and the model has not" for name in tensors if name not in state
+        ]
         yield "img_size", _image_size(count, patch, "".join(unknown[:1]))
 
 
-def _image_size(count: int, patch: tuple[int, ...], more: str) -> list[int]:
+def _image_size(count: int, patch: tuple[int, ...], suffix: str) -> list[int]:
+    """Return the size of the square image with this number of patches. Raises: UserError if there is none."""
     side = math.isqrt(max(count, 0))
     if side**2 != count or not side:
         raise UserError(
-            f"the checkpoint has positions for {count} patches, not a square number{more}; give the image size it was "
-            "trained with, like img_size=(96, 128), or another `base`"
+            f"the checkpoint has positions for {count} patches, not a square number{suffix}; give the image size it "
+            "was trained with, like img_size=(96, 128), or another `base`"
         )
     return [side * patch[0], side * patch[1]]

@@ -73,13 +73,13 @@ def check_foreign_kwargs(value: Any, where: str = "") -> None:
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            place = f"{where}.{name}".lstrip(".")
-            if name in _OPENS_FILES and each:
+        for name, item in value.items():
+            path = f"{where}.{name}".lstrip(".")
+            if name in _OPENS_FILES and item:
                 raise ValueError(
-                    f"{place} is not allowed: a file may name no other file, repository or code"
+                    f"{path} is not allowed: a file may name no other file, repository or code"
                 )
-            check_foreign_kwargs(each, place)
+            check_foreign_kwargs(item, path)
     elif isinstance(value, str) and _LOCATION.search(value):
         raise ValueError(
             f"{where} is {value[:60]!r}: a file may name no other file, repository or code"
@@ -212,73 +212,75 @@ class Header(NamedTuple):
 
 
 def parse_header(
-    header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save"
+    header: Mapping[str, str], origin: object, advice: str = "save the model again with iso.save"
 ) -> Header:
-    """Return the parts of a header as plain values; `whose` and `todo` are the file and the advice in messages.
+    """Return the parts of a header as plain values; `origin` is the file that messages name.
 
     Raises: UserError for a missing part, or a field of another type or size.
     """
     try:
         return _parse_parts(header)
     except UserError as error:
-        raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
+        raise UserError(f"cannot rebuild {origin}: in its header {error}; {advice}") from None
 
 
 def parse_data(
-    values: Mapping[str, JsonValue], whose: object, part: str = "data"
+    values: Mapping[str, JsonValue], origin: object, part: str = "data"
 ) -> dict[str, Any]:
     """Check the values on the images that a model or exported file expects. Raises: UserError for other values."""
     schema = _ArtefactSchema if part == "artefact" else _DataSchema
     try:
-        found = schema.model_validate_json(json.dumps(values))
+        parsed = schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise UserError(
-            f"cannot read the metadata of {whose}: {describe_problems(error, part)}"
+            f"cannot read the metadata of {origin}: {describe_problems(error, part)}"
         ) from None
     except RecursionError as error:
-        raise UserError(f"cannot read the metadata of {whose}: {error}") from None
+        raise UserError(f"cannot read the metadata of {origin}: {error}") from None
     return {
         name: value
-        for name, value in found.model_dump(exclude_unset=True).items()
+        for name, value in parsed.model_dump(exclude_unset=True).items()
         if value is not None
     }
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
+    """Return the parts of a header. Raises: UserError for one that is missing, too long or invalid."""
     for name, text in header.items():
         if len(text) > _MAX_PART_LENGTH:
             raise UserError(f"{name} has more than {_MAX_PART_LENGTH:,} characters")
     try:
-        found = _HeaderSchema.model_validate(dict(header))
+        parsed = _HeaderSchema.model_validate(dict(header))
     except ValidationError as error:
         raise UserError(describe_problems(error)) from None
-    if found.base is None and found.module is None:
+    if parsed.base is None and parsed.module is None:
         raise UserError("base is missing")
-    made = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found.edits))
-    plain = found.model_dump(exclude_unset=True, by_alias=True)
+    edits = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(parsed.edits))
+    plain = parsed.model_dump(exclude_unset=True, by_alias=True)
     base = dict(plain.get("base", {}))
     base.pop("pretrained", None)
     data = {name: value for name, value in plain["data"].items() if value is not None}
-    return Header(base, made, data, plain.get("autoencoder", {}), plain.get("module", {}))
+    return Header(base, edits, data, plain.get("autoencoder", {}), plain.get("module", {}))
 
 
-def _build_edit(edit: _EditSchema, place: str) -> Edit:
+def _build_edit(edit: _EditSchema, path: str) -> Edit:
+    """Return an edit with its rule. Raises: UserError for an unknown rule or an invalid field."""
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(
-            f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}"
+            f"{path}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}"
         )
-    known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
+    field_names = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
     for name in edit.fields:
-        if name not in known:
+        if name not in field_names:
             raise UserError(
-                f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}"
+                f"{path}.fields.{name} is not a field of {edit.rule}; it has {', '.join(field_names)}"
             )
     try:
-        made: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
+        rule_built: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
     except ValidationError as error:
-        raise UserError(describe_problems(error, f"{place}.fields")) from None
-    return Edit(made, tuple(edit.names))
+        raise UserError(describe_problems(error, f"{path}.fields")) from None
+    return Edit(rule_built, tuple(edit.names))
 
 
 def describe_problems(error: ValidationError, part: str = "") -> str:
@@ -287,19 +289,19 @@ def describe_problems(error: ValidationError, part: str = "") -> str:
     field = ".".join(filter(None, [part, *map(str, first["loc"])])) or "all of it"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        said = f"{field}.{message}" if field == "base" else f"{field}: {message}"
+        text = f"{field}.{message}" if field == "base" else f"{field}: {message}"
     elif first["type"] == "json_invalid":
-        said = f"{field} is not JSON ({message.removeprefix('Invalid JSON: ')})"
+        text = f"{field} is not JSON ({message.removeprefix('Invalid JSON: ')})"
     elif first["type"] == "missing":
-        said = f"{field} is missing"
+        text = f"{field} is missing"
     elif first["type"] == "extra_forbidden":
-        said = f"{field} is not a field"
+        text = f"{field} is not a field"
     else:
         wrong = message.removeprefix("Input ").removeprefix("String ")
-        said = f"{field} is {_shorten(first['input'])} and {wrong}"
+        text = f"{field} is {_shorten(first['input'])} and {wrong}"
     if others:
-        said += f" (and {len(others)} more)"
-    return said
+        text += f" (and {len(others)} more)"
+    return text
 
 
 def _shorten(value: object) -> str:

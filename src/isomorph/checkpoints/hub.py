@@ -46,6 +46,7 @@ class _MissingFile(UserError):
 
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
+    """Return the path of a file of the hub, downloaded if needed."""
     try:
         return Path(
             huggingface_hub.hf_hub_download(
@@ -63,37 +64,43 @@ def _explain(
     error: Exception, repository: str, file: str, revision: str | None
 ) -> UserError | None:
     """Return what an error of the hub's client means and what to do, or None for one of another kind."""
-    whose = f"hf-hub:{repository}@{revision}" if revision else f"hf-hub:{repository}"
+    address = f"hf-hub:{repository}@{revision}" if revision else f"hf-hub:{repository}"
     if isinstance(error, HFValidationError):
         return UserError(
-            f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
+            f"{address} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
         )
     if isinstance(error, GatedRepoError | RepositoryNotFoundError):
         page = f"{constants.ENDPOINT}/{repository}"
-        return UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}")
+        return UserError(
+            f"there is no {address}, or it is not open to you; see {page}, and {LOG_IN}"
+        )
     if isinstance(error, RevisionNotFoundError):
         return UserError(
-            f"there is no {whose}; give one of its branches, tags or commits after the @"
+            f"there is no {address}; give one of its branches, tags or commits after the @"
         )
     if is_connection_error(error):
         command = f"hf download {repository} --local-dir FOLDER"
         if revision:
             command = f"hf download {repository} --revision {revision} --local-dir FOLDER"
         return UserError(
-            f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
+            f"cannot reach {constants.ENDPOINT}, and {address} has not been downloaded before; elsewhere, run "
             f"`{command}`, and give FOLDER/{WEIGHTS} here"
         )
     if isinstance(error, EntryNotFoundError):
-        return _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub")
+        return _MissingFile(
+            f"{address} has no {file}; isomorph reads no other weights from the hub"
+        )
     if isinstance(error, HfHubHTTPError | OSError):
-        return UserError(f"cannot download {whose}: {describe_hub_error(error)}")
+        return UserError(f"cannot download {address}: {describe_hub_error(error)}")
     return None
 
 
 def describe_hub_error(error: Exception) -> str:
     """Return what the hub's client says about a failure, in one line of limited length."""
-    said = getattr(error, "server_message", None) or getattr(error, "strerror", None) or str(error)
-    return " ".join(said.split())[:200] or type(error).__name__
+    message = (
+        getattr(error, "server_message", None) or getattr(error, "strerror", None) or str(error)
+    )
+    return " ".join(message.split())[:200] or type(error).__name__
 
 
 def read_config(weights: Path) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def read_config(weights: Path) -> dict[str, Any]:
     if config.get("model_args"):
         settings["model_kwargs"] = config["model_args"]
     images = config.get("pretrained_cfg", config)  # older files have one level only
-    kept = {}
+    data = {}
     if isinstance(images, Mapping):
-        kept = {key: images[key] for key in _IMAGE_KEYS if key in images}
-    return settings | parse_data(kept, path)
+        data = {key: images[key] for key in _IMAGE_KEYS if key in images}
+    return settings | parse_data(data, path)

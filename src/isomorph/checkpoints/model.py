@@ -40,10 +40,10 @@ _OTHER = object()
 T = TypeVar("T", bound=nn.Module)
 
 
-def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
+def describe_edits(all_edits: tuple[Edit, ...]) -> list[dict[str, Any]]:
     """Return edits as plain values. Raises: UserError for a rule that is not registered."""
     described = []
-    for edit in made:
+    for edit in all_edits:
         name = type(edit.rule).__name__
         if EDIT_RULES.get(name) is not type(edit.rule):
             raise UserError(f"{name} is not a rule of isomorph: a checkpoint could not replay it")
@@ -65,12 +65,14 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
         raise UserError(
             f"{type(model).__name__} does not come from timm.create_model; give save() its base"
         )
-    now = {name: value for name, value in spec.arguments.items() if may_be_in_file(name, value)}
+    arguments = {
+        name: value for name, value in spec.arguments.items() if may_be_in_file(name, value)
+    }
     numbers = {
         "num_classes": getattr(model, "num_classes", None),
         "in_chans": getattr(model, "in_chans", 3),
     }
-    return {**numbers, **arguments_to_record(model), **recorded, **now}
+    return {**numbers, **arguments_to_record(model), **recorded, **arguments}
 
 
 def describe_data(model: nn.Module) -> dict[str, Any]:
@@ -114,17 +116,20 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     return model
 
 
-def _why_not_rebuilt(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> str | None:
+def _why_not_rebuilt(
+    model: nn.Module, base: dict[str, Any], all_edits: tuple[Edit, ...]
+) -> str | None:
     """Return what differs in the network that a base and edits build, or why they build none, or None."""
     try:
         with torch.device("meta"):
-            return find_difference(model, rebuild(base, made))
+            return find_difference(model, rebuild(base, all_edits))
     except UserError as error:
         return str(error)
 
 
-def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
-    difference = _why_not_rebuilt(model, base, made)
+def _check_rebuilds(model: nn.Module, base: dict[str, Any], all_edits: tuple[Edit, ...]) -> None:
+    """Raise UserError unless base and edits rebuild the model."""
+    difference = _why_not_rebuilt(model, base, all_edits)
     if difference:
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
@@ -138,26 +143,26 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
     None if there are none and the user's function builds its base.
     """
     base = describe_base(model)
-    made = edits(model)
-    remaining = _drop_fused_edits(made)
-    if remaining != made:
+    all_edits = edits(model)
+    remaining = _drop_fused_edits(all_edits)
+    if remaining != all_edits:
         plain = {**base, **getattr(model, "fused_arguments", {})}
         if not _why_not_rebuilt(model, plain, remaining):
             return plain, remaining
-    if record(model).is_own and _why_not_rebuilt(model, base, made):
+    if record(model).is_own and _why_not_rebuilt(model, base, all_edits):
         return None
-    _check_rebuilds(model, base, made)
-    return base, made
+    _check_rebuilds(model, base, all_edits)
+    return base, all_edits
 
 
-def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
+def _drop_fused_edits(all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """Return the edits without those of modules that were fused later, and without the fusing itself."""
     fused: set[str] = set()
-    for edit in made:
+    for edit in all_edits:
         if isinstance(edit.rule, Fuse):
             fused.update(edit.names)
     remaining = []
-    for edit in made:
+    for edit in all_edits:
         if isinstance(edit.rule, Fuse):
             continue
         names = tuple(
@@ -172,23 +177,23 @@ def describe_model(
     model: nn.Module, base: dict[str, Any] | nn.Module | None = None
 ) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
-    made = edits(model)
-    _warn_of_temporary_blocks(made)
-    found = None
+    all_edits = edits(model)
+    _warn_of_temporary_blocks(all_edits)
+    base_and_edits = None
     if isinstance(base, dict):
-        found = {**arguments_to_record(model), **base}, made
-        _check_rebuilds(model, *found)
+        base_and_edits = {**arguments_to_record(model), **base}, all_edits
+        _check_rebuilds(model, *base_and_edits)
     elif base is not None:
         _check_edits_on(base, model)
     elif record(model).base or spec_of(model).name:
-        found = _rebuild_record(model)
-    if found is not None:
-        parts: dict[str, Any] = {"base": found[0]}
-        made = found[1]
+        base_and_edits = _rebuild_record(model)
+    if base_and_edits is not None:
+        parts: dict[str, Any] = {"base": base_and_edits[0]}
+        all_edits = base_and_edits[1]
     else:
         kind = type(base or model)
         parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
-    parts["edits"] = describe_edits(made)
+    parts["edits"] = describe_edits(all_edits)
     parts["data"] = describe_data(model)
     header = {"format": FORMAT}
     for key, part in parts.items():
@@ -197,11 +202,11 @@ def describe_model(
     return header
 
 
-def _warn_of_temporary_blocks(made: tuple[Edit, ...]) -> None:
+def _warn_of_temporary_blocks(all_edits: tuple[Edit, ...]) -> None:
     """Warn of an inserted block that `load` cannot rebuild in another process."""
-    for place, name in temporary_blocks(made).items():
+    for path, name in temporary_blocks(all_edits).items():
         warnings.warn(
-            f"the block after {place} is a module, lambda or local function, which iso.load cannot find; give "
+            f"the block after {path} is a module, lambda or local function, which iso.load cannot find; give "
             "iso.insert a class or function that can be imported, or before iso.load call "
             f'iso.surgery.register_block(make, name="{name}") with the function of channels that makes it',
             stacklevel=4,
@@ -210,14 +215,15 @@ def _warn_of_temporary_blocks(made: tuple[Edit, ...]) -> None:
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
+    """Raise UserError unless the model's edits make it from the base."""
     with torch.device("meta"):
         twin = copy.deepcopy(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
             twin = apply_edit(twin, edit)
     difference = find_difference(model, twin)
     if difference is not None:
-        made = f"the edits of this model do not make it from base {type(base).__name__}"
-        raise UserError(f"{made}: {difference}; give another base")
+        problem = f"the edits of this model do not make it from base {type(base).__name__}"
+        raise UserError(f"{problem}: {difference}; give another base")
 
 
 def rebuild_from_header(contents: Contents) -> nn.Module:
@@ -251,13 +257,13 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
-    held = _count_numbers(contents.tensors)
+    num_stored = _count_numbers(contents.tensors)
     try:
         with torch.device("meta"):
-            wanted = _count_numbers(build().state_dict())
-        if wanted > max(5 * held, _ALWAYS_ALLOWED_NUMEL):
+            num_built = _count_numbers(build().state_dict())
+        if num_built > max(5 * num_stored, _ALWAYS_ALLOWED_NUMEL):
             raise UserError(
-                f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}"
+                f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds {num_stored:,}"
             )
         return build()
     except UserError:
@@ -280,10 +286,10 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     shapes = _shapes_of(model)
     other_shapes = _shapes_of(twin)
     for name in {**shapes, **other_shapes}:
-        own = shapes.get(name, "missing")
-        other = other_shapes.get(name, "missing")
-        if own != other:
-            return f"{name} is {own}, and would be {other}"
+        shape = shapes.get(name, "missing")
+        other_shape = other_shapes.get(name, "missing")
+        if shape != other_shape:
+            return f"{name} is {shape}, and would be {other_shape}"
     others = dict(twin.named_modules())
     for name, module in model.named_modules():
         if name not in others:
@@ -299,6 +305,7 @@ def _shapes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
+    """Return the first setting in which two modules differ, or None."""
     if type(module) is not type(other):
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
     others = _settings(other)
@@ -378,23 +385,23 @@ def _check_state_names(model: nn.Module) -> None:
         model
     ):
         return
-    own = set(nn.Module.state_dict(model))
+    plain_names = set(nn.Module.state_dict(model))
     names = set(model.state_dict())
-    if own != names:
-        different = sorted(own ^ names)[0]
+    if plain_names != names:
+        different = sorted(plain_names ^ names)[0]
         raise UserError(
             f"state_dict() of {type(model).__name__} is overridden and has other names than load_state_dict() takes "
             f"(first {different}); override load_state_dict() too, or neither"
         )
 
 
-def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
-    """Warn if a tensor has NaN or infinity (but -inf, of masks), which is saved or loaded (`done`)."""
+def warn_of_nan(tensors: Mapping[str, Tensor], action: str) -> None:
+    """Warn if a tensor has NaN or infinity (but -inf, of masks), which is saved or loaded (`action`)."""
     for name, tensor in tensors.items():
         if not _is_real(tensor) or tensor.is_meta or (tensor < torch.inf).all():
             continue
         warnings.warn(
-            f"{name} is not finite (NaN or infinite), and is {done} as it is",
+            f"{name} is not finite (NaN or infinite), and is {action} as it is",
             DataWarning,
             stacklevel=3,
         )
@@ -440,23 +447,45 @@ def load_state(
 ) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
     path = Path(path)
-    own = model.state_dict()
-    state = add_tied(model, strip_wrappers(state, own))
-    fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
+    model_state = model.state_dict()
+    state = add_tied(model, strip_wrappers(state, model_state))
+    fits = model_state.keys() == state.keys() and not any(
+        _shape_differs(model_state, state, name) for name in model_state
+    )
+    interpolated: list[str] = []
     if not fits:  # timm's filters take a fused network for one of another layout
-        state = _filtered(model, state, path)
+        given = state
+        state = _filtered(model, given, path)
+        interpolated = [name for name in state if _is_interpolated(given.get(name), state[name])]
     if fresh_head:
         state = _keep_own_head(model, state)
     check_state_fits(model, state, path)
-    _check_tied(own, state, path)
+    _check_tied(model_state, state, path)
     new = []
-    for name, tensor in own.items():
+    for name, tensor in model_state.items():
         if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(
             ".num_batches_tracked"
         ):
             new.append(name)
     model.load_state_dict(state)
+    if interpolated:
+        add_notes(
+            model,
+            f"{path.name} is for other sizes of images, patches or windows; interpolated: {list_names(interpolated)}; "
+            "outputs are not exactly those of the model that was saved",
+        )
     return new
+
+
+def _is_interpolated(given: Any, made: Any) -> bool:
+    """True for a tensor with other numbers than the one that a filter made it of: not if it was cut or reshaped."""
+    if (
+        not isinstance(given, Tensor)
+        or not isinstance(made, Tensor)
+        or given.numel() == made.numel()
+    ):
+        return False
+    return not torch.isin(made.flatten()[-64:], given).all()
 
 
 def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -466,7 +495,9 @@ def _filtered(model: nn.Module, state: dict[str, Any], path: Path) -> dict[str, 
     if convert is None:
         return state
     try:
-        return convert(dict(state), model)
+        # timm warns when it interpolates relative positions
+        with warnings.catch_warnings(action="ignore"):
+            return convert(dict(state), model)
     except UserError:
         raise
     except (
@@ -498,9 +529,10 @@ def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
+def _check_tied(model_state: dict[str, Any], state: dict[str, Any], path: Path) -> None:
+    """Raise UserError if tensors that the model ties differ in a state."""
     names: dict[Any, str] = {}
-    for name, tensor in own.items():
+    for name, tensor in model_state.items():
         first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
         if tensor.data_ptr() and first != name and not torch.equal(state[first], state[name]):
             raise UserError(
@@ -510,15 +542,15 @@ def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
 
 def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the model's own classifier if it has none, or one for other classes."""
-    own = model.state_dict()
+    model_state = model.state_dict()
     classifiers = tuple(f"{name}." for name in spec_of(model).classifiers)
-    heads = [name for name in own if name.startswith(classifiers)]
-    if all(name in state and not _shape_differs(own, state, name) for name in heads):
+    heads = [name for name in model_state if name.startswith(classifiers)]
+    if all(name in state and not _shape_differs(model_state, state, name) for name in heads):
         return state
-    kept = dict(state)
+    new_state = dict(state)
     for name in heads:
-        kept[name] = own[name]
-    return kept
+        new_state[name] = model_state[name]
+    return new_state
 
 
 def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
@@ -540,35 +572,51 @@ _HINTS = {
 
 def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
-    own = model.state_dict()
-    unexpected = [name for name in state if name not in own]
-    missing, shapes, odd = [], [], []
-    for name, tensor in own.items():
+    model_state = model.state_dict()
+    unexpected = [name for name in state if name not in model_state]
+    missing, shapes, not_real = [], [], []
+    for name, tensor in model_state.items():
         if name not in state:
             missing.append(name)
             continue
-        if _shape_differs(own, state, name):
+        if _shape_differs(model_state, state, name):
             shapes.append(f"{name} {tuple(state[name].shape)} for {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not _is_real(state[name]):
-            odd.append(name)
+            not_real.append(name)
     problems = {
         "missing": missing,
         "unexpected": unexpected,
         "of another shape": shapes,
-        "not of real numbers": odd,
+        "not of real numbers": not_real,
     }
-    said = [
+    descriptions = [
         f"{len(names)} {problem} ({list_names(names)})"
         for problem, names in problems.items()
         if names
     ]
-    if not said:
+    if not descriptions:
         return
-    text = "; ".join(said)
+    text = "; ".join(descriptions)
     for prefix, hint in _HINTS.items():
         if any(name.startswith(prefix) for name in unexpected):
             text += f"; it {hint}"
-    raise UserError(f"{path} does not fit {type(model).__name__}: tensors {text}")
+    raise UserError(
+        f"{path} does not fit {type(model).__name__}: tensors {text}{_norm_hint(missing, unexpected)}"
+    )
+
+
+def _norm_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return what to do where only the file or only the model has its norms merged; else nothing."""
+    if _are_of_norms(unexpected) and not missing:
+        return "; it has norms, which are merged in the model: load it before iso.fuse"
+    if _are_of_norms(missing) and not unexpected:
+        return "; its norms are merged, and the model has them: merge these first, with iso.fuse"
+    return ""
+
+
+def _are_of_norms(names: Sequence[str]) -> bool:
+    norms = {name.rpartition(".")[0] for name in names if name.endswith(".running_var")}
+    return bool(norms) and all(name.rpartition(".")[0] in norms for name in names)
 
 
 def _is_real(tensor: Any) -> bool:
@@ -578,5 +626,5 @@ def _is_real(tensor: Any) -> bool:
     )
 
 
-def _shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
-    return name in state and getattr(state[name], "shape", None) != own[name].shape
+def _shape_differs(model_state: dict[str, Any], state: dict[str, Any], name: str) -> bool:
+    return name in state and getattr(state[name], "shape", None) != model_state[name].shape

@@ -29,7 +29,7 @@ from isomorph.checkpoints.model import (
     warn_of_nan,
 )
 from isomorph.checkpoints.paths import HUB, is_function
-from isomorph.errors import UserError, short_reason
+from isomorph.errors import UserError, names_class, short_reason
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, update_record
@@ -69,6 +69,10 @@ def load(
     if callable(base) and not isinstance(base, nn.Module):
         name = getattr(base, "__name__", "base")
         raise UserError(f"base {name} is a {type(base).__name__}, not a module; give base={name}()")
+    if isinstance(base, str) and names_class(base):
+        raise UserError(
+            f"base {base!r} is text, not a module; give base={base.removesuffix('()')}() without quotes"
+        )
     if isinstance(base, nn.Module) and arguments:
         raise UserError(
             f"base is a module, which is taken as it is; leave {', '.join(arguments)} out"
@@ -139,13 +143,13 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
     if not contents.is_own:
         return cast_like(model, contents.tensors)
     header = read_parts(contents)
-    done = edits(base)
-    if done != header.edits[: len(done)]:
+    base_edits = edits(base)
+    if base_edits != header.edits[: len(base_edits)]:
         raise UserError(
             f"base has other edits than {contents.path}; give the module as it was before it was recast"
         )
     try:
-        for edit in header.edits[len(done) :]:
+        for edit in header.edits[len(base_edits) :]:
             model = apply_edit(model, edit)
     except UserError as error:
         raise UserError(
@@ -157,6 +161,7 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
 
 
 def _hint_of_base(contents: Contents, model: nn.Module) -> str:
+    """Return what the base of a file was and how to give it, as the end of a message."""
     module = read_parts(contents).module if contents.is_own else {}
     saved_from = f" (it was saved from a {module['class']})" if module else ""
     return (
@@ -168,6 +173,7 @@ def _hint_of_base(contents: Contents, model: nn.Module) -> str:
 
 @contextmanager
 def _working_folder_last() -> Iterator[None]:
+    """Context in which Python also imports from the working folder."""
     sys.path.append(os.getcwd())
     try:
         yield
@@ -186,9 +192,13 @@ def import_own(name: str, use: str = "use") -> Any:
             return getattr(import_module(module), function)
     except Exception as error:  # whatever the user's code raises
         reason = f"{type(error).__name__}: {short_reason(error)}"
-        known = vars(sys.modules[module]) if module in sys.modules else {}
-        close = get_close_matches(function, known, n=1)
-        advice = f"did you mean {module}:{close[0]}?" if close else "give it as Python imports it"
+        names = vars(sys.modules[module]) if module in sys.modules else {}
+        suggestions = get_close_matches(function, names, n=1)
+        advice = (
+            f"did you mean {module}:{suggestions[0]}?"
+            if suggestions
+            else "give it as Python imports it"
+        )
         raise UserError(f"cannot {use} {name} ({reason}); {advice}") from error
 
 
@@ -217,6 +227,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
+    """Raise UserError for options that contradict a file that says how to build its model."""
     if options._replace(ema=True) == NO_OPTIONS:
         return
     base = describe_base(model)
@@ -226,10 +237,10 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
         for key, value in options.arguments().items()
         if key not in recorded or recorded[key] != value
     }
-    given = [f"{key}={value}" for key, value in others.items()]
+    arguments = [f"{key}={value}" for key, value in others.items()]
     if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
-        given.insert(0, f"base={options.arch}")
-    if given:
+        arguments.insert(0, f"base={options.arch}")
+    if arguments:
         raise UserError(
-            f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out"
+            f"{path} says how to build its model, {base['name']}; leave {' and '.join(arguments)} out"
         )

@@ -54,6 +54,7 @@ def unpickle(path: Path) -> Any:
 
 
 def _explain(path: Path, error: Exception) -> UserError:
+    """Return the error of a pickle that cannot be read: code that is not allowed, or a damaged file."""
     rejected = _REJECTED.search(" ".join(str(error).split()))
     if rejected:
         return UserError(

@@ -352,16 +352,16 @@ def _open_images(log: Any, test: AlongOptions) -> Any:
     from isomorph.lab.data.sources import first_classes
     from isomorph.lab.evaluation.model_data import sample_images
 
-    own: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     if not test.data:
-        own = log.recipe.get("data") or {}
-    name = test.data or own.get("source")
+        data = log.recipe.get("data") or {}
+    name = test.data or data.get("source")
     if not name:
         raise UserError("recipe.json does not name its data source; give --data")
-    root = test.root or own.get("root")
-    source = open_source(name, "test", root and Path(root), own.get("split"))
-    if own.get("classes"):
-        source = first_classes(source, own["classes"])
+    root = test.root or data.get("root")
+    source = open_source(name, "test", root and Path(root), data.get("split"))
+    if data.get("classes"):
+        source = first_classes(source, data["classes"])
     return sample_images(source, test.max_images)
 
 
@@ -412,7 +412,7 @@ def _accuracy_points(
     points = read_points(evaluated)
     if len(logs) + len(points) <= 1:
         return points
-    own = []
+    run_points = []
     for folder, log in zip(folders, logs, strict=True):
         if log.best_top1 is None:
             continue
@@ -422,11 +422,11 @@ def _accuracy_points(
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
             continue
-        own.append(
+        run_points.append(
             AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost)
         )
-    names = [point.name for point in (*own, *points)]
+    names = [point.name for point in (*run_points, *points)]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{name} is given twice; give it once, as a run or in --evaluated")
-    return [*own, *points]
+    return [*run_points, *points]

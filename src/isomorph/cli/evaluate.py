@@ -60,7 +60,7 @@ def evaluate_(
     data: str | None = None,
     load: opt.LoadOptions = opt.LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: opt.Sizes = None,
-    of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
+    classifier: ClassifierOptions = ClassifierOptions(),  # noqa: B008
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     overwrite: Annotated[
         bool, Parameter(negative="", help="Replace --per-class if it exists.")
@@ -79,33 +79,33 @@ def evaluate_(
         cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
     """
-    if of.suite and of.classes is not None:
+    if classifier.suite and classifier.classes is not None:
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
-    if of.partial and not of.suite:
+    if classifier.partial and not classifier.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
-    opt.check_out(of.per_class, overwrite, suffixes=(".csv",), option="--per-class")
+    opt.check_out(classifier.per_class, overwrite, suffixes=(".csv",), option="--per-class")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime
         from isomorph.lab.evaluation.model_data import data_root, default_data
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
-    locations = find_suites(of.suite, load.root, data) if of.suite else {}
+    locations = find_suites(classifier.suite, load.root, data) if classifier.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
-    given = EvaluationOptions(data, **vars(load))
+    data_options = EvaluationOptions(data, **vars(load))
     sizes = tuple(size or ())
     task = task_of(net)
     if task is not None:
         if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
-        given = given._replace(
+        data_options = data_options._replace(
             size=sizes[0] if sizes else None, root=data_root(net, data, load.root)
         )
-        evaluate_task(task, net, model, of, given, runtime, json_)
+        evaluate_task(task, net, model, classifier, data_options, runtime, json_)
         return
     exported = Path(model).suffix in opt.EXPORTED
-    rows, costs = _measure(net, of, given, locations, sizes, runtime, exported)
+    rows, costs = _measure(net, classifier, data_options, locations, sizes, runtime, exported)
     if not runtime.is_main:
         return
     head = {"model": model}
@@ -117,27 +117,33 @@ def evaluate_(
 
 
 def evaluate_task(
-    task: Any, net: Any, model: str, of: ClassifierOptions, given: Any, runtime: Any, json_: bool
+    task: Any,
+    net: Any,
+    model: str,
+    classifier: ClassifierOptions,
+    data_options: Any,
+    runtime: Any,
+    json_: bool,
 ) -> None:
     """Print the metrics of a model's own task: a table of the first row, and one with a line for each further row."""
-    for name, value in vars(of).items():
+    for name, value in vars(classifier).items():
         if value and name not in ("rfc_fill", "cost"):
             option = name.replace("_", "-")
             raise UserError(f"--{option} is for image classifiers; leave it out for this model")
-    rows = task.evaluate(net, given, runtime)
+    rows = task.evaluate(net, data_options, runtime)
     if not runtime.is_main:
         return
-    first, *further = rows
+    first, *more_rows = rows
     texts = [metric_table(model, first)]
-    if further:
-        texts.append(row_table(further))
+    if more_rows:
+        texts.append(row_table(more_rows))
     show(json_, {"model": model, "rows": rows}, *texts)
 
 
 def _measure(
     net: Any,
-    of: ClassifierOptions,
-    given: Any,
+    options: ClassifierOptions,
+    data_options: Any,
     locations: Mapping[Any, Any],
     sizes: Sequence[tuple[int, int]],
     runtime: Any,
@@ -159,23 +165,31 @@ def _measure(
 
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
-        test_sets = open_located(locations, of.partial)
+        test_sets = open_located(locations, options.partial)
     else:
         size = sizes[0] if sizes else None
-        source, _ = evaluation_data(net, given.data, given.root, size, of.classes, of.split)
+        source, _ = evaluation_data(
+            net, data_options.data, data_options.root, size, options.classes, options.split
+        )
         test_sets = [TestSet(source, [Scoring("", source.labels, source.classes)])]
-    if given.max_images is not None:
-        test_sets = [test_set.spaced(given.max_images) for test_set in test_sets]
+    if data_options.max_images is not None:
+        test_sets = [test_set.spaced(data_options.max_images) for test_set in test_sets]
     progress = {}
     if runtime.is_main:
         progress["progress"] = track_steps
-    sweep = Sweep(sizes, of.rfc, of.rfc_fill)
+    sweep = Sweep(sizes, options.rfc, options.rfc_fill)
     rows, class_rows = run_sweep(
-        net, test_sets, sweep, given.batch_size, given.workers, runtime=runtime, **progress
+        net,
+        test_sets,
+        sweep,
+        data_options.batch_size,
+        data_options.workers,
+        runtime=runtime,
+        **progress,
     )
-    if of.per_class and runtime.is_main:
-        write_atomically(of.per_class, lambda file: write_csv(file, class_rows))
-    if not (of.cost and runtime.is_main):
+    if options.per_class and runtime.is_main:
+        write_atomically(options.per_class, lambda file: write_csv(file, class_rows))
+    if not (options.cost and runtime.is_main):
         return rows, []
     images = sum(len(test_set.source) for test_set in test_sets)
     return rows, measure_costs(net, sizes, images, exported)
@@ -185,30 +199,30 @@ def _show_rows(
     head: dict[str, str],
     rows: Rows,
     costs: Rows,
-    many: bool,
+    has_several: bool,
     json_: bool,
 ) -> None:
     """Print a metric per line, or a row for each suite, size and rfc ratio; a star marks the best of several ratios."""
     model = opt.display_name(head["model"], pretrained="weights" not in head)
     cost = costs[0] if len(costs) == 1 else {}
-    if len(rows) == 1 and not many:
+    if len(rows) == 1 and not has_several:
         row = rows[0]
         if "rfc" in row:
             model += f", rfc {row['rfc']:g} ({row['rfc_fill']})"
         show(json_, head | row | cost, metric_table(model, row | cost))
         return
     tables = [grid_table(rows)]
-    if many:
-        found: JsonObject = {"rows": rows, "cost": costs}
+    if has_several:
+        results: JsonObject = {"rows": rows, "cost": costs}
     else:
-        found = {"curve": [head | row for row in rows], **cost}
+        results = {"curve": [head | row for row in rows], **cost}
         best = max(range(len(rows)), key=lambda number: rows[number]["top1"])
         tables[0][1 + best][0] += " *"
     if len(costs) > 1:
         tables.append(grid_table(costs))
     elif costs:
         tables.append(metric_table("cost", cost))
-    show(json_, head | found, model, *tables)
+    show(json_, head | results, model, *tables)
 
 
 @opt.command
@@ -252,11 +266,11 @@ def predict(
     for path, value in files.items():
         _write(path, value)
     written = list(map(str, files))
-    found = {"model": model, "image": str(image), "rows": prediction.rows, "files": written}
+    values = {"model": model, "image": str(image), "rows": prediction.rows, "files": written}
     table = [["", str(image)], ["nothing", ""]]
     if prediction.rows:
         table = row_table(prediction.rows)
-    show(json_, found, table, *(f"wrote {path}" for path in written))
+    show(json_, values, table, *(f"wrote {path}" for path in written))
 
 
 def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:

@@ -151,13 +151,13 @@ def quantize(
 
 
 def _accuracy(model: Any, images: Any, name: str) -> JsonObject:
-    found = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
-    return {key: round(found[key], 4) for key in ("top1", "nll", "images")}
+    metrics = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
+    return {key: round(metrics[key], 4) for key in ("top1", "nll", "images")}
 
 
 def _open_images(
     net: Any,
-    given: opt.DataOptions,
+    data_options: opt.DataOptions,
     size: opt.Size,
     images: int,
     classes: int | None,
@@ -167,12 +167,14 @@ def _open_images(
     from isomorph.lab.data.sources import first_classes, spaced_images
     from isomorph.lab.evaluation.model_data import evaluation_data, open_split, sample_images
 
-    test, config = evaluation_data(net, given.data, given.root, size, classes, given.split)
-    train = open_split(net, "train", given.data, given.root, given.split)
+    test, config = evaluation_data(
+        net, data_options.data, data_options.root, size, classes, data_options.split
+    )
+    train = open_split(net, "train", data_options.data, data_options.root, data_options.split)
     if classes:
         train = first_classes(train, classes)
     chosen = sample_images(train, images)
-    tested = spaced_images(test, given.max_images)
+    tested = spaced_images(test, data_options.max_images)
     return eval_loader(chosen, config, batch_size), eval_loader(tested, config, batch_size)
 
 

@@ -31,10 +31,10 @@ def models_(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     pattern
         Glob over model names, for example 'tdrl_*'.
     """
-    known = tables()["models"]
-    rows = [row for row in known if fnmatchcase(row["name"], pattern)]
+    all_rows = tables()["models"]
+    rows = [row for row in all_rows if fnmatchcase(row["name"], pattern)]
     if not rows:
-        names = ", ".join(row["name"] for row in known)
+        names = ", ".join(row["name"] for row in all_rows)
         raise UserError(f"no model of isomorph matches {pattern!r}; choose from {names}")
     if json_:
         show(True, rows)
@@ -131,18 +131,18 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
         for row in counting:
             rows.append(row)
             update(len(rows), len(names), row["model"])
-    found: JsonObject = {"models": rows}
+    results: JsonObject = {"models": rows}
     if not norms:
-        found["families"] = summarise_coverage(rows)
+        results["families"] = summarise_coverage(rows)
     if json_:
-        show(True, found)
+        show(True, results)
         return
     if norms:
         print_text_table(_norm_table(rows))
     elif models:
         print_text_table(_rule_table({row["model"]: row for row in rows}))
     else:
-        print_text_table(_rule_table(found["families"]))
+        print_text_table(_rule_table(results["families"]))
     for row in rows:
         if "error" in row:
             say(f"{row['model']} cannot be created: {row['error']}")
@@ -171,8 +171,8 @@ def _norm_table(rows: Rows) -> Table:
 def _rule_table(counted: dict[str, JsonObject]) -> Table:
     """Return a table with a line for every rule and model, or family, by whose name the counts are."""
     table = [["", "rule", "accepted", "why not the others"]]
-    for name, found in counted.items():
-        for rule, counts in found.get("rules", {}).items():
+    for name, counts_of_model in counted.items():
+        for rule, counts in counts_of_model.get("rules", {}).items():
             if isinstance(counts, dict):  # of a family
                 counts = counts["accepted"], counts["modules"], counts["reasons"]
             accepted, modules, reasons = counts
@@ -201,14 +201,14 @@ _PACKAGES = (
 @opt.command
 def doctor(*, json_: opt.Json = False) -> None:
     """Check versions and devices, and that torchvision matches torch; exit with 1 on a problem."""
-    found = {}
+    findings = {}
     table = [["", "", ""]]
     has_problem = False
-    for what, finding, ok in _examine_environment():
-        found[what] = {"finding": finding, "ok": ok}
-        table.append([what, finding, "" if ok else "PROBLEM"])
+    for subject, finding, ok in _examine_environment():
+        findings[subject] = {"finding": finding, "ok": ok}
+        table.append([subject, finding, "" if ok else "PROBLEM"])
         has_problem |= not ok
-    show(json_, found, table)
+    show(json_, findings, table)
     if has_problem:
         sys.exit(1)
 

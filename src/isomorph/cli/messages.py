@@ -32,11 +32,11 @@ def name_options(message: str, command: str = "") -> str:
     """Return a message in which the library's arguments and fields have the names of the command's options."""
     options = _options_of(command)
 
-    def as_option(found: re.Match[str]) -> str:
-        name = found["name"] or found["quoted"] or found["field"]
+    def as_option(match: re.Match[str]) -> str:
+        name = match["name"] or match["quoted"] or match["field"]
         if name is None:
-            return found[0]
-        return _typed(name, found["value"], options) or found[0]
+            return match[0]
+        return _typed(name, match["value"], options) or match[0]
 
     return _ARGUMENT.sub(as_option, message)
 
@@ -61,8 +61,8 @@ def _typed(name: str, value: str | None, options: set[str]) -> str | None:
             return f"--model-kwargs {name}={sizes}"
         return f"--model.kwargs.{name} {sizes}" if "model.kwargs" in options else None
     last = name.rpartition(".")[2]
-    known = _OTHER_NAMES.get(name, (name, last, f"data.{last}", f"model.{last}"))
-    for candidate in known:
+    candidates = _OTHER_NAMES.get(name, (name, last, f"data.{last}", f"model.{last}"))
+    for candidate in candidates:
         option = candidate if candidate in options else candidate.replace("_", "-")
         if option in options or (option.startswith("model.kwargs.") and "model.kwargs" in options):
             return _with_value(option, value, options)
@@ -108,9 +108,9 @@ _PATTERNS = {
 def explain_shape_error(text: str) -> str | None:
     """Return what to do about an error message of torch or timm, or None if it is not about the shape of images."""
     for pattern, advice in _PATTERNS.items():
-        found = re.search(pattern, text)
-        if found is not None:
-            return advice.format(*found.groups())
+        match = re.search(pattern, text)
+        if match is not None:
+            return advice.format(*match.groups())
     return None
 
 
@@ -125,7 +125,9 @@ def explain_parse_error(error: CycloptsError) -> str:
         return f"{command} needs {name}{see}"
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
-        other = ""
+        other = _explain_second_value(error)
+        if other:
+            return other + see
         if command in ("analyze", "bench"):
             other = f"; give another model as --against {unused}"
         return f"{command} does not take {unused}{other}{see}"
@@ -135,6 +137,23 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see
     return text
+
+
+def _explain_second_value(error: UnusedCliTokensError) -> str:
+    """Return that an option takes one value, for a token that follows its first one; else nothing."""
+    tokens = error.root_input_tokens or []
+    unused = error.unused_tokens or []
+    valued = {}
+    for argument in app[tokens[0]].assemble_argument_collection():
+        if argument.hint is not bool:
+            valued.update(dict.fromkeys(argument.names, argument))
+    for option, first, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if option in valued and second == unused[0] and not first.startswith("--"):
+            said = f"{option} takes one value, not {first} and {second}"
+            if valued[option].parameter.metavar == "SIZE":
+                said += f"; write {option} {first}x{second} for height and width"
+            return said
+    return ""
 
 
 def _join_sentences(found: re.Match[str]) -> str:

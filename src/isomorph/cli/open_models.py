@@ -123,9 +123,9 @@ def open_classifier(
     if opening.weights or not opening.pretrained:
         raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
     artefact = open_artefact(name)
-    taken = artefact.metadata.get("inputs")
-    if taken:
-        inputs = " and ".join(taken)
+    input_names = artefact.metadata.get("inputs")
+    if input_names:
+        inputs = " and ".join(input_names)
         raise UserError(
             f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint"
         )
@@ -137,17 +137,17 @@ def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Modul
     return _print_notes(open_trained(path, library_options(checkpoint)))
 
 
-def library_options(given: CheckpointOptions) -> ModelOptions:
+def library_options(options: CheckpointOptions) -> ModelOptions:
     """Return the options as the library takes them. Raises: UserError for --model-kwargs that are not NAME=VALUE."""
     arguments = {}
-    for assignment in given.model_kwargs or []:
+    for assignment in options.model_kwargs or []:
         name, equals, text = assignment.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(
                 f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96"
             )
         arguments[name] = parse_value(text)
-    return ModelOptions(given.arch, given.num_classes, arguments, given.ema)
+    return ModelOptions(options.arch, options.num_classes, arguments, options.ema)
 
 
 def _print_notes(model: nn.Module) -> nn.Module:
@@ -161,14 +161,14 @@ def comparison_inputs(
     model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[tuple[int, int]] = ()
 ) -> list[Inputs]:
     """Return test images, by default one batch, of every size or the model's own; random inputs without data."""
-    tried = sizes or (None,)
+    tried_sizes = sizes or (None,)
     if not images.data:
-        return [random_inputs(batch, model, size) for size in tried]
+        return [random_inputs(batch, model, size) for size in tried_sizes]
     fraction = None if images.split == 1 else images.split
     source = open_source(images.data, "test", images.root, fraction)
     chosen = spaced_images(source, images.max_images or batch)
     inputs = []
-    for size in tried:
+    for size in tried_sizes:
         for part, _ in eval_loader(chosen, training_config(model, size), batch):
             inputs.append(part)
     return inputs

@@ -67,8 +67,8 @@ def whole(least: int, most: int) -> Parameter:
 def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
     sizes = []
     for token in tokens:
-        found = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", token.value)
-        height, width = (int(side or found[1]) for side in found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", token.value)
+        height, width = (int(side or match[1]) for side in match.groups()) if match else (0, 0)
         if not (1 <= height <= 2**13 and 1 <= width <= 2**13):
             raise ValueError(
                 f"{token.value[:40]} is not a size; write 96, or 96x128 for height and width"
@@ -87,11 +87,11 @@ def _check_model(kind: type, path: Any) -> None:
         raise ValueError(f"there is no checkpoint {name}")
     if "/" in name:
         raise ValueError(f"there is no file or folder {name}")
-    if known := _names_if_unknown(name.partition(".")[0]):
+    if names := _names_if_unknown(name.partition(".")[0]):
         raise ValueError(
             f"there is no checkpoint {name}"
             if isinstance(path, Path)
-            else unknown_model(name, known)
+            else unknown_model(name, names)
         )
 
 
@@ -102,10 +102,10 @@ def _names_if_unknown(name: str) -> list[str]:
         Path(__file__).parents[1] / "models",
     )
     texts = [path.read_text("utf8") for folder in folders for path in folder.rglob("*.py")]
-    own = [model["name"] for model in tables()["models"]]
-    if name in own or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+    own_names = [model["name"] for model in tables()["models"]]
+    if name in own_names or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
         return []
-    return own + [
+    return own_names + [
         model
         for text in texts
         for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
@@ -116,9 +116,11 @@ def _check_data(kind: type, name: str | None) -> None:
     sources = tables()["sources"]
     if name is None or name in sources or os.path.isdir(os.path.expanduser(name)):
         return
-    close = get_close_matches(name[:200], sources, n=1)
+    suggestions = get_close_matches(name[:200], sources, n=1)
     hint = (
-        f"did you mean {close[0]}?" if close else f"give a folder, or one of {', '.join(sources)}"
+        f"did you mean {suggestions[0]}?"
+        if suggestions
+        else f"give a folder, or one of {', '.join(sources)}"
     )
     raise ValueError(
         f"data source {name!r} is unknown, and there is no folder of that name; {hint}"

@@ -20,15 +20,15 @@ _TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
     """Let a command take any rule and the fields of all: `fields` becomes a dataclass, None where one is not given."""
-    known = tables()
-    kinds = {}
-    for row in known["rule_options"]:
-        kinds[row["name"]] = Annotated[_kind(row), Parameter(help=row["help"])]
-    members = {"__annotations__": kinds, "__module__": __name__, **dict.fromkeys(kinds)}
+    library = tables()
+    field_types = {}
+    for row in library["rule_options"]:
+        field_types[row["name"]] = Annotated[_kind(row), Parameter(help=row["help"])]
+    members = {"__annotations__": field_types, "__module__": __name__, **dict.fromkeys(field_types)}
     fields: Any = opt.group(type("RuleFields", (), members))
-    help_ = " ".join(f"{name}: {text}" for name, text in known["rules"].items())
+    help_ = " ".join(f"{name}: {text}" for name, text in library["rules"].items())
     command.__annotations__["rule"] = Annotated[
-        Literal[tuple(known["rules"])], Parameter(help=help_)
+        Literal[tuple(library["rules"])], Parameter(help=help_)
     ]
     command.__annotations__["fields"] = fields
     assert command.__kwdefaults__ is not None
@@ -37,10 +37,10 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
 
 
 def _kind(row: JsonObject) -> Any:
-    kinds: list[Any] = [_TYPES[name] for name in row["types"]]
+    types: list[Any] = [_TYPES[name] for name in row["types"]]
     if row["choices"]:
-        kinds.insert(0, Literal[tuple(row["choices"])])
-    return reduce(or_, kinds) | None
+        types.insert(0, Literal[tuple(row["choices"])])
+    return reduce(or_, types) | None
 
 
 @_with_rule_options

@@ -216,7 +216,7 @@ def _write_converted(
     before: Any,
     after: Any,
     out: opt.Out,
-    what: str,
+    done: str,
     json_: bool,
     atol: float | None = None,
     merged: Any = None,
@@ -230,14 +230,19 @@ def _write_converted(
     if not report.passed:
         raise NotEqual(report, "")
     iso.save(after, out)
-    earlier = count_parameters(before)
-    later = count_parameters(after)
-    facts = {"out": str(out), "before": earlier, "after": later, "report": report.as_dict()}
-    told: Any = f"{earlier:,} parameters before, {later:,} after {what}"
+    count_before = count_parameters(before)
+    count_after = count_parameters(after)
+    facts = {
+        "out": str(out),
+        "before": count_before,
+        "after": count_after,
+        "report": report.as_dict(),
+    }
+    summary: Any = f"{count_before:,} parameters before, {count_after:,} after {done}"
     if merged is not None:
         facts["fuse"] = asdict(merged)
-        told = merged
-    show(json_, facts, f"{report}\n{told}\nwrote {out}")
+        summary = merged
+    show(json_, facts, f"{report}\n{summary}\nwrote {out}")
 
 
 @opt.command

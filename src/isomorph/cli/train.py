@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from pydantic_core import SchemaValidator, ValidationError
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError, unknown_field
+from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
 from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
+from isomorph.yaml_values import parse_value
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
 
@@ -74,6 +76,7 @@ def train(
     iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
     check_names([*_paths(values), *given])
+    check_values(overrides)
     if iterations and "epochs" in given and "iterations" not in given:
         raise UserError(
             f"the length of {recipe} is {iterations} iterations, so --epochs has no effect; give --iterations, or "
@@ -115,6 +118,24 @@ def check_names(paths: Iterable[str]) -> None:
         raise UserError("; ".join(unknown))
 
 
+def check_values(assignments: Iterable[str]) -> None:
+    """Raise UserError for numbers, flags and choices that their field does not take; loading the recipe checks all."""
+    schemas = tables()["recipe_values"]
+    problems: list[str] = []
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        field = name.replace("-", "_")
+        if field not in schemas:
+            continue
+        try:
+            SchemaValidator(schemas[field]).validate_python(parse_value(text))
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)
+            problems += [describe_value(field, problem) for problem in wrong]
+    if problems:
+        raise invalid_fields("the recipe", problems)
+
+
 def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
     """Yield the paths of all values in groups, such as optim.lr."""
     for name, value in values.items():
@@ -125,8 +146,8 @@ def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
 
 def _spell_out_size(assignment: str) -> str:
     """Return an assignment with a size such as 96 or 96x128 as a list of two numbers, others as they are."""
-    found = _SIZE.match(assignment)
-    if found is None:
+    match = _SIZE.match(assignment)
+    if match is None:
         return assignment
-    name, height, width = found.groups()
+    name, height, width = match.groups()
     return f"{name}=[{height}, {width or height}]"

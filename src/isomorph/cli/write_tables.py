@@ -14,7 +14,7 @@ from isomorph.cli.tables import PATH
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
-from isomorph.lab.training.recipe.recipe import closed_groups, document_fields
+from isomorph.lab.training.recipe.recipe import closed_groups, document_fields, plain_values
 from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
 
@@ -30,6 +30,7 @@ def library_tables() -> JsonObject:
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
         "recipe_fields": closed_groups(),
+        "recipe_values": plain_values(),
         "sources": sorted(sources),
     }
 

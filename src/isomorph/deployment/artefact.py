@@ -89,12 +89,12 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 
 
 def _parse_metadata(texts: Any, path: object) -> JsonObject:
-    known = (
+    is_complete = (
         isinstance(texts, Mapping)
         and "isomorph_version" in texts
         and ("input_size" in texts or "inputs" in texts)
     )
-    if not known:
+    if not is_complete:
         raise UserError(
             f"{path} does not say which images it expects; give a file that isomorph export wrote",
         )
@@ -153,10 +153,10 @@ class Artefact(nn.Module):
     @property
     def own_size(self) -> ImageSize | None:
         """Height and width of the images that the file was made for; of texts 1 and their length; None if not known."""
-        known = self.metadata
-        if "length" in known:
-            return 1, known["length"]
-        size = known.get("input_size")
+        metadata = self.metadata
+        if "length" in metadata:
+            return 1, metadata["length"]
+        size = metadata.get("input_size")
         return (size[1], size[2]) if size else None
 
     @property
@@ -177,8 +177,8 @@ class Artefact(nn.Module):
         if images is not None:
             inputs[names[0] if len(names) == 1 else INPUT] = images
         if sorted(inputs) != sorted(names):
-            given = ", ".join(inputs) or "none"
-            raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
+            names_given = ", ".join(inputs) or "none"
+            raise UserError(f"the inputs are {names_given}; give {', '.join(names)} by name")
         first = inputs[names[0]]
         self._check_size(names[0], list(first.shape[1:]))
         size = max(len(first), 1) if "batch" in self.metadata["dynamic"] else 1
@@ -194,27 +194,31 @@ class Artefact(nn.Module):
             ) from error
         return torch.cat(outputs).to(first.device)
 
-    def _check_size(self, name: str, given: list[int]) -> None:
-        known = self.metadata
-        if "input_size" not in known and "length" not in known:
+    def _check_size(self, name: str, sides: list[int]) -> None:
+        metadata = self.metadata
+        if "input_size" not in metadata and "length" not in metadata:
             return
-        own = list(known.get("input_size") or [known["length"]])
-        shown = "x".join(map(str, given))
-        wanted = "x".join(map(str, own))
-        free = "size" in known["dynamic"] and len(given) == len(own)
-        if len(own) > 1:  # the channels are never free
-            free = free and given[0] == own[0]
-        if not free and given != own:
+        own_sides = list(metadata.get("input_size") or [metadata["length"]])
+        size = "x".join(map(str, sides))
+        own_size = "x".join(map(str, own_sides))
+        free = "size" in metadata["dynamic"] and len(sides) == len(own_sides)
+        if len(own_sides) > 1:  # the channels are never free
+            free = free and sides[0] == own_sides[0]
+        if not free and sides != own_sides:
             raise UserError(
-                f"{name} has the size {shown}, and the file takes {wanted}: give that size, or export with dynamic "
+                f"{name} has the size {size}, and the file takes {own_size}: give that size, or export with dynamic "
                 "batch,size"
             )
-        multiple = known["size_multiple"] or 1
-        for side, least in zip(given[1:], own[1:], strict=True):
-            if (side - least) % multiple:
+        multiple = metadata["size_multiple"] or 1
+        for side, own_side in zip(sides[1:], own_sides[1:], strict=True):
+            if (side - own_side) % multiple:
                 raise UserError(
-                    f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}",
+                    f"{name} has the size {size}; sides differ from {own_size} by multiples of {multiple}",
                 )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Return itself: a file computes in its own precision, on the CPU, whatever the module is moved to."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         digest = self.get_buffer("digest").numpy().tobytes()
@@ -231,11 +235,11 @@ def as_exported(model: nn.Module, artefact: Artefact) -> nn.Module:
         return model
     if size != evaluation_config(model)["input_size"][1:]:
         model = fit_to_size(model, size)
-    given = evaluation_config(model, size)
+    config = evaluation_config(model, size)
     raw = evaluation_config(artefact)
-    if not any(raw["mean"]) and raw["std"] == (_PIXEL,) * len(raw["std"]) != given["std"]:
+    if not any(raw["mean"]) and raw["std"] == (_PIXEL,) * len(raw["std"]) != config["std"]:
         return absorb(
-            model, given["mean"], given["std"], images=torch.zeros(1, *given["input_size"])
+            model, config["mean"], config["std"], images=torch.zeros(1, *config["input_size"])
         )
     return model
 
@@ -289,10 +293,10 @@ def load_artefact(
     contents: bytes, file_format: str, path: object = "the artefact", to_compare: bool = False
 ) -> Artefact:
     """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
-    read = _load_onnx if file_format == "onnx" else _load_pt2
+    load = _load_onnx if file_format == "onnx" else _load_pt2
     try:
         with quiet():
-            run, texts = read(contents)
+            run, texts = load(contents)
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None

@@ -21,14 +21,27 @@ from isomorph.deployment.artefact import (
     preparation_notes,
     require_packages,
 )
-from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
+from isomorph.deployment.program import (
+    less_dynamic,
+    only_tensor,
+    prepare,
+    to_onnx,
+    to_pt2,
+    trace,
+)
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
-from isomorph.surgery.comparison import TensorDifference, Tensors, compare_tensors, tensors_by_path
+from isomorph.surgery.comparison import (
+    TensorDifference,
+    Tensors,
+    compare_tensors,
+    relative_difference,
+    tensors_by_path,
+)
 from isomorph.surgery.model_pair import normal_like
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
@@ -89,7 +102,7 @@ def describe_left(left: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in left.items():
         names.setdefault(reason, []).append(name or "the model")
-    return [f"left {list_names(own)}: {reason}" for reason, own in names.items()]
+    return [f"left {list_names(names_left)}: {reason}" for reason, names_left in names.items()]
 
 
 def export(
@@ -113,7 +126,7 @@ def export(
         path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts), "size" or
             "none".
-        size: Height and width, or one number for both; by default the model's own.
+        size: Height and width, or one number for both; by default the model's own, where it says one.
         atol: Largest difference of a tensor allowed, relative to its largest value.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
@@ -170,9 +183,14 @@ def check_path(path: Any, call: str) -> Path:
 
 @torch.no_grad()
 def check_output(model: nn.Module, shapes: ExportShapes) -> None:
-    """Raise UserError for a model that returns something else than one tensor, before any long work."""
+    """Raise UserError for a model that returns something else than one tensor, or another at each call."""
     plain = copy.deepcopy(model).cpu().float().eval()
-    only_tensor(run_model(plain, shapes.examples()[0][1]))
+    first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
+    if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
+        raise UserError(
+            "the model gives other outputs when it is called again with the same inputs, so no file can equal it; "
+            "leave out what is random in eval mode, like F.dropout without training=self.training, or what calls change"
+        )
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
@@ -212,8 +230,10 @@ def encode(
             contents = to_pt2(program, shapes, metadata)
         progress("comparing")
         deviation = _compare(model, contents, kind, shapes, atol)
-        far = replace(deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near])
-        if deviation.passed or not shapes.near or not far.passed:
+        without_near = replace(
+            deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near]
+        )
+        if deviation.passed or not shapes.near or not without_near.passed:
             return shapes, contents, deviation
         height, width = shapes.shape[1:]
         shapes = plan_shapes(
@@ -237,15 +257,17 @@ def _compare(
     for shape, inputs in shapes.examples():
         double = _outputs(exact, cast_floats(inputs, torch.float64))
         try:
-            found = _outputs(artefact, inputs)
+            outputs = _outputs(artefact, inputs)
         except UserError as error:
             if len(rows) < len(shapes.checks) - shapes.near:
-                raise
+                raise UserError(f"{error}{less_dynamic(shapes)}") from error
             row = TensorDifference("", (), "", math.inf, math.inf, 0.0, problem=str(error))
             rows.append(Difference.of(shape, [row], atol))
             continue
         redraw = partial(_redraw, exact, inputs)
-        tensors = compare_tensors((_outputs(plain, inputs), found), (double, found), atol, redraw)
+        tensors = compare_tensors(
+            (_outputs(plain, inputs), outputs), (double, outputs), atol, redraw
+        )
         rows.append(Difference.of(shape, tensors, atol))
     return VerifyReport(atol, tuple(rows))
 

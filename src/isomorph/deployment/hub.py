@@ -99,15 +99,15 @@ def push(
                     f"{name} exists and is public; make it private in its settings, or leave out `private`",
                 )
         api.create_repo(name, private=private, exist_ok=True)
-        kept = CARD if api.file_exists(name, CARD) else None
+        existing_card = CARD if api.file_exists(name, CARD) else None
         api.upload_folder(
             repo_id=name,
             folder_path=folder,
-            ignore_patterns=kept,
+            ignore_patterns=existing_card,
             delete_patterns=RECIPE,  # a push without a run deletes the recipe of an earlier one
             commit_message="Add a model of isomorph",
         )
-    if kept:
+    if existing_card:
         warnings.warn(
             f"{name} keeps its README.md; delete it there, and push again",
             DataWarning,
@@ -217,23 +217,23 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     """
     path = folder / CONFIG
     header = read_header(folder / WEIGHTS)
-    own: JsonObject = {
+    parts: JsonObject = {
         key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header
     }
-    shared = {"isomorph": {"format": header["format"], **own}}
+    shared = {"isomorph": {"format": header["format"], **parts}}
     config: JsonObject = {}
-    if "base" in own:
-        built_as = own["base"]["name"]
+    if "base" in parts:
+        built_as = parts["base"]["name"]
         # arguments that JSON cannot hold
         with suppress(ValueError, TypeError, KeyError, AttributeError):
-            save_config_for_hf(_described_base(model, own["base"]), str(path))
+            save_config_for_hf(_described_base(model, parts["base"]), str(path))
             config = json.loads(path.read_text()) | shared
             path.write_text(json.dumps(config, indent=2), encoding="utf-8")
             # networks of other tasks would ask for the public weights of their backbones
             if config["architecture"] not in networks() and _timm_loads(model, folder):
                 return True
     else:
-        built_as = own["module"]["class"].rpartition(".")[2]
+        built_as = parts["module"]["class"].rpartition(".")[2]
     changed = {
         "architecture": f"{built_as} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"
     }
@@ -245,11 +245,11 @@ def _described_base(model: nn.Module, base: JsonObject) -> Any:
     """Return the network that a model was changed from, without weights, described by what the model expects."""
     with torch.device("meta"):
         plain: Any = rebuild(base, ())
-    kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
+    fields = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
     if not label_names(model):
-        kept -= {"label_names"}
-    known = spec_of(model).config
-    config = {key: value for key, value in known.items() if key in kept}
+        fields -= {"label_names"}
+    full_config = spec_of(model).config
+    config = {key: value for key, value in full_config.items() if key in fields}
     config["architecture"] = base["name"].partition(".")[0]
     config["num_classes"] = plain.num_classes
     plain.pretrained_cfg = config
@@ -262,18 +262,18 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
         return False
-    own = copy.deepcopy(model).cpu().float()
-    ours = own.state_dict()
-    theirs = loaded.state_dict()
+    exact = copy.deepcopy(model).cpu().float()
+    state = exact.state_dict()
+    loaded_state = loaded.state_dict()
     if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
-    if ours.keys() != theirs.keys():
+    if state.keys() != loaded_state.keys():
         return False
-    for name, tensor in theirs.items():
-        if not torch.equal(ours[name].to(tensor.dtype), tensor):
+    for name, tensor in loaded_state.items():
+        if not torch.equal(state[name].to(tensor.dtype), tensor):
             return False
-    inputs = random_inputs(1, own)
-    with torch.no_grad(), eval_mode(own), eval_mode(loaded):
-        expected = run_model(own, inputs)
+    inputs = random_inputs(1, exact)
+    with torch.no_grad(), eval_mode(exact), eval_mode(loaded):
+        expected = run_model(exact, inputs)
         actual = run_model(loaded, inputs)
     return relative_difference(expected, actual) <= _ATOL

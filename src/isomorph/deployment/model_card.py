@@ -41,10 +41,13 @@ def model_card(
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
     spec = spec_of(model)
     architecture = spec.name.partition(".")[0]
-    made = edits(model)
+    all_edits = edits(model)
     sections = _facts(model, spec)
-    if made:
-        sections += ["## Changes to the architecture", _block(recipe_text(describe_edits(made)))]
+    if all_edits:
+        sections += [
+            "## Changes to the architecture",
+            _block(recipe_text(describe_edits(all_edits))),
+        ]
     sections += ["## Use", _loading_code(model, name, architecture)]
     if in_timm:
         sections += ["Or with timm:", _timm_code(name, architecture)]

@@ -53,16 +53,16 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
     import onnx
 
     proto = onnx.load_from_string(contents)
-    given = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
-    known = {output.name for output in proto.graph.output}
-    asked = [output.name for output in proto.graph.output]
+    tensors = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+    graph_outputs = {output.name for output in proto.graph.output}
+    output_names = [output.name for output in proto.graph.output]
     for node in proto.graph.node:
         for name in node.output:
-            if name and name not in known:
+            if name and name not in graph_outputs:
                 proto.graph.output.append(onnx.ValueInfoProto(name=name))
-                asked.append(name)
+                output_names.append(name)
     session = open_session(proto.SerializeToString())
-    found = session.run(asked, {name: x.numpy() for name, x in given.items()})
+    results = session.run(output_names, {name: x.numpy() for name, x in tensors.items()})
 
     values: list[Tensor] = []
     numbers: dict[str, int] = {}
@@ -72,18 +72,18 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
         tensor = torch.from_numpy(np.array(value))
         values.append(tensor.double() if tensor.is_floating_point() else tensor)
 
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         add(name, tensor.numpy())
     for initializer in proto.graph.initializer:
         add(initializer.name, onnx.numpy_helper.to_array(initializer))
-    for name, value in zip(asked, found, strict=True):
+    for name, value in zip(output_names, results, strict=True):
         add(name, value)
     calls = [_call(index, node, numbers) for index, node in enumerate(proto.graph.node)]
     return Operations(
         calls=calls,
         values=values,
-        inputs=[numbers[name] for name in given],
-        outputs=[numbers[name] for name in known],
+        inputs=[numbers[name] for name in tensors],
+        outputs=[numbers[name] for name in graph_outputs],
         rounding=_ROUNDING,
     )
 

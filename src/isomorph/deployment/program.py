@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 OPSET = 20  # operator set of ONNX files; onnxruntime runs it since 2023
 METADATA_FILE = "metadata.json"  # in a .pt2 file
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
+# What torch.export says of an axis that is to be open.
+_CONSTANT = re.compile(
+    r"size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)"
+)
 # Operators that rearrange a weight: the quantiser rounds weights only if these are computed.
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 # elements that a constant may always have
@@ -75,7 +79,8 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        # torch prints the graph of a model that branches on values
+        with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(before)
@@ -107,11 +112,11 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
         positional = tuple(inputs.values())
         dynamic = tuple(axes.values())
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    what = "torch.export cannot trace the model"
+    failure = "torch.export cannot trace the model"
     with (
         quiet(),
         replaced_attribute(padding, "get_same_padding", _same_padding),
-        explain_failure(what, shapes),
+        explain_failure(failure, shapes),
     ):
         program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
@@ -131,11 +136,31 @@ def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        less = {"batch,size": "batch", "size": "none", "batch": "none"}.get(shapes.dynamic)
-        message = f"{what}: {_first_cause(error)}"
-        if less:
-            message += f"; try it with dynamic {less}"
-        raise UserError(message) from error
+        cause = _first_cause(error)
+        advice = less_dynamic(shapes)
+        fixed = _CONSTANT.search(str(error))
+        if "data-dependent" in cause:
+            advice = "; write it without the branch, as with torch.where"
+            cause = f"its code branches on values of the images ({cause})"
+        elif fixed:
+            advice = less_dynamic(shapes, of_batch=fixed[1] == "0")
+            cause = _explain_fixed_axis(fixed, shapes)
+        raise UserError(f"{what}: {cause}{advice}") from error
+
+
+def less_dynamic(shapes: ExportShapes, of_batch: bool = False) -> str:
+    """Return the advice to leave fewer axes open, size rather than batch if not `of_batch`; empty if none is open."""
+    less = {"batch,size": "size" if of_batch else "batch", "size": "none", "batch": "none"}
+    return f"; try it with dynamic {less[shapes.dynamic]}" if shapes.dynamic in less else ""
+
+
+def _explain_fixed_axis(found: re.Match[str], shapes: ExportShapes) -> str:
+    """Return which axis the model's code takes for a constant, and what to write instead."""
+    number, size = map(int, found.groups())
+    names = {axis: name for axes in shapes.axes.values() for axis, name in axes.items()}
+    written = f"{shapes.names[0]}.shape[{number}]"
+    fixing = f"len({shapes.names[0]})" if number == 0 else f"int({written})"
+    return f"its code fixes {names[number]} at {size}, as {fixing} does; write {written}"
 
 
 def _first_cause(error: BaseException) -> str:
@@ -170,12 +195,12 @@ def to_onnx(
     options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=OPSET)
     try:
         with quiet():
-            made = torch.onnx.export(
+            exported = torch.onnx.export(
                 program, input_names=shapes.names, output_names=[shapes.output], **options
             )
-            assert made is not None
-            optimize_ir(made.model, should_fold=_should_compute)
-            proto = made.model_proto
+            assert exported is not None
+            optimize_ir(exported.model, should_fold=_should_compute)
+            proto = exported.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
         raise UserError(
             f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file",

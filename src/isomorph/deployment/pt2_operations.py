@@ -50,10 +50,10 @@ class _Recorder(fx.Interpreter):
 
     def _item(self, n: fx.Node) -> list[int]:
         """Return the number of one of the values of another node."""
-        whole: Any = n.args[0]
-        place: Any = n.args[1]
-        numbers = self._numbers[whole]
-        return [numbers[place]] if numbers else []
+        source: Any = n.args[0]
+        index: Any = n.args[1]
+        numbers = self._numbers[source]
+        return [numbers[index]] if numbers else []
 
     def _record(self, n: fx.Node) -> None:
         schema = getattr(n.target, "_schema", None)
@@ -93,9 +93,9 @@ def pt2_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations:
     """Run a .pt2 file node by node, and return the nodes and their values."""
     module = torch.export.load(io.BytesIO(contents)).module()
     assert isinstance(module, fx.GraphModule)
-    given = [x.float() if x.is_floating_point() else x for x in inputs.values()]
+    tensors = [x.float() if x.is_floating_point() else x for x in inputs.values()]
     recorder = _Recorder(module)
-    recorder.run(*given)
+    recorder.run(*tensors)
     return Operations(
         calls=recorder.calls,
         values=recorder.values,

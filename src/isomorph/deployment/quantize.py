@@ -29,9 +29,10 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import batches_of
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
-from isomorph.surgery.modules import nearest_names
+from isomorph.surgery.site import nearest_names
 from isomorph.surgery.verify import verify
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ class QuantizeReport:
         if self.agreement is None:
             lines.append(f"outputs at {self.output_sqnr:.1f} dB on {images}")
         else:
-            same = f"same class as the float model on {self.agreement:.1f}% of {images}"
-            lines.append(f"{same}; outputs at {self.output_sqnr:.1f} dB")
+            agreement = f"same class as the float model on {self.agreement:.1f}% of {images}"
+            lines.append(f"{agreement}; outputs at {self.output_sqnr:.1f} dB")
         lines.append(
             f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model"
         )
@@ -165,7 +166,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
-        size: Height and width, or one number for both; by default the model's own.
+        size: Height and width, or one number for both; by default the model's own, where it says one.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
@@ -239,9 +240,9 @@ def _check_loader(loader: object) -> None:
 
 def _write_metadata(graph: "ModelProto", values: Mapping[str, str]) -> None:
     """Add metadata to a graph, in place of what it has under the same keys."""
-    known = {entry.key: entry.value for entry in graph.metadata_props} | dict(values)
+    entries = {entry.key: entry.value for entry in graph.metadata_props} | dict(values)
     del graph.metadata_props[:]
-    for key, value in known.items():
+    for key, value in entries.items():
         graph.metadata_props.add(key=key, value=value)
 
 
@@ -296,12 +297,15 @@ def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iter
     std = torch.tensor(config["std"])
     low = (-mean / std).min().item()
     high = ((1 - mean) / std).max().item()
-    least = min(batch.min().item() for batch in batches)
-    most = max(batch.max().item() for batch in batches)
-    if getattr(model, "pretrained_cfg", None) and (least < low - 0.1 or most > high + 0.1):
+    smallest = min(batch.min().item() for batch in batches)
+    largest = max(batch.max().item() for batch in batches)
+    if smallest < low - 0.1 or largest > high + 0.1:
+        advice = "set model.pretrained_cfg to how they are prepared"
+        if spec_of(model).config:
+            advice = "prepare them like its test images, with iso.data.eval_loader"
         yield (
-            f"calibration images reach from {least:.3g} to {most:.3g}, and the model's own are between {low:.3g} and "
-            f"{high:.3g} once normalised: prepare them like its test images, with iso.data.eval_loader"
+            f"calibration images reach from {smallest:.3g} to {largest:.3g}, and those prepared as the file says lie "
+            f"between {low:.3g} and {high:.3g}: {advice}"
         )
     if predicted == 1 < sum(map(len, batches)) and getattr(model, "num_classes", 2) != 1:
         yield "the model predicts one class for all calibration images; are they prepared as in its training?"
@@ -322,17 +326,17 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
     channels, height, width = shapes.shape
-    given = type(images).__name__
+    description = type(images).__name__
     if isinstance(images, Tensor):
         fits = images.ndim == 4 and images.shape[1] == channels
         shape = "x".join(map(str, images.shape))
-        given = f"{shape} in {str(images.dtype).removeprefix('torch.')}"
+        description = f"{shape} in {str(images.dtype).removeprefix('torch.')}"
         own_size = "size" in shapes.dynamic or images.shape[2:] == (height, width)
         if fits and own_size and images.is_floating_point() and images.isfinite().all():
             return
     raise UserError(
-        f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
-        "; for images of another size, give it as `size`"
+        f"calibration images are {description}; give normalised images, finite floats of "
+        f"B x {channels} x {height} x {width}; for images of another size, give it as `size`"
     )
 
 
@@ -369,14 +373,14 @@ def _describe_layers(
     after: "ModelProto",
     kept: Mapping[str, str],
 ) -> tuple[QuantizedLayer, ...]:
-    now = _layer_nodes(after)
+    new_nodes = _layer_nodes(after)
     rounded: set[str] = set()
     for node in after.graph.node:
         if node.op_type == "DequantizeLinear":
             rounded.update(node.output)
     rows = []
     for name, node in _layer_nodes(before).items():
-        reads = set(now[name].input[:2]) if name in now else set()
+        reads = set(new_nodes[name].input[:2]) if name in new_nodes else set()
         precision = "int8 w"
         reason = ""
         if name in kept or reads.isdisjoint(rounded):

@@ -16,6 +16,7 @@ from isomorph.models.input_sizes import (
     fit_to_size,
     image_size,
     input_size_problem,
+    knows_size,
 )
 from isomorph.surgery.calls import Inputs, own_inputs
 
@@ -92,8 +93,8 @@ def plan_shapes(
     sequences; without it they have the network's greatest length, at most 512. `least_multiple` is the least step
     between sizes that the exported graph is to be right for.
 
-    Raises: UserError for a `dynamic` that is none of DYNAMIC, for a detector, and when the model does not take that
-        size, or is to take any size and takes only one.
+    Raises: UserError for a `dynamic` that is none of DYNAMIC, for a detector, without a size if the model says none,
+        and when the model does not take the size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
         raise UserError(
@@ -114,6 +115,11 @@ def plan_shapes(
         axes |= {2: "height", 3: "width"}
     if getattr(model, "time_steps", None):
         return _plan_denoiser(model, dynamic, size, batches, axes)
+    if size is None and not knows_size(model):
+        raise UserError(
+            "the model does not say which size of images it takes; give size=224, or size=(224, 160) for height and "
+            "width"
+        )
     channels, height, width = evaluation_config(model, size)["input_size"]
     problem = input_size_problem(model, (channels, height, width))
     if problem:
@@ -122,9 +128,9 @@ def plan_shapes(
         checks = _random_images(channels, zip(batches, [(height, width)] * 3, strict=True))
         return ExportShapes(dynamic, checks, {INPUT: axes}, named=False)
     size_step = _size_step(model, (channels, height, width), least_multiple)
-    far = _far(size_step)
+    trace_step = _trace_step(size_step)
     others = _sizes_between(model, (channels, height, width), size_step)
-    sizes = [(height, width), (height, width + far), (height + far, width), *others]
+    sizes = [(height, width), (height, width + trace_step), (height + trace_step, width), *others]
     all_batches = [*batches, *[batches[1]] * len(others)]
     checks = _random_images(channels, zip(all_batches, sizes, strict=True))
     return ExportShapes(
@@ -132,18 +138,18 @@ def plan_shapes(
     )
 
 
-def _sizes_between(model: nn.Module, own: tuple[int, int, int], step: int) -> list[ImageSize]:
+def _sizes_between(model: nn.Module, own_size: tuple[int, int, int], step: int) -> list[ImageSize]:
     """Return sizes that differ from the model's own by one step, and from a traced one, as far as the model takes them.
 
     A traced graph has no branches: where a network pads maps of odd size, one that was traced at even sizes is wrong
     for odd ones, which these sizes show.
     """
-    channels, height, width = own
-    far = _far(step)
+    channels, height, width = own_size
+    trace_step = _trace_step(step)
     sizes: list[ImageSize] = []
-    if step == far:  # the traced sizes are that close
+    if step == trace_step:  # the traced sizes are that close
         return sizes
-    for difference in (step, step - far):
+    for difference in (step, step - trace_step):
         sides = (height + difference, width + difference)
         if min(sides) > step and not input_size_problem(model, (channels, *sides)):
             sizes.append(sides)
@@ -172,42 +178,46 @@ def _plan_denoiser(
         raise UserError(
             f"the model takes no images of {height} x {width}: sides must be multiples of {step}",
         )
-    far = 0
+    trace_step = 0
     multiple = None
     if "size" in dynamic:
-        far = _far(step)
+        trace_step = _trace_step(step)
         multiple = step
-    tried = ((height, width), (height, width + far), (height + far, width))
+    sizes = ((height, width), (height, width + trace_step), (height + trace_step, width))
     checks: Any = tuple(
-        own_inputs(model, batch, sides) for batch, sides in zip(batches, tried, strict=True)
+        own_inputs(model, batch, sides) for batch, sides in zip(batches, sizes, strict=True)
     )
     of_steps = {axis: name for axis, name in axes.items() if axis == 0}
     return ExportShapes(dynamic, checks, {"x": axes, "t": of_steps}, "noise", multiple)
 
 
-def _far(step: int) -> int:
+def _trace_step(step: int) -> int:
     """Return the step between the traced images: a multiple of the step between sizes."""
     return step * math.ceil(_TRACE_STEP / step)
 
 
-def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
+def _size_step(model: nn.Module, own_size: tuple[int, int, int], minimum: int) -> int:
     """Return the smallest step between sizes that the model takes, that of its patches where it has plain ones.
 
-    Raises: UserError when the model takes only its own size, or its graph is right for no step of at least `least`.
+    Raises: UserError when the model takes only its own size, or its graph is right for no step of at least `minimum`.
     """
-    channels, height, width = own
+    channels, height, width = own_size
     embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
     steps = _STEPS
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         steps = (max(embed.patch_size),)
     problem = ""
     for step in steps:
-        far = _far(step)
-        for sides in ((height, width + step), (height + far, width), (height, width + far)):
+        trace_step = _trace_step(step)
+        for sides in (
+            (height, width + step),
+            (height + trace_step, width),
+            (height, width + trace_step),
+        ):
             problem = input_size_problem(model, (channels, *sides))
             if problem:
                 break
-        if not problem and step >= least:
+        if not problem and step >= minimum:
             return step
     if problem:
         raise UserError(
@@ -236,10 +246,10 @@ def _plan_text(
         lengths = (longest // 2, longest // 3, longest - 1)
         axes[1] = "length"
     checks = []
-    for more, (batch, N) in enumerate(zip(batches, lengths, strict=True)):
-        drawn: Any = own_inputs(model, batch + more, (1, N))
+    for extra, (batch, N) in enumerate(zip(batches, lengths, strict=True)):
+        model_inputs: Any = own_inputs(model, batch + extra, (1, N))
         # the first sequences have the least padding
-        inputs = {name: x[more:] for name, x in drawn.items()}
+        inputs = {name: x[extra:] for name, x in model_inputs.items()}
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             second_half = (torch.arange(N) >= N // 2).long()
             inputs["token_type_ids"] = second_half * inputs["attention_mask"]  # (batch, N)

@@ -58,5 +58,5 @@ class ConvNorm(nn.Conv2d):
         conv: Any = copy.deepcopy(self).double()
         conv.__class__ = nn.Conv2d
         norm = conv._modules.pop("norm")
-        own = next(self.parameters())
-        return fuse_conv_bn_eval(conv, norm).to(own.dtype).requires_grad_(own.requires_grad)
+        weight = next(self.parameters())
+        return fuse_conv_bn_eval(conv, norm).to(weight.dtype).requires_grad_(weight.requires_grad)

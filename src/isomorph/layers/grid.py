@@ -40,8 +40,8 @@ def axis_offsets(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
-    places = start + stride * torch.arange(queries, device=device, dtype=dtype)
-    return torch.arange(keys, device=device, dtype=dtype) - places[:, None]
+    positions = start + stride * torch.arange(queries, device=device, dtype=dtype)
+    return torch.arange(keys, device=device, dtype=dtype) - positions[:, None]
 
 
 def odd_window(window: int | GridSize) -> GridSize:
@@ -58,12 +58,6 @@ def squarest_window(num_taps: int) -> GridSize:
     while num_taps % height:
         height -= 1
     return height, num_taps // height
-
-
-def window_centres(window: GridSize) -> Tensor:
-    """Return the offsets (row, column) of taps, row by row; half steps for an even side. Shape: -> (height width, 2)"""
-    rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
-    return torch.cartesian_prod(rows, columns)  # (height width, 2)
 
 
 def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[GridSize, int]:
@@ -90,11 +84,15 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
         grid = _proportional_grid(count - lead, shape)
         if grid is not None:
             return grid, lead
-    wanted = "square grid"
+    expected = "square grid"
     if shapes:
         sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
-        wanted = f"grid of the proportions of {sizes}"
-    raise ValueError(f"{count} tokens do not fill a {wanted}; give grid_size=(height, width)")
+        expected = f"grid of the proportions of {sizes}"
+    before = " or ".join(map(str, sorted(set(leads))))
+    raise ValueError(
+        f"{count} tokens do not fill a {expected} after {before} class and register tokens; give prefix_tokens, the "
+        "number of these, and grid_size=(height, width) for another grid"
+    )
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:
@@ -112,7 +110,7 @@ def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:
     return min(fitting, key=lambda grid: abs(grid[0] - ideal), default=None)
 
 
-def grid_places(grid_size: GridSize) -> Tensor:
+def grid_positions(grid_size: GridSize) -> Tensor:
     """Return the (row, column) of every position of a grid, row by row. Shape: -> (H W, 2)"""
     H, W = grid_size
     return torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))

@@ -77,11 +77,11 @@ def merge_queries(mask: Tensor) -> Tensor:
     merged = mask[:, :, :1].expand_as(mask)
     if mask.is_inference():  # it counts no versions
         return merged if torch.equal(mask, merged) else mask
-    version, same = getattr(mask, "isomorph_padding", (-1, False))
+    version, is_same = getattr(mask, "isomorph_padding", (-1, False))
     if version != mask._version:
-        same = torch.equal(mask, merged)
-        mask.isomorph_padding = (mask._version, same)  # type: ignore[attr-defined]
-    return merged if same else mask
+        is_same = torch.equal(mask, merged)
+        mask.isomorph_padding = (mask._version, is_same)  # type: ignore[attr-defined]
+    return merged if is_same else mask
 
 
 def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -109,15 +109,15 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
     k = kernel.shape[-1]
     N = maps.shape[-1]
     padded = F.pad(maps.masked_fill(~allowed, 0), (k // 2,) * 4)
-    near = [_neighbours_allowed(allowed, tap - k // 2) for tap in range(k)]
+    allowed_at = [_neighbours_allowed(allowed, tap - k // 2) for tap in range(k)]
     groups = maps.shape[1] // kernel.shape[1]
     total = torch.zeros_like(maps)
     for s in range(k):
         for t in range(k):
-            pairs = near[s][..., :, None] & near[t][..., None, :]
-            moved = padded[..., s : s + N, t : t + N]
-            tap = kernel[:, :, s : s + 1, t : t + 1].to(moved.dtype)
-            total = total + F.conv2d(moved.masked_fill(~pairs, 0), tap, groups=groups)
+            pairs = allowed_at[s][..., :, None] & allowed_at[t][..., None, :]
+            shifted = padded[..., s : s + N, t : t + N]
+            tap = kernel[:, :, s : s + 1, t : t + 1].to(shifted.dtype)
+            total = total + F.conv2d(shifted.masked_fill(~pairs, 0), tap, groups=groups)
     return total.masked_fill(~allowed, 0)
 
 
@@ -160,8 +160,12 @@ class RefinedMap(nn.Module):
             return refined.masked_fill(~allowed, 0)
         real = _real_tokens(allowed)
         if real is None:
-            own = torch.diagonal(allowed, 0, -2, -1)[..., None]  # padding may not attend to itself
-            return torch.where(own, convolve_within(maps, self.refine.kernel(), allowed), maps)
+            attends_to_itself = torch.diagonal(allowed, 0, -2, -1)[
+                ..., None
+            ]  # padding may not attend to itself
+            return torch.where(
+                attends_to_itself, convolve_within(maps, self.refine.kernel(), allowed), maps
+            )
         queries = real[..., None]
         pairs = queries & real[..., None, :]
         refined = self.refine(maps.masked_fill(~pairs, 0)).masked_fill(~pairs, 0)
@@ -225,9 +229,9 @@ class GatedMap(TokenPositions):
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return s P, 0 for `prefix` keys, and 1 - s. Shape: -> (nh, Nq, p + Nk) or (B, nh, Nq, p + Nk), (nh, 1, 1)"""
-        share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]
+        share, content_share = mix_weights(self.gate).to(dtype)[:, :, None, None]
         position = F.pad(self.position_map(queries, keys, allowed), (prefix, 0))
-        return position.to(dtype) * share, rest
+        return position.to(dtype) * share, content_share
 
     def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return P between places (row, column) in steps of the keys, to the allowed keys only.
@@ -252,6 +256,7 @@ class GatedMap(TokenPositions):
         return self._mix_on_grids(maps, call, allowed)
 
     def _mix_on_grids(self, maps: Tensor, call: MapCall, allowed: Tensor | None) -> Tensor:
+        """Mix maps with position attention among the tokens on the grid; those of prefix tokens stay."""
         if maps.shape[-2] == 1:  # a class token, in the middle of the image
             queries = (1, 1)
             prefix = 0
@@ -261,13 +266,13 @@ class GatedMap(TokenPositions):
             keys, first = fit_grid(maps.shape[-1], (queries,), prefix)
         if allowed is None:
             parameters = (self.position, self.gate)
-            scaled, rest = self.cached(
+            scaled, content_share = self.cached(
                 parameters, self.scaled_map, queries, keys, first, maps.dtype
             )
         else:
             on_grids = allowed[..., prefix:, first:]
-            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, on_grids)
+            scaled, content_share = self.scaled_map(queries, keys, first, maps.dtype, on_grids)
         if not prefix:
-            return torch.addcmul(scaled, maps, rest)
-        mixed = torch.addcmul(scaled, maps[..., prefix:, :], rest)
+            return torch.addcmul(scaled, maps, content_share)
+        mixed = torch.addcmul(scaled, maps[..., prefix:, :], content_share)
         return torch.cat([maps[..., :prefix, :], mixed], dim=-2)

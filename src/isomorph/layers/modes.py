@@ -27,7 +27,7 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == CPU_DEVICE
 
 
-def saves_work(x: Tensor) -> bool:
+def is_arithmetic_bound(x: Tensor) -> bool:
     """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
     return on_cpu(x) or x.is_meta
 
@@ -56,12 +56,6 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
 def in_functorch() -> bool:
     """True within a transform of torch.func."""
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
-
-
-def can_write_into(gradient: Tensor) -> bool:
-    """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
-    recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
-    return not recorded and gradient.is_contiguous()
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -109,15 +103,16 @@ LARGEST_CONSTANT = 2**23
 
 
 @functools.lru_cache(maxsize=128)
-def _made(
+def _cached_constant(
     make: Callable[..., Tensor],
     device: torch.device,
     arguments: tuple[Hashable, ...],
 ) -> Tensor | None:
+    """Return a constant on a device, made once; None if it is too large to keep."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        made = make(*arguments, device=torch.device("cpu"))
+        tensor = make(*arguments, device=torch.device("cpu"))
         # complete on return, for every stream
-        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None
+        return tensor.to(device) if tensor.nbytes <= LARGEST_CONSTANT else None
 
 
 def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tensor:
@@ -126,9 +121,9 @@ def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tens
     Small ones are made once for all layers and calls, and must not be written to.
     """
     if can_keep(like):
-        kept = _made(make, like.device, arguments)
-        if kept is not None:
-            return kept
+        cached = _cached_constant(make, like.device, arguments)
+        if cached is not None:
+            return cached
     return make(*arguments, device=like.device)
 
 
@@ -155,7 +150,7 @@ class KeepsInEval(nn.Module):
 
     # By function: the tensors that a result was computed from, the state in which they were, and
     # the result.
-    _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
+    _cache: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
 
     def cached(
         self,
@@ -167,39 +162,41 @@ class KeepsInEval(nn.Module):
         if self.training or not can_keep(*sources):
             return compute(*arguments)
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
-            self._drop_kept()  # whoever trains in eval mode may write to parameters unseen
+            self._clear_cache()  # whoever trains in eval mode may write to parameters unseen
             return compute(*arguments)
         state = (
             arguments,
             *_surroundings(sources[0].device),
-            [(each.data_ptr(), each._version) for each in sources],
+            [(tensor.data_ptr(), tensor._version) for tensor in sources],
         )
-        kept = self._kept.get(compute.__name__)  # another thread may replace it at any time
-        if kept and kept[1] == state and all(map(operator.is_, kept[0], sources)):
-            return kept[2]
+        entry = self._cache.get(compute.__name__)  # another thread may replace it at any time
+        if entry and entry[1] == state and all(map(operator.is_, entry[0], sources)):
+            return entry[2]
         with torch.inference_mode(False), torch.no_grad():
             value = compute(*arguments)
-        if all(type(each) is Tensor for each in (value if isinstance(value, tuple) else (value,))):
-            self._kept = {**self._kept, compute.__name__: (sources, state, value)}
+        if all(
+            type(tensor) is Tensor for tensor in (value if isinstance(value, tuple) else (value,))
+        ):
+            self._cache = {**self._cache, compute.__name__: (sources, state, value)}
         return value
 
-    def _drop_kept(self) -> None:
-        self.__dict__.pop("_kept", None)
+    def _clear_cache(self) -> None:
+        self.__dict__.pop("_cache", None)
 
     def train(self, mode: bool = True) -> Self:
-        self._drop_kept()
+        self._clear_cache()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._drop_kept()
+        self._clear_cache()
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._drop_kept()
+        self._clear_cache()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
 
 @contextmanager
@@ -232,6 +229,7 @@ def require_finite(outputs: Any) -> None:
 
 
 def _call_in_float64(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of a module with its weights in float64."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     exact = {
         name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import saves_work
+from isomorph.layers.modes import is_arithmetic_bound
 
 
 class Window(NamedTuple):
@@ -94,7 +94,7 @@ def is_summed_by_lag(x: Tensor, window: Window) -> bool:
     """
     h, w = window.kernel_size
     top, side = window.padding
-    if not saves_work(x) or len(x) == 0:
+    if not is_arithmetic_bound(x) or len(x) == 0:
         return False
     dense = window.stride == window.dilation == (1, 1) != window.kernel_size
     padded = h <= 2 * top + 1 and w <= 2 * side + 1
@@ -109,17 +109,17 @@ def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, .
     every = slice(None)
     strips = []
     for n in range(1, h - top):  # n rows of a patch are inside the map
-        across = Window((n, w), (1, 1), (0, w - 1), (1, 1), window.groups)
+        row_window = Window((n, w), (1, 1), (0, w - 1), (1, 1), window.groups)
         last_rows = (slice(h - n, h), every)
         first_rows = (slice(n), every)
-        strips.append((x[:, :, :n], last_rows, across))
-        strips.append((x[:, :, -n:], first_rows, across))
+        strips.append((x[:, :, :n], last_rows, row_window))
+        strips.append((x[:, :, -n:], first_rows, row_window))
     for n in range(1, w - side):
-        along = Window((h, n), (1, 1), (top, 0), (1, 1), window.groups)
+        column_window = Window((h, n), (1, 1), (top, 0), (1, 1), window.groups)
         last_columns = (every, slice(w - n, w))
         first_columns = (every, slice(n))
-        strips.append((x[..., :n], last_columns, along))
-        strips.append((x[..., -n:], first_columns, along))
+        strips.append((x[..., :n], last_columns, column_window))
+        strips.append((x[..., -n:], first_columns, column_window))
     return strips
 
 
@@ -156,8 +156,8 @@ def _sum_by_lag(x: Tensor, window: Window) -> Tensor:
     chunk = max(1, min(sixteenth, within_8192))  # images at a time: long sums lose digits
     padded = F.pad(x, (w - 1, w - 1, 0, h - 1))
     parts = []
-    for around, own in zip(padded.split(chunk), x.split(chunk), strict=True):
-        parts.append(conv2d_weight(around, size, own, groups=groups))
+    for padded_images, images in zip(padded.split(chunk), x.split(chunk), strict=True):
+        parts.append(conv2d_weight(padded_images, size, images, groups=groups))
     return reduce(torch.add, parts).unflatten(0, (groups, -1))
 
 
@@ -180,8 +180,8 @@ def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
     added = F.conv2d(x, lags.flatten(0, 1), padding=(below, right), groups=window.groups)
     strips = zip(_border_strips(x, window), _border_strips(added, window), strict=True)
     for (strip, (rows, columns), strip_window), (part, *_) in strips:
-        own = pairs[:, :, rows, columns, :, rows, columns]
-        block = own.flatten(4).flatten(1, 3)
+        pairs_of_strip = pairs[:, :, rows, columns, :, rows, columns]
+        block = pairs_of_strip.flatten(4).flatten(1, 3)
         if max(window.kernel_size) > 3:
             tokens = torch.bmm(read_tokens(strip, strip_window), block)
             part -= scatter_tokens(tokens, strip.shape, strip_window)

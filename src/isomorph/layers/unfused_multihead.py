@@ -18,8 +18,8 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Shape: three of (B, N, C) -> the same"""
-        given = zip((query, key, value), projections(self), strict=True)
-        return [F.linear(x, weight, bias) for x, (weight, bias) in given]
+        inputs = zip((query, key, value), projections(self), strict=True)
+        return [F.linear(x, weight, bias) for x, (weight, bias) in inputs]
 
     def forward(
         self,
@@ -88,7 +88,9 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         # by which torch's encoder layers see that they call this layer
         for name in ("in_proj_weight", "in_proj_bias"):
             self.register_parameter(name, None)
-        self.q_proj, self.k_proj, self.v_proj = (linear_of(*each) for each in projections(original))
+        self.q_proj, self.k_proj, self.v_proj = (
+            linear_of(*projection) for projection in projections(original)
+        )
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -200,14 +202,14 @@ def joint_mask(
     return padding if scores is None else scores + padding
 
 
-def allowed_by_masks(layer: Any, given: dict[str, Any]) -> Tensor | None:
+def allowed_by_masks(layer: Any, arguments: dict[str, Any]) -> Tensor | None:
     """Return where the masks of a call allow attention, or None. Raises: ValueError for a mask for each head."""
-    attn_mask = given.get("attn_mask")
+    attn_mask = arguments.get("attn_mask")
     if attn_mask is not None and attn_mask.ndim == 3:
         raise ValueError(
             "an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)"
         )
-    mask = joint_mask(attn_mask, given.get("key_padding_mask"), 1, layer.out_proj.weight.dtype)
+    mask = joint_mask(attn_mask, arguments.get("key_padding_mask"), 1, layer.out_proj.weight.dtype)
     return None if mask is None else mask > -torch.inf
 
 

@@ -42,27 +42,27 @@ class TokenWindows(NamedTuple):
         log_m = torch.where(in_one_window, torch.zeros_like(outside), outside)
         return F.pad(log_m, (self.prefix, 0, self.prefix, 0))
 
-    def bands(self) -> list[list["_Rectangle"]]:
+    def rectangle_rows(self) -> list[list["_Rectangle"]]:
         """Return rows of rectangles, in each of which all windows have one size.
 
         A grid that the side does not divide has smaller windows at its right and lower border: [[full, right],
         [lower, corner]].
         """
         H, W = self.grid
-        bands = []
+        rows = []
         for top, bottom, window_height in _spans(H, self.side):
-            band = [
+            row = [
                 _Rectangle(top, bottom, window_height, left, right, window_width)
                 for left, right, window_width in _spans(W, self.side)
             ]
-            bands.append(band)
-        return bands
+            rows.append(row)
+        return rows
 
 
 def _spans(length: int, side: int) -> list[tuple[int, int, int]]:
     """Return where windows of one size begin and end along an axis, and their size."""
-    rest = length % side
-    spans = [(0, length - rest, side), (length - rest, length, rest)]
+    remainder = length % side
+    spans = [(0, length - remainder, side), (length - remainder, length, remainder)]
     return [(start, stop, size) for start, stop, size in spans if stop > start]
 
 
@@ -122,16 +122,16 @@ def attend_in_windows(
     maps = [x[:, :, prefix:].unflatten(2, windows.grid) for x in (q, k, v)]
     first_k = k[:, :, :prefix]
     first_v = v[:, :, :prefix]
-    bands = []
-    for band in windows.bands():
+    rows_of_outputs = []
+    for rectangles in windows.rectangle_rows():
         parts = []
-        for rectangle in band:
-            q_, k_, v_ = [rectangle.cut(each) for each in maps]
+        for rectangle in rectangles:
+            q_, k_, v_ = [rectangle.cut(tokens) for tokens in maps]
             local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
             y = _attend_in_each(attend, q_, k_, v_, first_k, first_v, local)
             parts.append(rectangle.join(y))
-        bands.append(torch.cat(parts, 3))
-    out = torch.cat(bands, 2).flatten(2, 3)
+        rows_of_outputs.append(torch.cat(parts, 3))
+    out = torch.cat(rows_of_outputs, 2).flatten(2, 3)
     if not prefix:
         return out
     of_prefix = None if bias is None else _prefix_rows(bias, prefix, k.shape[2])
@@ -150,19 +150,21 @@ def attend_in_padded_windows(
     H, W = windows.grid
     rows = torch.arange(_rounded_up(H, side), device=q.device)
     columns = torch.arange(_rounded_up(W, side), device=q.device)
-    whole = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
+    padded_map = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
 
     y = rows.clamp(max=H - 1)[:, None]
     x = columns.clamp(max=W - 1)
-    maps = [each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x] for each in (q, k, v)]
-    q_, k_, v_ = [whole.cut(each) for each in maps]
+    maps = [tensor[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x] for tensor in (q, k, v)]
+    q_, k_, v_ = [padded_map.cut(tensor) for tensor in maps]
 
     on_grid = (rows < H)[:, None] & (columns < W)
-    inside = whole.cut(on_grid[None, None, ..., None])  # (1, windows, 1, s, 1)
-    seen = F.pad(inside.mT, (prefix, 0), value=True)
-    seen = seen.expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
+    inside = padded_map.cut(on_grid[None, None, ..., None])  # (1, windows, 1, s, 1)
+    attended = F.pad(inside.mT, (prefix, 0), value=True)
+    attended = attended.expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
 
-    out = whole.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], seen))
+    out = padded_map.join(
+        _attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], attended)
+    )
     y = torch.arange(H, device=q.device)  # a slice would ask whether it takes all
     x = torch.arange(W, device=q.device)
     out = out[:, :, y[:, None], x].flatten(2, 3)
@@ -255,12 +257,12 @@ def limit_bias(relative: Any, windows: TokenWindows) -> None:
     tokens = round(len(index) ** 0.5)
     prefix = tokens - H * W  # of the table; an MLP has none
     positions = torch.arange(H * W, device=index.device).view(H, W)[:h, :w].flatten()
-    kept = torch.cat([torch.arange(prefix, device=index.device), prefix + positions])
-    index = index.view(tokens, tokens)[kept][:, kept].flatten()
+    positions_kept = torch.cat([torch.arange(prefix, device=index.device), prefix + positions])
+    index = index.view(tokens, tokens)[positions_kept][:, positions_kept].flatten()
     if hasattr(relative, "rel_coords_log"):  # an MLP computes the bias of each offset
         relative.rel_coords_log = relative.rel_coords_log[H - h : H + h - 1, W - w : W + w - 1]
         down = index // (2 * W - 1) - (H - h)
         right = index % (2 * W - 1) - (W - w)
         index = down * (2 * w - 1) + right
     relative.relative_position_index = index
-    relative.bias_shape = (len(kept), len(kept), relative.bias_shape[2])
+    relative.bias_shape = (len(positions_kept), len(positions_kept), relative.bias_shape[2])

@@ -70,16 +70,16 @@ def create(name: str, **arguments: Any) -> nn.Module:
             ) from error
         reason = " ".join(str(error).split())[:300]
         message = f"timm cannot create {name}: {reason}"
-        given = ", ".join(
+        shown_arguments = ", ".join(
             f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained"
         )
-        if given:
-            message += f" (with {given})"
+        if shown_arguments:
+            message += f" (with {shown_arguments})"
         raise UserError(message) from error
-    kept = {
+    recorded = {
         key: value for key, value in arguments.items() if key not in _OF_WEIGHTS and is_plain(value)
     }
-    update_record(model, base={**arguments_to_record(model), "name": name, **kept})
+    update_record(model, base={**arguments_to_record(model), "name": name, **recorded})
     return model
 
 

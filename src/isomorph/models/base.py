@@ -26,8 +26,8 @@ State = dict[str, Tensor]
 Mixin: Any = object
 
 
-def image_cfg(**more: Any) -> dict[str, Any]:
-    """Return the pretrained_cfg of a network for ImageNet at 224 or any other size; `more` overrides its entries."""
+def image_cfg(**overrides: Any) -> dict[str, Any]:
+    """Return the pretrained_cfg of a network for ImageNet at 224 or any other size; `overrides` replace its entries."""
     images = dict(
         input_size=(3, 224, 224), crop_pct=0.875, interpolation="bicubic", fixed_input_size=False
     )
@@ -35,7 +35,7 @@ def image_cfg(**more: Any) -> dict[str, Any]:
     layers = dict(
         num_classes=1000, pool_size=None, first_conv="patch_embed.proj", classifier="head"
     )
-    return images | colours | layers | more
+    return images | colours | layers | overrides
 
 
 class Variant(NamedTuple):
@@ -140,23 +140,27 @@ class ForeignCheckpoints(Mixin):
 
     # torch calls this hook for the module and its children, so it also works when the model is part
     # of another one
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = {
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        tensors = {
             name.removeprefix(prefix): t
             for name, t in state_dict.items()
             if name.startswith(prefix)
         }
-        own = getattr(self, "pos_embed", None)
-        positions = given.get("pos_embed")
+        model_positions = getattr(self, "pos_embed", None)
+        positions = tensors.get("pos_embed")
         resized = (
-            own is not None and positions is not None and own.shape[1:-1] != positions.shape[1:-1]
+            model_positions is not None
+            and positions is not None
+            and model_positions.shape[1:-1] != positions.shape[1:-1]
         )
-        if resized or self.is_foreign(given):
-            for name in given:
+        if resized or self.is_foreign(tensors):
+            for name in tensors:
                 del state_dict[prefix + name]
-            for name, tensor in self.convert_foreign(given).items():
+            for name, tensor in self.convert_foreign(tensors).items():
                 state_dict[prefix + name] = tensor
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 @torch.no_grad()
@@ -218,16 +222,16 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
     """Keep BatchNorms from updating their statistics; they run the same operators, which checkpointing compares."""
-    kept: list[tuple[_BatchNorm, float | None, Tensor]] = []
+    saved: list[tuple[_BatchNorm, float | None, Tensor]] = []
     for norm in module.modules():
         if isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None:
-            kept.append((norm, norm.momentum, norm.num_batches_tracked))
+            saved.append((norm, norm.momentum, norm.num_batches_tracked))
             norm.momentum = 0.0
             norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
         yield
     finally:
-        for norm, momentum, batches in kept:
+        for norm, momentum, batches in saved:
             norm.momentum = momentum
             norm.num_batches_tracked = batches
 
@@ -236,9 +240,9 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
     """Return the full names of the parameters that layers of the model exempt by a `no_weight_decay()` method."""
     exempt: set[str] = set()
     for prefix, module in model.named_modules():
-        own = getattr(module, "no_weight_decay", None)
-        if module is not model and callable(own):
-            exempt |= {f"{prefix}.{name}" for name in own()}
+        exempt_names = getattr(module, "no_weight_decay", None)
+        if module is not model and callable(exempt_names):
+            exempt |= {f"{prefix}.{name}" for name in exempt_names()}
     return exempt
 
 

@@ -117,11 +117,11 @@ class BlockwiseViT(AnySizeViT):
         Shape: x (B, in_chans, height, width) -> (B, N, C)
         """
         x, grid_size = self.embed(x, rearrange)
-        passed = None
+        block_maps = None
         for i in range(len(self.blocks)):
-            x, passed = self.run_block(i, x, passed, grid_size)
+            x, block_maps = self.run_block(i, x, block_maps, grid_size)
             if maps is not None:
-                maps.append(passed)
+                maps.append(block_maps)
         return self.norm(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class BlockwiseViT(AnySizeViT):
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None
-        taken: list[Any] = []
+        outputs: list[Any] = []
         count = last + 1 if stop_early else len(self.blocks)
         for i in range(count):
             x, maps = self.run_block(i, x, maps, (H, W))
@@ -158,8 +158,8 @@ class BlockwiseViT(AnySizeViT):
                     patches = (
                         patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()
                     )  # (B, C, H, W)
-                taken.append((patches, prefix) if return_prefix_tokens else patches)
-        return taken if intermediates_only else (self.norm(x), taken)
+                outputs.append((patches, prefix) if return_prefix_tokens else patches)
+        return outputs if intermediates_only else (self.norm(x), outputs)
 
     def set_input_size(
         self,

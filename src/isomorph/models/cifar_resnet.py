@@ -75,10 +75,10 @@ class CifarBlock(nn.Module):
 
     def shortcut(self, x: Tensor) -> Tensor:
         """Return every second position where the block strides, with channels of zeros around where it widens."""
-        down, across = self.conv1.stride
+        vertical, horizontal = self.conv1.stride
         before = self.new_channels // 2
         after = self.new_channels - before
-        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, after))
+        return F.pad(x[:, :, ::vertical, ::horizontal], (0, 0, 0, 0, before, after))
 
 
 class CifarResNet(StagedNet):

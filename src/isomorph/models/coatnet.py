@@ -142,9 +142,9 @@ def parse_layout(
             f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT",
         )
     if not len(depths) == len(widths) == len(letters):
-        given = f"not {len(depths)} and {len(widths)}"
+        numbers_given = f"not {len(depths)} and {len(widths)}"
         raise UserError(
-            f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}",
+            f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {numbers_given}",
         )
     first = STEM_DEPTHS[letters[0]]
     if depths[0] != first:
@@ -154,11 +154,11 @@ def parse_layout(
     sizes = iter(zip(depths, widths, strict=True))
     groups = []
     for stage in stages:
-        own = []
+        stage_groups = []
         for i, kind in enumerate(stage):
             depth, width = next(sizes)
-            own.append(BlockGroup(kind, halves=i == 0, depth=depth, width=width))
-        groups.append(own)
+            stage_groups.append(BlockGroup(kind, halves=i == 0, depth=depth, width=width))
+        groups.append(stage_groups)
     return groups
 
 
@@ -214,15 +214,15 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value, known in (
+        for name, value, choices in (
             ("norm", norm, BLOCKS_BY_NORM),
             ("relative", relative, ATTENTION),
         ):
-            if value not in known:
+            if value not in choices:
                 raise UserError(
-                    f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}",
+                    f"{name} {value!r} is unknown; choose {' or '.join(map(repr, choices))}",
                 )
-        (first, *rest), *others = parse_layout(layout, depths, widths)
+        (first, *first_stage), *others = parse_layout(layout, depths, widths)
         self.img_size = to_2tuple(img_size)
         self.in_chans = in_chans
         self.num_classes = num_classes
@@ -238,7 +238,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
             C=partial(convolution, stride_on=stride_on),
             T=partial(TransformerBlock, head_dim=head_dim, relative=relative),
         )
-        self.build_stages([rest, *others], first.width, make, drop_path_rate)
+        self.build_stages([first_stage, *others], first.width, make, drop_path_rate)
         self.num_features = self.head_hidden_size = self.embed_dim = widths[-1]
         self.head_hidden = head_hidden
         hidden = widths[-1] if head_hidden else None
@@ -320,10 +320,10 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop the stages after the last index, and the head if stages go or it is to go; return the indices."""
-        whole = len(self.stages)
-        take, last = feature_take_indices(whole, indices)
+        num_stages = len(self.stages)
+        take, last = feature_take_indices(num_stages, indices)
         self.stages = self.stages[: last + 1]
-        if prune_norm or prune_head or last + 1 < whole:
+        if prune_norm or prune_head or last + 1 < num_stages:
             self.num_classes = 0
             self.num_features = self.feature_info[last]["num_chs"]
             self.head.reset(0, "", reset_other=True)
@@ -336,8 +336,8 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier; the hidden layer of the head stays."""
         self.num_classes = num_classes
-        like = next(self.stem.parameters())
-        self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
+        parameter = next(self.stem.parameters())
+        self.head.reset(num_classes, global_pool, device=parameter.device, dtype=parameter.dtype)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of parameter names by stage, or by block, for layer decay."""
@@ -362,9 +362,9 @@ def _variant(
     depths: tuple[int, ...],
     widths: tuple[int, ...],
     description: str,
-    **more: Any,
+    **arguments: Any,
 ) -> Variant:
-    return Variant(dict(depths=depths, widths=widths, **more), description)
+    return Variant(dict(depths=depths, widths=widths, **arguments), description)
 
 
 # CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072

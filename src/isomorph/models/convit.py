@@ -49,8 +49,10 @@ class LocalBlock(Block):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        given = {name: kwargs[name] for name in ("qkv_bias", "proj_drop") if name in kwargs}
-        attention = LOCAL_ATTENTION[local_attention](dim, num_heads, **given)
+        attention_kwargs = {
+            name: kwargs[name] for name in ("qkv_bias", "proj_drop") if name in kwargs
+        }
+        attention = LOCAL_ATTENTION[local_attention](dim, num_heads, **attention_kwargs)
         self.attn = attention.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         self.locality_strength = locality_strength
         self.gate = gate

@@ -59,10 +59,10 @@ def _data_config(
     """Every channel has the average mean and std if they differ; without a size, timm takes the pretrained_cfg's."""
     sides = built_size(model) if size is None else image_size(size)
     channels = input_channels(model)
-    given = dict(crop)
+    options = dict(crop)
     if sides is not None:
-        given["input_size"] = (channels, *sides)
-    config = dict(resolve_data_config(given, model=model, use_test_size=use_test_size))
+        options["input_size"] = (channels, *sides)
+    config = dict(resolve_data_config(options, model=model, use_test_size=use_test_size))
     for key in ("mean", "std"):
         if len(config[key]) != channels:
             config[key] = (fmean(config[key]),) * channels
@@ -104,13 +104,18 @@ def _size_in_config(model: nn.Module) -> ImageSize | None:
         return None
 
 
+def knows_size(model: nn.Module) -> bool:
+    """True if the model says itself which size of images it takes."""
+    return bool(spec_of(model).input_size or built_size(model))
+
+
 def input_channels(model: nn.Module) -> int:
     """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
-    known = getattr(model, "in_chans", None) or getattr(
+    channels = getattr(model, "in_chans", None) or getattr(
         _first_convolution(model), "in_channels", None
     )
-    if known:
-        return known
+    if channels:
+        return channels
     size = spec_of(model).input_size or (3,)
     return size[0]
 
@@ -156,8 +161,11 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             problem = str(error)
     if problem:
+        own = ""
+        if knows_size(model) and not _uncovered_edge(model, shape):
+            own = "; its own are {} x {}".format(*evaluation_config(model)["input_size"][-2:])
         raise UserError(
-            f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}",
+            f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}{own}",
         )
     return model
 
@@ -202,9 +210,9 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     """Return the model's own `example_inputs(batch, size)`, else standard normal noise, the same at every call."""
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
-    own = own_inputs(model, batch, size)
-    if own:
-        return own
+    model_inputs = own_inputs(model, batch, size)
+    if model_inputs:
+        return model_inputs
     shape = training_config(model, size)["input_size"]
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
 
@@ -216,12 +224,12 @@ def inputs_like(
     device: str | None = None,
 ) -> Inputs:
     """Return inputs of (channels, height, width) to time or count, in the model's dtype, on its device or the given."""
-    like = first_float(model)
-    target = device or like.device
-    own = own_inputs(model, batch, input_size[-2:])
-    if own is None:
-        return torch.randn(batch, *input_size, device=target, dtype=like.dtype)
-    return {name: cast(x, like.dtype).to(target) for name, x in own.items()}
+    parameter = first_float(model)
+    target = device or parameter.device
+    model_inputs = own_inputs(model, batch, input_size[-2:])
+    if model_inputs is None:
+        return torch.randn(batch, *input_size, device=target, dtype=parameter.dtype)
+    return {name: cast(x, parameter.dtype).to(target) for name, x in model_inputs.items()}
 
 
 def label_names(model: nn.Module) -> list[str]:

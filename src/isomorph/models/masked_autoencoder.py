@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.grid import GridSize, grid_places
+from isomorph.layers.grid import GridSize, grid_positions
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import ImageSize, spec_of
@@ -66,8 +66,8 @@ def patchify(images: Tensor, patch_size: ImageSize) -> Tensor:
 
 def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Return the mean squared error on the hidden patches. Shape: (B, N, P), (B, N, P), (B, N) -> ()"""
-    each = (prediction - target).square().mean(dim=-1)  # (B, N)
-    return (each * mask).sum() / mask.sum()
+    errors = (prediction - target).square().mean(dim=-1)  # (B, N)
+    return (errors * mask).sum() / mask.sum()
 
 
 def sincos_pos_embed(grid_size: GridSize, width: int) -> Tensor:
@@ -80,7 +80,7 @@ def sincos_pos_embed(grid_size: GridSize, width: int) -> Tensor:
     """
     quarter = width // 4
     rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)  # (K,)
-    row, column = grid_places(grid_size).double().unbind(1)  # (H W,) each
+    row, column = grid_positions(grid_size).double().unbind(1)  # (H W,) each
     quarters = []
     for axis in (column, row):
         angles = axis[:, None] * rates  # (H W, K)
@@ -184,24 +184,24 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)  # MAE appendix A.1, as all that follows
         for part in (self.decoder_embed, self.decoder_blocks, self.decoder_pred):
             init_as_mae(part)
-        like = next(encoder.parameters())
-        self.to(like.device, like.dtype)
+        parameter = next(encoder.parameters())
+        self.to(parameter.device, parameter.dtype)
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
         """The encoder's, with the image size that it was built for."""
-        own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
-        return {**spec_of(self.encoder).config, **own}
+        images = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
+        return {**spec_of(self.encoder).config, **images}
 
     def grid_of(self, size: tuple[int, ...]) -> GridSize:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""
         stem = self.encoder.patch_embed
         check_whole_patches(size, self.patch_size, padded=False)
         if stem.strict_img_size and size != tuple(stem.img_size):
-            own = "x".join(map(str, stem.img_size))
-            given = "x".join(map(str, size))
+            own_size = "x".join(map(str, stem.img_size))
+            given_size = "x".join(map(str, size))
             raise UserError(
-                f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True",
+                f"the encoder takes images of {own_size}, not {given_size}; create it with dynamic_img_size=True",
             )
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
@@ -216,7 +216,7 @@ class MaskedAutoencoder(nn.Module):
             noise = self.draw_noise(images)
         return split_patches(noise, self.ratio)
 
-    def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
+    def encode(self, images: Tensor, split: MaskSplit) -> Tensor:
         """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
         # the steps of timm's forward_features, of which only its private _pos_embed adds positions
@@ -225,7 +225,7 @@ class MaskedAutoencoder(nn.Module):
         prefix = tokens[:, : vit.num_prefix_tokens]
         patches = tokens[:, vit.num_prefix_tokens :]
         tokens = torch.cat(
-            [prefix, gather_tokens(patches, seen.visible)], dim=1
+            [prefix, gather_tokens(patches, split.visible)], dim=1
         )  # (B, prefix + V, channels)
         tokens = vit.norm_pre(tokens)
         tokens = (
@@ -238,19 +238,19 @@ class MaskedAutoencoder(nn.Module):
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width), (B, N)
         """
-        seen = self.split_patches(images, noise)
+        split = self.split_patches(images, noise)
         positions = self.positions(self.grid_of(tuple(images.shape[-2:])))  # (N, width)
-        x = self.decoder_embed(self.encode(images, seen))  # (B, prefix + V, width)
+        x = self.decoder_embed(self.encode(images, split))  # (B, prefix + V, width)
         prefix = self.encoder.num_prefix_tokens
-        B, N = seen.restore.shape
-        V = seen.visible.shape[1]
+        B, N = split.restore.shape
+        V = split.visible.shape[1]
         hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
         patches = torch.cat([x[:, prefix:], hidden], dim=1)
-        patches = gather_tokens(patches, seen.restore) + positions.to(x.dtype)  # (B, N, width)
+        patches = gather_tokens(patches, split.restore) + positions.to(x.dtype)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches], dim=1)  # (B, prefix + N, width)
         for block in self.decoder_blocks[:blocks]:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return x[:, prefix:], seen.mask
+        return x[:, prefix:], split.mask
 
     def positions(self, grid_size: GridSize) -> Tensor:
         """Return the decoder's position embedding for a grid. Shape: -> (H W, width)"""

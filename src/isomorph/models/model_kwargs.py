@@ -43,7 +43,7 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
     if isinstance(value, list | tuple | dict):
         if len(value) > limit:
             raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if key in RESERVED_ARGUMENTS and key not in (
                 "pretrained",
                 "features_only",
@@ -52,7 +52,7 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
                 raise ValueError(
                     f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}",
                 )
-            _check_value(name, each, depth + 1)
+            _check_value(name, item, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):

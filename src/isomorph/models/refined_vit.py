@@ -169,12 +169,14 @@ class RefinedViT(DenseHeadViT):
             **form,
         )
 
-        def block(depth: int, **given: Any) -> RefinedBlock:
+        def block(depth: int, **block_kwargs: Any) -> RefinedBlock:
             if depth % (share + 1):
-                attention: nn.Module = ReusedAttention(**{name: given[name] for name in _SHARED})
+                attention: nn.Module = ReusedAttention(
+                    **{name: block_kwargs[name] for name in _SHARED}
+                )
             else:
-                attention = _build_attention(rule, plain, share > 0, given)
-            return RefinedBlock(attention, share > 0, **given)
+                attention = _build_attention(rule, plain, share > 0, block_kwargs)
+            return RefinedBlock(attention, share > 0, **block_kwargs)
 
         if conv_embed:
             kwargs["embed_layer"] = ConvPatchEmbed
@@ -205,11 +207,13 @@ def _build_attention(
     rule: AttentionToRefined,
     plain: bool,
     giving: bool,
-    given: dict[str, Any],
+    block_kwargs: dict[str, Any],
 ) -> nn.Module:
     """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
-    arguments = {name: given[name] for name in (*_SHARED, "qk_norm", "attn_drop", "norm_layer")}
-    arguments["scale_norm"] = given["scale_attn_norm"]
+    arguments = {
+        name: block_kwargs[name] for name in (*_SHARED, "qk_norm", "attn_drop", "norm_layer")
+    }
+    arguments["scale_norm"] = block_kwargs["scale_attn_norm"]
     if plain and not giving:
         return Attention(**arguments)
     if rule.ratio or not giving:
@@ -217,7 +221,9 @@ def _build_attention(
     # the map is passed on, so it must be formed and convolved explicitly
     refine: nn.Module = nn.Identity()
     if not plain:
-        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))
+        refine = MapConvolution(
+            block_kwargs["num_heads"], rule.kernel, rule.init, **factory_kwargs(block_kwargs)
+        )
     return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
 
 
@@ -272,13 +278,13 @@ class ReleasedRefinedViT(DenseHeadViT):
     unsupported = ("patch_drop_rate", "qk_norm", "scale_attn_norm", "init_values")
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
-        def block(depth: int, **given: Any) -> ReleasedBlock:
-            shared: dict[str, Any] = {name: given[name] for name in _SHARED}
+        def block(depth: int, **block_kwargs: Any) -> ReleasedBlock:
+            shared: dict[str, Any] = {name: block_kwargs[name] for name in _SHARED}
             if depth % 2:
                 attention: nn.Module = ReleasedReuse(ratio=ratio, **shared)
             else:
-                attention = ReleasedAttention(attn_drop=given["attn_drop"], **shared)
-            return ReleasedBlock(attention, **given)
+                attention = ReleasedAttention(attn_drop=block_kwargs["attn_drop"], **shared)
+            return ReleasedBlock(attention, **block_kwargs)
 
         fixed = dict(embed_layer=ConvPatchEmbed, block_fn=block)
         super().__init__(**{"mlp_ratio": 3, **kwargs, **fixed}, dense_head=dense_head)
@@ -349,9 +355,11 @@ RELEASED = {
 _CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))  # above 1: receptive-field calibration
 
 
-def _heads_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:
+def _heads_cfg(conv_embed: bool, dense_head: bool, **overrides: Any) -> dict[str, Any]:
     first = "patch_embed.conv1" if conv_embed else "patch_embed.proj"
-    return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **more)
+    return dict(
+        first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **overrides
+    )
 
 
 def _all_cfgs() -> dict[str, Any]:

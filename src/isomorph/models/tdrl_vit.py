@@ -99,9 +99,9 @@ def checkpoint_filter_fn(state_dict: State, model: TDRLViT) -> State:
     which has a new one after pooling; a distillation token or tables of positions keep the model's values if it lacks
     them. The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    given = unwrap_state_dict(state_dict).items()
+    items = unwrap_state_dict(state_dict).items()
     state_dict = {
-        name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)
+        name: tensor for name, tensor in items if not name.startswith(PRETRAINING_PREFIXES)
     }
     state_dict = _fit_tokens_and_tables(_with_own_pooling(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
@@ -117,12 +117,12 @@ def checkpoint_filter_fn(state_dict: State, model: TDRLViT) -> State:
 
 def _with_own_pooling(state_dict: State, model: TDRLViT) -> State:
     """Replace the class token's norm by the model's new one if it averages over patches, as MAE's fine-tuning does."""
-    own = model.state_dict()
-    new = {name: own[name] for name in own if name.startswith("fc_norm.")}
+    model_state = model.state_dict()
+    new = {name: model_state[name] for name in model_state if name.startswith("fc_norm.")}
     if not new or "fc_norm.weight" in state_dict:
         return state_dict
-    kept = {name: tensor for name, tensor in state_dict.items() if not name.startswith("norm.")}
-    return {**kept, **new}
+    others = {name: tensor for name, tensor in state_dict.items() if not name.startswith("norm.")}
+    return {**others, **new}
 
 
 def _fit_tokens_and_tables(state_dict: State, model: TDRLViT) -> State:
@@ -141,10 +141,10 @@ def _fit_tokens_and_tables(state_dict: State, model: TDRLViT) -> State:
         zero = torch.zeros_like(of_class_token)
         added["pos_embed"] = torch.cat([of_class_token, zero, positions[:, 1:]], 1)
         added["dist_token"] = model.dist_token.detach()
-    for name, own in _relative_biases(model).items():
-        bias = state_dict.get(name, own)
-        if bias.ndim == own.ndim == 3:  # a table of 2 H - 1 by 2 W - 1 offsets
-            _, rows, columns = own.shape
+    for name, model_bias in _relative_biases(model).items():
+        bias = state_dict.get(name, model_bias)
+        if bias.ndim == model_bias.ndim == 3:  # a table of 2 H - 1 by 2 W - 1 offsets
+            _, rows, columns = model_bias.shape
             bias = resize_table(bias, ((rows + 1) // 2, (columns + 1) // 2))
         added[name] = bias
     return {**state_dict, **added}

@@ -133,16 +133,16 @@ def _initialise(module: nn.Module) -> None:
 def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
     """Convert a public checkpoint: same order, a classifier of convolutions, annealing complete (slopes are 1)."""
     state = unwrap_state_dict(state_dict)
-    own = model.state_dict()
-    slopes = [name for name in own if name.endswith(".slope")]
-    renamed = renamed_in_order(state, [name for name in own if name not in slopes])
+    model_state = model.state_dict()
+    slopes = [name for name in model_state if name.endswith(".slope")]
+    renamed = renamed_in_order(state, [name for name in model_state if name not in slopes])
     if "stem1.0.weight" not in state or renamed is None:
         return state
     for name, tensor in renamed.items():
         if name.startswith("head.") and tensor.ndim == 4:
             renamed[name] = tensor.flatten(1)
     for name in slopes:
-        renamed[name] = torch.ones_like(own[name])
+        renamed[name] = torch.ones_like(model_state[name])
     return renamed
 
 

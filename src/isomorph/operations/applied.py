@@ -107,6 +107,7 @@ class _Frame:
         return to_standard_map(x, self.layout or usual_layout(x, self.heads), self.heads)
 
     def scores(self, call: FusedCall) -> AppliedAttention:
+        """Return the scores of fused attention, its mask as a bias."""
         q = call.scaled_query
         k = call.repeated[0]
         mask = call.mask
@@ -148,8 +149,8 @@ class ReadMaps(FollowMaps):
             return func(*args, **(kwargs or {}))
         out = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward:  # of nn.MultiheadAttention: one operation
-            given = {**(kwargs or {}), "need_weights": True, "average_attn_weights": False}
-            maps: Any = func(*args, **given)[1]
+            keywords = {**(kwargs or {}), "need_weights": True, "average_attn_weights": False}
+            maps: Any = func(*args, **keywords)[1]
             self.frame.applied.append(AppliedAttention(None, maps=maps))
         return out
 
@@ -164,7 +165,7 @@ class ReadMaps(FollowMaps):
     def leave(self) -> AppliedAttention | None:
         """End the forward of a layer, and return the attention that it applied, or None."""
         frame = self.frames.pop()
-        if not any(each and each.logits is not None for each in self.frames):
+        if not any(outer and outer.logits is not None for outer in self.frames):
             self.maps = []  # a softmax that did not weigh values in its layer: what follows from it is not a map
         return frame.result() if frame else None
 

@@ -48,14 +48,14 @@ class Flow(TorchFunctionMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.reads: dict[TensorVersion, list[Operation]] = defaultdict(list)
-        self.made: dict[TensorVersion, Operation] = {}
+        self.operation_of: dict[TensorVersion, Operation] = {}
         self.inputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[TensorVersion, ...]]] = defaultdict(list)
         self.running = Running()
         # What the call returned.
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
-        self.given_out: set[TensorVersion] = set()
+        self.returned: set[TensorVersion] = set()
         # kept: the identity of a tensor is its own only while it lives
         self.tensors: dict[TensorVersion, Tensor] = {}
         # The names of every parameter and buffer by its identity.
@@ -79,40 +79,42 @@ class Flow(TorchFunctionMode):
             with self.kernels.within_a_function():
                 return func(*args, **kwargs)
         name = name_of(func)
-        given = args[:1] if name in LIKE_SECOND else (args, kwargs)
-        read = tensors_in(given)
-        inputs = tuple(map(value_of, read))
-        self._find_shared_memory(read)
+        arguments_read = args[:1] if name in LIKE_SECOND else (args, kwargs)
+        tensors_read = tensors_in(arguments_read)
+        inputs = tuple(map(value_of, tensors_read))
+        self._find_shared_memory(tensors_read)
         with self.kernels.within_a_function():
             out = func(*args, **kwargs)
-            made = tensors_in(out)
-            if not made and read and _leaves_torch(func, args, kwargs, out):
+            tensors_made = tensors_in(out)
+            if not tensors_made and tensors_read and _leaves_torch(func, args, kwargs, out):
                 self.kernels.values_decide = True
         # what an operation writes in place is another value of the same tensor
-        for tensor, before in zip(read, inputs, strict=True):
+        for tensor, before in zip(tensors_read, inputs, strict=True):
             if value_of(tensor) != before:
-                made.append(tensor)
-        outputs = tuple(dict.fromkeys(map(value_of, made)))
-        self.tensors |= {value_of(tensor): tensor for tensor in made}
-        self.tensors |= dict(zip(inputs, read, strict=True))
-        self._memories |= set(map(_memory_of, made))
+                tensors_made.append(tensor)
+        outputs = tuple(dict.fromkeys(map(value_of, tensors_made)))
+        self.tensors |= {value_of(tensor): tensor for tensor in tensors_made}
+        self.tensors |= dict(zip(inputs, tensors_read, strict=True))
+        self._memories |= set(map(_memory_of, tensors_made))
         self._record(Operation(name, self.running.innermost, inputs, outputs, args, kwargs, func))
         return out
 
-    def _find_shared_memory(self, read: list[Tensor]) -> None:
+    def _find_shared_memory(self, tensors: list[Tensor]) -> None:
         """Note a tensor that no operation made, in the memory of one that came before: it left torch, and came back.
 
         A tensor that was seen at an earlier version did not: a view of it was written to.
         """
-        for tensor in read:
+        for tensor in tensors:
             identity, version = value_of(tensor)
             if not any((identity, earlier) in self.tensors for earlier in range(version + 1)):
                 memory = _memory_of(tensor)
                 if memory and memory in self._memories:
                     self.kernels.values_decide = True
                 self._memories.add(memory)
+                self.tensors[(identity, version)] = tensor
 
     def _record(self, operation: Operation) -> None:
+        """Add an operation to those that read its inputs and make its outputs, and note what follows from constants."""
         inputs = operation.inputs
         outputs = operation.outputs
         name = operation.name
@@ -129,7 +131,7 @@ class Flow(TorchFunctionMode):
         self.operations.append(operation)
         for value in dict.fromkeys(inputs):
             self.reads[value].append(operation)
-        self.made |= dict.fromkeys(outputs, operation)
+        self.operation_of |= dict.fromkeys(outputs, operation)
         if constant:
             self.constant |= set(outputs)
 
@@ -139,12 +141,12 @@ class Flow(TorchFunctionMode):
     def leave(self, call: ModuleCall) -> None:
         self.outputs[call.name].append(_values_in(call.output))
 
-    def record_unseen(self, name: str, read: list[Tensor], out: Any) -> None:
+    def record_unseen(self, name: str, tensors_read: list[Tensor], out: Any) -> None:
         """Record an operation that no torch function called, as inside a scripted function."""
-        made = tensors_in(out)
-        self.tensors |= {value_of(tensor): tensor for tensor in (*read, *made)}
-        inputs = tuple(map(value_of, read))
-        outputs = tuple(map(value_of, made))
+        tensors_made = tensors_in(out)
+        self.tensors |= {value_of(tensor): tensor for tensor in (*tensors_read, *tensors_made)}
+        inputs = tuple(map(value_of, tensors_read))
+        outputs = tuple(map(value_of, tensors_made))
         self._record(Operation(name, self.running.innermost, inputs, outputs))
 
 
@@ -159,6 +161,7 @@ class Kernels(TorchDispatchMode):
 
     @contextmanager
     def within_a_function(self) -> Iterator[None]:
+        """Context in which kernels are those of a torch function, which records them itself."""
         outer = self._is_within
         self._is_within = True
         try:
@@ -168,18 +171,18 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [] if self._is_within else tensors_in(args, kwargs)
+        tensors_read = [] if self._is_within else tensors_in(args, kwargs)
         out = func(*args, **kwargs)
         self.values_decide |= _depends_on_values(func, args, kwargs, out)
         if not self._is_within:
-            self.flow.record_unseen(func.__name__.partition(".")[0], read, out)
+            self.flow.record_unseen(func.__name__.partition(".")[0], tensors_read, out)
         return out
 
 
-def _values_in(*given: Any) -> tuple[TensorVersion, ...]:
+def _values_in(*objects: Any) -> tuple[TensorVersion, ...]:
     """Return the values that objects hold; what is asked of the tensors for it is no operation of the model."""
     with torch._C.DisableTorchFunction():
-        return tuple(map(value_of, tensors_in(*given)))
+        return tuple(map(value_of, tensors_in(*objects)))
 
 
 def name_of(func: Any) -> str:
@@ -196,8 +199,8 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Return True if the result of a kernel is a number for Python, or has a form that the values decide."""
-    made = tensors_in(out)
-    if any(tensor.layout != torch.strided for tensor in made):
+    results = tensors_in(out)
+    if any(tensor.layout != torch.strided for tensor in results):
         return True
     if torch.Tag.data_dependent_output in func.tags:
         return True
@@ -206,12 +209,12 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if torch.Tag.dynamic_output_shape in func.tags:
         return True
-    read = tensors_in(args, kwargs)
+    operands = tensors_in(args, kwargs)
     if func.namespace in ("aten", "prims", "prim") and all(
-        tensor.is_floating_point() for tensor in read
+        tensor.is_floating_point() for tensor in operands
     ):
         return False
-    return not _is_same_without_values(func, args, kwargs, [tensor.shape for tensor in made])
+    return not _is_same_without_values(func, args, kwargs, [tensor.shape for tensor in results])
 
 
 # Functions, and attributes of tensors, that have been found to read nothing but the form of tensors.
@@ -225,25 +228,25 @@ def _known_by(func: Any) -> Any:
 
 def _leaves_torch(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Return True if a function that returns no tensor reads more than the form of its tensors."""
-    known = _known_by(func)
-    if known is not func and "interface" not in known.__name__:
+    function = _known_by(func)
+    if function is not func and "interface" not in function.__name__:
         if out is not None:  # which could be a tensor another time
-            _FORM_ONLY.add(known)
+            _FORM_ONLY.add(function)
         return False
     if not _is_same_without_values(func, args, kwargs, out):
         return True
-    _FORM_ONLY.add(known)
+    _FORM_ONLY.add(function)
     return False
 
 
 def _is_same_without_values(func: Any, args: Any, kwargs: Any, expected: Any) -> bool:
     """Return True if a function gives the same for tensors that have a form and no values."""
     try:
-        given = tree_map_only(Tensor, _without_values, (args, kwargs))
-        out = func(*given[0], **given[1])
-        made = tensors_in(out)
-        found = [tensor.shape for tensor in made] if made else out
-        return bool(found == expected)
+        arguments = tree_map_only(Tensor, _without_values, (args, kwargs))
+        out = func(*arguments[0], **arguments[1])
+        tensors = tensors_in(out)
+        result = [tensor.shape for tensor in tensors] if tensors else out
+        return bool(result == expected)
     except Exception:  # of any function that asks for a value
         return False
 
@@ -269,7 +272,7 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
     with observing(model, flow.enter, flow.leave) as flow.running, flow.kernels, flow:
         flow.result = call()
     del flow.kernels.flow  # a circle would keep all tensors until Python looks for circles
-    flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
+    flow.returned = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
 
 
@@ -294,10 +297,10 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
             if id(attribute) not in registered and not is_empty:
                 attributes.append(attribute)
         for leaf in tree_leaves(attributes):
-            held = [leaf]
+            objects = [leaf]
             if not isinstance(leaf, Tensor):
-                held = tree_leaves(getattr(leaf, "__dict__", leaf))
-            tensors += [each for each in held if isinstance(each, Tensor)]
+                objects = tree_leaves(getattr(leaf, "__dict__", leaf))
+            tensors += [value for value in objects if isinstance(value, Tensor)]
     return tensors
 
 
@@ -322,7 +325,7 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
         return call
 
     modules = {name: model.get_submodule(name) for name in names}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    patched_forwards = {name: vars(module).get("forward") for name, module in modules.items()}
     try:
         for name, module in modules.items():
             vars(module)["forward"] = counted(name, module.forward)
@@ -330,5 +333,5 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
     finally:
         for name, module in modules.items():
             vars(module).pop("forward", None)
-            if own[name] is not None:
-                vars(module)["forward"] = own[name]
+            if patched_forwards[name] is not None:
+                vars(module)["forward"] = patched_forwards[name]

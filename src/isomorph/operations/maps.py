@@ -141,19 +141,19 @@ class FollowMaps(TorchFunctionMode):
         func = torch.unflatten if func is Tensor.unflatten else func
         if not self.maps and func not in _BEGINS:  # most calls
             return func(*args, **kwargs) if kwargs else func(*args)
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self.at_fused(FusedCall(*args, **given))
+            return self.at_fused(FusedCall(*args, **keywords))
         if func in _SOFTMAX:
-            out = func(*args, **given)
-            if _is_over_keys(out, *args[1:], **given):
-                self.at_softmax(args[0] if args else given["input"], out)
+            out = func(*args, **keywords)
+            if _is_over_keys(out, *args[1:], **keywords):
+                self.at_softmax(args[0] if args else keywords["input"], out)
                 self.maps.append(out)
             return out
         if func in _DROPOUTS and args and self.follows(args[0]):
             args = (self.before_dropout(args[0]), *args[1:])
         elif func in _PRODUCT:
-            factors: list[Any] = [*args, *given.values()]
+            factors: list[Any] = [*args, *keywords.values()]
             a, b = factors
             if self._are_map_and_values(a, b):
                 first = self.follows(a)
@@ -163,7 +163,7 @@ class FollowMaps(TorchFunctionMode):
             edited = [self.at_product(x) if self.follows(x) else x for x in tree_leaves(args[1:])]
             self.maps = []
             return func(args[0], *edited)
-        out = func(*args, **given)
+        out = func(*args, **keywords)
         if any(map(self.follows, tree_leaves(args))):
             self.maps += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         return out
@@ -230,6 +230,7 @@ class EditMaps(FollowMaps):
         self.records = torch.is_grad_enabled()
 
     def _edit(self, maps: Tensor, mask: Tensor | None) -> Tensor:
+        """Return an edited map. Raises: ValueError inside a reentrant checkpoint."""
         if self.records and not torch.is_grad_enabled():
             raise ValueError(
                 "the layer turns gradients off around its attention, as a reentrant checkpoint does, so that its "

@@ -42,32 +42,32 @@ def state_of(model: nn.Module) -> list[Any]:
     >>> state_of(relu) == before
     False
     """
-    waiting: list[Any] = [vars(module) for module in model.modules()]
-    seen: set[int] = set()
-    found: list[Any] = []
-    while waiting:
-        value = waiting.pop()
+    stack: list[Any] = [vars(module) for module in model.modules()]
+    visited: set[int] = set()
+    state: list[Any] = []
+    while stack:
+        value = stack.pop()
         if isinstance(value, Tensor):
-            found.append(value_of(value))
+            state.append(value_of(value))
         elif isinstance(value, _CONSTANTS):
-            found.append(value)
-        elif id(value) not in seen:
-            seen.add(id(value))
-            found.append(id(value))
+            state.append(value)
+        elif id(value) not in visited:
+            visited.add(id(value))
+            state.append(id(value))
             if isinstance(value, dict):
-                waiting += [*value.keys(), *value.values()]
+                stack += [*value.keys(), *value.values()]
             elif isinstance(value, tuple | list | set | frozenset):
-                waiting += value
+                stack += value
             elif isinstance(value, FunctionType) or (
                 gc.is_tracked(value) and not isinstance(value, NOT_HELD)
             ):
-                waiting += held_by(value)
+                stack += held_by(value)
             elif not isinstance(value, NOT_HELD):
-                found.append(object())
-        if len(seen) > _MOST_OBJECTS:
-            found.append(object())
+                state.append(object())
+        if len(visited) > _MOST_OBJECTS:
+            state.append(object())
             break
-    return found
+    return state
 
 
 def left_no_trace(copied: nn.Module, before: list[Any], original: nn.Module) -> bool:
@@ -79,9 +79,10 @@ def left_no_trace(copied: nn.Module, before: list[Any], original: nn.Module) -> 
     return all(map(_are_equal, tensors, originals))
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.is_meta:
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    """True if two tensors have the same values, NaN at the same positions included."""
+    if tensor.shape != other.shape or tensor.is_meta:
         return False
-    if torch.equal(one, other):
+    if torch.equal(tensor, other):
         return True
-    return one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return tensor.is_floating_point() and torch.equal(tensor.nan_to_num(), other.nan_to_num())

@@ -50,36 +50,41 @@ def tensors_in(*values: Any) -> list[Tensor]:
     >>> [float(z) for z in tensors_in({"of": [x, lambda: y]}, partial(print, x))]
     [0.0, 1.0, 0.0]
     """
-    found: list[Tensor] = []
-    _add_tensors(values, found, set())
-    return found
+    tensors: list[Tensor] = []
+    _add_tensors(values, tensors, set())
+    return tensors
 
 
-def _add_tensors(values: Iterable[Any], found: list[Tensor], seen: set[int]) -> None:
+def _add_tensors(values: Iterable[Any], tensors: list[Tensor], visited: set[int]) -> None:
+    """Append the tensors that values hold, each object once."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             continue
         if isinstance(value, tuple | list):  # also what torch.max gives, by index
-            _add_tensors(value, found, seen)
+            _add_tensors(value, tensors, visited)
         elif isinstance(value, Mapping):
-            _add_tensors(value.values(), found, seen)
+            _add_tensors(value.values(), tensors, visited)
         elif isinstance(value, Tensor):
-            found.append(value)
-        elif gc.is_tracked(value) and id(value) not in seen and not isinstance(value, NOT_HELD):
-            seen.add(id(value))
-            _add_tensors(held_by(value), found, seen)
+            tensors.append(value)
+        elif gc.is_tracked(value) and id(value) not in visited and not isinstance(value, NOT_HELD):
+            visited.add(id(value))
+            _add_tensors(held_by(value), tensors, visited)
 
 
 def held_by(value: Any) -> list[Any]:
     """Return what an object that is not a plain container refers to."""
     if isinstance(value, Mapping):
         return list(value.values())
-    held = gc.get_referents(value)
+    referents = gc.get_referents(value)
     if isinstance(value, types.FunctionType):
         shared = (value.__globals__, getattr(value, "__builtins__", None))
-        return [each for each in held if not any(each is known for known in shared)]
-    return held
+        return [
+            referent
+            for referent in referents
+            if not any(referent is namespace for namespace in shared)
+        ]
+    return referents
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
@@ -94,13 +99,13 @@ def parts_of(value: Any) -> dict[str, Any] | None:
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
     if isinstance(value, nn.Module | type | np.ndarray | np.generic | Enum) or callable(value):
         return None
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for kind in type(value).__mro__:
         for name in _slots(kind):
             if hasattr(value, name):
-                found[name] = getattr(value, name)
-    found.update(getattr(value, "__dict__", {}))
-    return found or None
+                attributes[name] = getattr(value, name)
+    attributes.update(getattr(value, "__dict__", {}))
+    return attributes or None
 
 
 def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
@@ -111,8 +116,8 @@ def _slots(kind: type) -> list[str]:
     if kind.__module__ in ("builtins", "torch"):
         return []
     names = vars(kind).get("__slots__", ())
-    own = [names] if isinstance(names, str) else names
-    return [name for name in own if not name.startswith("__")]
+    slots = [names] if isinstance(names, str) else names
+    return [name for name in slots if not name.startswith("__")]
 
 
 def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

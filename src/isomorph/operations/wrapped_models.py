@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,19 +47,16 @@ def records_outputs(hook: Any) -> bool:
 def unwrap(model: Any, to_copy: bool = True) -> Any:
     """Return the model inside the wrappers of torch.compile, DataParallel, DistributedDataParallel and averages.
 
-    To be copied or saved, submodules are unwrapped too, in a copy: they have the names that they had before. What is
-    not a model is returned as it is.
+    To be copied or saved, submodules are unwrapped too, in a copy: they have the names that they had before.
 
-    Raises: UserError if a wrapper has hooks, which would be lost; to be copied, also for weights that are divided among
-        processes (FSDP).
+    Raises: UserError for what is not a model, or if a wrapper has hooks, which would be lost; to be copied, also for
+        weights that are divided among processes (FSDP).
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
         >>> unwrap(torch.nn.DataParallel(torch.compile(cnn))) is cnn
         True
     """
-    if not isinstance(model, nn.Module):
-        return model
     model = _innermost(model, _WRAPPERS)
     if not to_copy:
         return model
@@ -80,14 +78,31 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
     return model
 
 
+def _not_a_model(model: Any) -> UserError:
+    """Return the error for what is not a model, with the way to one: text, a path, a class, tensors."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return UserError(f"{model.__name__} is a class, not a model; give {model.__name__}()")
+    shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
+    advice = "create it first, with timm.create_model"
+    if isinstance(model, str | Path):
+        advice = (
+            "open it with iso.load, an exported file with iso.deployment.open_artefact, or "
+            "create it with timm.create_model"
+        )
+    return UserError(f"{shown} is not a model; {advice}")
+
+
 def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
-    """Return the wrappers around a model, the outermost first, and the model last."""
+    """Return the wrappers around a model, the outermost first, the model last. Raises: UserError without a model."""
+    if not isinstance(module, nn.Module):
+        raise _not_a_model(module)
     name = "module" if isinstance(module, kinds) else "_orig_mod"
     inner = dict(module.named_children()).get(name)
     return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
 
 
 def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
+    """Return the model inside wrappers. Raises: UserError if a wrapper has hooks."""
     *wrappers, inner = wrappers_of(module, kinds)
     for wrapper in wrappers:
         hooks = hooks_on(wrapper)

@@ -94,9 +94,9 @@ class Absorb(Rule):
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the normalised image of a raw one. Shape: (B, C', H, W) -> (B, C, H, W)"""
-        like: dict[str, Any] = {"dtype": raw.dtype, "device": raw.device}
-        mean = torch.tensor(self.mean, **like).reshape(-1, 1, 1)
-        std = torch.tensor(self.std, **like).reshape(-1, 1, 1)
+        options: dict[str, Any] = {"dtype": raw.dtype, "device": raw.device}
+        mean = torch.tensor(self.mean, **options).reshape(-1, 1, 1)
+        std = torch.tensor(self.std, **options).reshape(-1, 1, 1)
         if not self.is_grey:
             raw = raw[:, [self.order.index(channel) for channel in range(len(self.mean))]]
         return (raw / self.scale - mean) / std
@@ -119,21 +119,21 @@ class Absorb(Rule):
         module = site.module
         plain = plain_layer(module)
         assert isinstance(plain, nn.Conv2d)
-        weight, mean, read = self._for_raw_images(plain)
+        weight, mean, input_channels = self._for_raw_images(plain)
         if pads_with_zeros(module):
             # The border is 0 of normalised images, which is the mean of raw ones.
-            conv = _like(plain, weight, plain.bias)
+            conv = _with_filters(plain, weight, plain.bias)
             padding = same_padding(module)
             parts: dict[str, nn.Module] = {"shift": SubtractMean(mean.tolist())}
             if padding is not None:
                 parts["pad"] = padding
             return nn.Sequential(OrderedDict(parts, conv=conv)).to(plain.weight)
-        bias = -(weight.sum((2, 3)) * mean.to(read.device)[read]).sum(1)
+        bias = -(weight.sum((2, 3)) * mean.to(input_channels.device)[input_channels]).sum(1)
         if plain.bias is not None:
             bias += plain.bias.double()
         if self.is_grey:
             weight = weight.sum(1, keepdim=True)
-        return _like(plain, weight, bias)
+        return _with_filters(plain, weight, bias)
 
     def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, Tensor, Tensor]:
         """Return filters for raw channels in float64, the mean of each channel, and the channels of each filter."""
@@ -142,16 +142,18 @@ class Absorb(Rule):
         mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
         channels = torch.arange(conv.in_channels, device=device)
         # (out, in / groups)
-        read = channels.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
-        weight = conv.weight.double() / scale[read][..., None, None]
+        input_channels = channels.view(conv.groups, -1).repeat_interleave(
+            conv.out_channels // conv.groups, 0
+        )
+        weight = conv.weight.double() / scale[input_channels][..., None, None]
         if conv.groups != 1:
-            return weight, mean, read
+            return weight, mean, input_channels
         ignored = len(mean)  # a channel of zeros behind the others
         order = [ignored if channel is None else channel for channel in self.order]
         weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, order]
         mean = F.pad(mean, (0, 1))[order]
-        read = torch.arange(len(order), device=device).expand(len(weight), -1)
-        return weight, mean, read
+        input_channels = torch.arange(len(order), device=device).expand(len(weight), -1)
+        return weight, mean, input_channels
 
 
 def pads_with_zeros(module: nn.Module) -> bool:
@@ -165,7 +167,7 @@ def pads_with_zeros(module: nn.Module) -> bool:
     return plain.padding not in ("valid", 0, (0, 0)) and plain.kernel_size != (1, 1)
 
 
-def _like(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
+def _with_filters(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     """Return a convolution with other filters, in the precision of the first."""
     is_trained = conv.weight.requires_grad
     filters = nn.Parameter(weight.to(conv.weight), is_trained)
@@ -242,16 +244,20 @@ def layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
     for name, module in model.named_modules():
         if not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
             leaves.append(name)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
 
     def note(call: ModuleCall) -> None:
-        given = call.input
-        if isinstance(given, Tensor) and given.shape == images.shape and torch.equal(given, images):
-            found[call.name] = None
+        layer_input = call.input
+        if (
+            isinstance(layer_input, Tensor)
+            and layer_input.shape == images.shape
+            and torch.equal(layer_input, images)
+        ):
+            names[call.name] = None
 
     with eval_mode(model), observing(model, before=note, names=leaves):
         run_model(model, images)
-    return list(found)
+    return list(names)
 
 
 @torch.no_grad()
@@ -264,8 +270,8 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
         torch.rand(2, count, *example.shape[2:], generator=generator, dtype=torch.float64)
         * rule.scale
     )
-    wanted = run_model(exact, rule.normalise(raw))
-    difference = relative_difference(wanted, run_model(apply_edit(exact, edit), raw))
+    expected = run_model(exact, rule.normalise(raw))
+    difference = relative_difference(expected, run_model(apply_edit(exact, edit), raw))
     if not difference <= _EQUAL:
         raise UserError(
             f"the outputs differ by {difference:.1g} on raw images: something else reads the image too; normalise "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomorph.operations import TensorVersion
-from isomorph.surgery.channels import Step
+from isomorph.surgery.channels import ChannelStep
 from isomorph.surgery.layer_calls import InputWindow
 
 # What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias).
@@ -42,9 +42,9 @@ class Summand(NamedTuple):
 class Affine:
     """A value as a function of its source: the sum of summands, plus a shift of shape (C,), then moved by steps.
 
-    `start` has the channels on `axis`, before the steps; `end` is the last value that a change computes. `gone`: what
-    becomes of the modules between source and value when it is written into a layer. `through`: the same value as a
-    function of what the layer before its layer reads, such as the adapter up(down(x)).
+    `start` has the channels on `axis`, before the steps; `end` is the last value that a change computes. `changes`:
+    what becomes of the modules between source and value when it is written into a layer. `through`: the same value as
+    a function of what the layer before its layer reads, such as the adapter up(down(x)).
     """
 
     source: TensorVersion
@@ -53,8 +53,8 @@ class Affine:
     axis: int
     summands: tuple[Summand, ...]
     shift: Tensor
-    gone: tuple[Change, ...] = ()
-    steps: tuple[Step, ...] = ()
+    changes: tuple[Change, ...] = ()
+    steps: tuple[ChannelStep, ...] = ()
     through: "Affine | None" = None
 
     @property
@@ -64,19 +64,23 @@ class Affine:
     @property
     def is_layer_alone(self) -> bool:
         """True if nothing lies between a layer and the value."""
-        return self.has_layer and len(self.summands) == 1 and not self.gone
+        return self.has_layer and len(self.summands) == 1 and not self.changes
 
-    def moved(self, step: Step) -> "Affine":
+    def moved(self, step: ChannelStep) -> "Affine":
         """Return what a step makes of the value."""
         return replace(self, steps=(*self.steps, step), through=None)
 
     def scaled(self, gain: Tensor, shift: Tensor, change: Change) -> "Affine":
         """Return gain * value + shift, computed by what the change removes."""
         summands = tuple(summand._replace(gain=summand.gain * gain) for summand in self.summands)
-        gone = self.gone if change in self.gone else (*self.gone, change)
+        changes = self.changes if change in self.changes else (*self.changes, change)
         through = self.through and self.through.scaled(gain, shift, change)
         return replace(
-            self, summands=summands, shift=self.shift * gain + shift, gone=gone, through=through
+            self,
+            summands=summands,
+            shift=self.shift * gain + shift,
+            changes=changes,
+            through=through,
         )
 
     def times(self, number: float) -> "Affine":
@@ -120,7 +124,7 @@ class Group:
     kind: str
     carriers: tuple[str, ...]
     windows: tuple[InputWindow, ...]
-    gone: tuple[Change, ...]
+    changes: tuple[Change, ...]
     summands: tuple[Summand, ...] = ()
     shift: Tensor = torch.zeros(0)  # noqa: RUF009
     needs_sum: bool = False
@@ -137,14 +141,14 @@ class Group:
         for gain, shift in self.scales:
             numbers += [gain, shift]
         written = tuple(_bytes(tensor) for tensor in numbers)
-        modules = (self.carriers, self.windows, self.gone, self.whole)
+        modules = (self.carriers, self.windows, self.changes, self.whole)
         return self.kind, *modules, summands, written
 
 
-def parts_of(found: Affine | Group) -> set[str]:
+def names_in(value_or_group: Affine | Group) -> set[str]:
     """Return the names of the modules that compute a value or are merged with a group."""
-    names = {name for _, name in found.gone}
-    for summand in found.summands:
+    names = {name for _, name in value_or_group.changes}
+    for summand in value_or_group.summands:
         names |= {name for name in (summand.layer, summand.after) if name}
     return names
 
@@ -168,13 +172,15 @@ def carrier_of(summands: tuple[Summand, ...]) -> Summand | None:
     return carrier if all(_fits(summand, carrier) for summand in summands) else None
 
 
-def sum_of(one: Affine, other: Affine) -> Affine | None:
+def sum_of(first: Affine, second: Affine) -> Affine | None:
     """Return the sum of two values of one source and axis, or None."""
-    if (one.source, one.axis) != (other.source, other.axis):
+    if (first.source, first.axis) != (second.source, second.axis):
         return None
-    summands = (*one.summands, *other.summands)
-    gone = (*one.gone, *other.gone)
-    return replace(one, summands=summands, shift=one.shift + other.shift, gone=gone, through=None)
+    summands = (*first.summands, *second.summands)
+    changes = (*first.changes, *second.changes)
+    return replace(
+        first, summands=summands, shift=first.shift + second.shift, changes=changes, through=None
+    )
 
 
 def _fits(summand: Summand, carrier: Summand) -> bool:
@@ -182,8 +188,8 @@ def _fits(summand: Summand, carrier: Summand) -> bool:
     outer = carrier.window
     inner = summand.window
     if summand.layer is None:
-        one = (1,) * len(outer.kernel)
-        inner = InputWindow(one, one, (0,) * len(one), outer.dilation, outer.groups)
+        ones = (1,) * len(outer.kernel)
+        inner = InputWindow(ones, ones, (0,) * len(ones), outer.dilation, outer.groups)
     if inner.stride != outer.stride or inner.groups % outer.groups:
         return False
     inner_axes = zip(inner.kernel, inner.padding, inner.dilation, strict=True)

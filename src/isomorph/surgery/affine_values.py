@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.operations import Flow, Operation, TensorVersion, value_of
 from isomorph.surgery.affine import Affine, Summand, carrier_of, sum_of
-from isomorph.surgery.channels import Channels, Step, follow_channels, kind_of_step
+from isomorph.surgery.channels import Channels, ChannelStep, follow_channels, kind_of_step
 from isomorph.surgery.layer_calls import (
     ADD,
     ARITHMETIC,
@@ -48,16 +48,16 @@ class AffineValues:
         self,
         model: nn.Module,
         flow: Flow,
-        keeps: set[TensorVersion],
+        protected: set[TensorVersion],
         affine_norms: bool,
         avoid: frozenset[str],
     ) -> None:
         self.model = model
         self.flow = flow
-        self.keeps = keeps
+        self.protected = protected
         self.affine_norms = affine_norms
         self.avoid = avoid
-        self.of: dict[TensorVersion, Affine] = {}
+        self.affine_of: dict[TensorVersion, Affine] = {}
         # Values that another affine value takes up.
         self.used: set[TensorVersion] = set()
         # Names of the norms, and why nothing is done with one.
@@ -68,14 +68,18 @@ class AffineValues:
         # Outputs of pointwise layers, with what these read.
         self.chained: list[tuple[TensorVersion, Affine]] = []
         self.operations_of: dict[str, list[Operation]] = defaultdict(list)
-        depending = [each for each in flow.operations if not flow.constant.issuperset(each.outputs)]
+        depending = [
+            candidate
+            for candidate in flow.operations
+            if not flow.constant.issuperset(candidate.outputs)
+        ]
         for operation in depending:
             self.operations_of[operation.module].append(operation)
         for operation in depending:
             self._read(operation)
 
     def is_read_once(self, value: TensorVersion) -> bool:
-        return len(self.flow.reads[value]) == 1 and value not in self.keeps
+        return len(self.flow.reads[value]) == 1 and value not in self.protected
 
     def is_avoided(self, *layers: str | None) -> bool:
         return not self.avoid.isdisjoint(layers)
@@ -85,21 +89,22 @@ class AffineValues:
 
     def _read(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine values, and the values that they take up."""
-        moved = self._read_moves(operation)
-        self.of |= moved
-        if moved or len(operation.outputs) != 1:
-            self.used |= {found.steps[-1].value for found in moved.values()}
+        moved_values = self._read_moves(operation)
+        self.affine_of |= moved_values
+        if moved_values or len(operation.outputs) != 1:
+            self.used |= {affine.steps[-1].value for affine in moved_values.values()}
             return
-        found = self._read_arithmetic(operation)
-        if found is None:
+        affine = self._read_arithmetic(operation)
+        if affine is None:
             return
         output = operation.outputs[0]
-        self.of[output] = found if is_unchanged(operation) else replace(found, end=output)
+        self.affine_of[output] = affine if is_unchanged(operation) else replace(affine, end=output)
         for value in operation.inputs:
-            if value in self.of and self.is_read_once(value) and value != found.source:
+            if value in self.affine_of and self.is_read_once(value) and value != affine.source:
                 self.used.add(value)
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
+        """Return what an operation computes as an affine value: a layer, norm, scale or sum; None for any other."""
         depends_on = [value for value in operation.inputs if value not in self.flow.constant]
         if not depends_on:
             return None
@@ -112,7 +117,7 @@ class AffineValues:
         ):
             return self._read_norm(operation, x)
         if is_unchanged(operation) or adds_zero(operation):
-            return self._take(x)
+            return self._affine_to_extend(x)
         has_two_values = len(operation.inputs) == len(operation.args) == 2 and not operation.kwargs
         if operation.name not in ARITHMETIC or not has_two_values:
             return None
@@ -120,10 +125,11 @@ class AffineValues:
             return self._read_scale(operation, x)
         return self._read_sum(operation)
 
-    def _take(self, value: TensorVersion) -> Affine | None:
-        return self.of.get(value) if self.is_read_once(value) else None
+    def _affine_to_extend(self, value: TensorVersion) -> Affine | None:
+        """Return what a value is, if nothing but the next operation reads it; None if others do."""
+        return self.affine_of.get(value) if self.is_read_once(value) else None
 
-    def _start(
+    def _new_affine(
         self,
         value: TensorVersion,
         axis: int,
@@ -142,10 +148,10 @@ class AffineValues:
     def _read_moves(self, operation: Operation) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that moves, averages or selects the elements of one of its inputs."""
         for value in dict.fromkeys(operation.inputs):
-            base = self._take(value)
+            base = self._affine_to_extend(value)
             others: list[Operation] = []
             if base is None and self._is_read_in_parts(value):
-                base = self.of[value]
+                base = self.affine_of[value]
                 others = [other for other in self.flow.reads[value] if other is not operation]
             if base is None:
                 continue
@@ -158,73 +164,76 @@ class AffineValues:
                 may_move = base.has_layer or kind == "move"
             if may_move:
                 return {
-                    output: base.moved(Step(operation, value, kind, i, tuple(others)))
+                    output: base.moved(ChannelStep(operation, value, kind, i, tuple(others)))
                     for i, output in enumerate(operation.outputs)
                 }
         return {}
 
     def _is_read_in_parts(self, value: TensorVersion) -> bool:
         """True for what a layer gives if others read it in parts, such as queries, keys and values."""
-        base = self.of.get(value)
-        if base is None or not base.is_layer_alone or value in self.keeps:
+        base = self.affine_of.get(value)
+        if base is None or not base.is_layer_alone or value in self.protected:
             return False
         readers = self.flow.reads[value]
-        return len(readers) > 1 and all(each.name in _TAKES_PART for each in readers)
+        return len(readers) > 1 and all(reader.name in _TAKES_PART for reader in readers)
 
     # Layers
 
     def _read_layer(self, operation: Operation) -> Affine | None:
-        given = bind_arguments(operation)
+        """Return the output of a layer as an affine value of its input; None, with the reason noted, if it is not."""
+        arguments = bind_arguments(operation)
         output = operation.outputs[0]
         source = operation.inputs[0]
-        if value_of(given["weight"]) not in self.flow.constant or source in self.flow.constant:
+        if value_of(arguments["weight"]) not in self.flow.constant or source in self.flow.constant:
             return None
         window = window_of(operation)
-        weight = self._parameter_of(given["weight"])
-        if weight is not given["weight"]:
+        weight = self._parameter_of(arguments["weight"])
+        if weight is not arguments["weight"]:
             window = window._replace(computed=True)
-        name, reason = self._owner(operation, weight, given.get("bias"))
+        name, reason = self._owner(operation, weight, arguments.get("bias"))
         if weight is None or (window.computed and window.transposed):
             reason = "its layer computes its weight"
         if reason:
             self.rejected[output] = reason
             return None
         axis = len(self.shape(output)) - 1 - len(window.kernel)
-        found = replace(self._start(output, axis, name, window), source=source)
-        before = self._take(source)
+        affine = replace(self._new_affine(output, axis, name, window), source=source)
+        before = self._affine_to_extend(source)
         if before is None or before.steps or not window.is_pointwise:
-            return found
+            return affine
         self.chained.append((output, before))
-        return replace(found, through=self._through_two_layers(before, found, name))
+        return replace(affine, through=self._through_two_layers(before, affine, name))
 
-    def _through_two_layers(self, before: Affine, found: Affine, name: str) -> Affine | None:
+    def _through_two_layers(self, before: Affine, affine: Affine, name: str) -> Affine | None:
         """Return a pointwise layer and the layer before it as a function of what that one reads, or None."""
         first = carrier_of(before.summands)
         if (
             first is None
             or len(before.summands) > 1
-            or before.gone
+            or before.changes
             or self.is_avoided(first.layer, name)
         ):
             return None
         if first.window.groups > 1 or not first.window.is_plain:
             return None
-        summand = first._replace(gain=found.summands[0].gain, after=name)
-        return replace(found, source=before.source, summands=(summand,))
+        summand = first._replace(gain=affine.summands[0].gain, after=name)
+        return replace(affine, source=before.source, summands=(summand,))
 
     def _parameter_of(self, weight: Tensor) -> Tensor | None:
         """Return the parameter of whose rows the rows of a weight consist, the weight itself if it is one, or None."""
         value = value_of(weight)
-        steps: list[Step] = []
+        steps: list[ChannelStep] = []
         while value[0] not in self.flow.names:
-            made = self.flow.made.get(value)
-            if made is None or len(self.flow.reads[value]) != 1:
+            operation = self.flow.operation_of.get(value)
+            if operation is None or len(self.flow.reads[value]) != 1:
                 return None
-            source = made.inputs[0]
-            if not is_unchanged(made):
-                if kind_of_step(self.flow, made, source) != "move":
+            source = operation.inputs[0]
+            if not is_unchanged(operation):
+                if kind_of_step(self.flow, operation, source) != "move":
                     return None
-                steps.insert(0, Step(made, source, "move", made.outputs.index(value)))
+                steps.insert(
+                    0, ChannelStep(operation, source, "move", operation.outputs.index(value))
+                )
             value = source
         parameter = self.flow.tensors[value]
         if not steps:
@@ -247,71 +256,72 @@ class AffineValues:
             return "", f"the weight of {names[0]} is tied"
         name = names[0].rpartition(".")[0]
         module = self.model.get_submodule(name)
-        shown = name or "the model"
+        shown_name = name or "the model"
         if len(self.flow.reads[value_of(weight)]) != 1:
-            return name, f"{shown} is used more than once"
+            return name, f"{shown_name} is used more than once"
         attached = describe_attachments(module)
         if attached:
-            return name, f"{shown} has {attached}"
+            return name, f"{shown_name} has {attached}"
         if bias is not None and (
             len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1
         ):
-            return name, f"the bias of {shown} is tied or used elsewhere"
+            return name, f"the bias of {shown_name} is tied or used elsewhere"
         own_bias = (vars(module) | module._parameters).get("bias", weight)
         owns_both = module._parameters.get("weight") is weight and own_bias is bias
         if not owns_both or (bias is None and operation.module != name):
-            return name, f"the bias of {shown} is not its own"
+            return name, f"the bias of {shown_name} is not its own"
         return name, ""
 
     # Norms and scales
 
     def _read_norm(self, operation: Operation, x: TensorVersion) -> Affine | None:
+        """Return the output of a norm, x scaled and shifted by channel; None, with the reason noted, if it is not."""
         if operation.name != "batch_norm":
             return self._read_affine_norm(operation)
-        given = bind_arguments(operation)
+        arguments = bind_arguments(operation)
         name = operation.module
         self.norms.add(name)
-        mean: Any = given.get("running_mean")
-        variance: Any = given.get("running_var")
+        mean: Any = arguments.get("running_mean")
+        variance: Any = arguments.get("running_var")
         reason = self._why_needed(operation)
-        if not reason and (given.get("training") or mean is None or variance is None):
+        if not reason and (arguments.get("training") or mean is None or variance is None):
             reason = "it uses the statistics of the batch"
         if reason:
             self.left[name] = reason
             return None
-        gain = torch.rsqrt(variance.double() + given.get("eps", 1e-5))
-        if given.get("weight") is not None:
-            gain = gain * given["weight"].double()
+        gain = torch.rsqrt(variance.double() + arguments.get("eps", 1e-5))
+        if arguments.get("weight") is not None:
+            gain = gain * arguments["weight"].double()
         shift = -mean.double() * gain
-        if given.get("bias") is not None:
-            shift = shift + given["bias"].double()
+        if arguments.get("bias") is not None:
+            shift = shift + arguments["bias"].double()
 
         change = ("identity", name)
-        base = self._take(x)
+        base = self._affine_to_extend(x)
         if base is None:
             self.left[name] = self._why_none_before(x)
-            return self._start(x, 1).scaled(gain, shift, change)
+            return self._new_affine(x, 1).scaled(gain, shift, change)
         sides = (-1, *[1] * (len(self.shape(x)) - 2))
         scale = self._by_channel(base, gain.view(sides), shift.view(sides))
         if isinstance(scale, str):
             self.left[name] = scale
-            return self._start(x, 1).scaled(gain, shift, change)
+            return self._new_affine(x, 1).scaled(gain, shift, change)
         return base.scaled(*scale, change)
 
     def _read_affine_norm(self, operation: Operation) -> Affine | None:
         """Return the weight and bias of a LayerNorm, RMSNorm or GroupNorm as a function of what it normalises."""
-        given = bind_arguments(operation)
+        arguments = bind_arguments(operation)
         name = operation.module
         output = operation.outputs[0]
-        weight = given.get("weight")
-        bias = given.get("bias")
+        weight = arguments.get("weight")
+        bias = arguments.get("bias")
         owns = self.model.get_submodule(name)._parameters.get("weight") is weight
         if (
             not self.affine_norms
             or weight is None
             or weight.ndim != 1
             or not owns
-            or output in self.keeps
+            or output in self.protected
         ):
             return None
         self.norms.add(name)
@@ -321,7 +331,7 @@ class AffineValues:
             return None
         axis = 1 if operation.name == "group_norm" else len(self.shape(output)) - 1
         shift = torch.zeros_like(weight) if bias is None else bias
-        normalised = replace(self._start(output, axis), source=(0, 0))
+        normalised = replace(self._new_affine(output, axis), source=(0, 0))
         return normalised.scaled(weight.double(), shift.double(), ("unscaled", name))
 
     def _why_needed(self, operation: Operation) -> str:
@@ -342,7 +352,11 @@ class AffineValues:
             return False
         (value,) = calls[0]
         for operation in self.operations_of[name]:
-            depends_on = [each for each in operation.inputs if each not in self.flow.constant]
+            depends_on = [
+                value_read
+                for value_read in operation.inputs
+                if value_read not in self.flow.constant
+            ]
             is_arithmetic = (
                 operation.name in ARITHMETIC
                 or operation.name == "batch_norm"
@@ -354,18 +368,20 @@ class AffineValues:
         return True
 
     def _why_not_alone(self, name: str) -> str:
+        """Return what else would change with a norm: its hooks, or further calls; "" if nothing."""
         attached = describe_attachments(self.model.get_submodule(name))
         if attached:
             return f"it has {attached}"
         return "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
 
     def _why_none_before(self, value: TensorVersion) -> str:
-        if value in self.of:
+        """Return why no layer before a norm can take it up."""
+        if value in self.affine_of:
             return "the output of the layer before it is read elsewhere"
         if value in self.rejected:
             return self.rejected[value]
-        maker = self.flow.made.get(value)
-        return f"it follows {maker.name}" if maker else "it reads the model's input"
+        operation = self.flow.operation_of.get(value)
+        return f"it follows {operation.name}" if operation else "it reads the model's input"
 
     def _by_channel(self, base: Affine, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor] | str:
         """Return gain and shift of the value by channel of its start, or why it has none.
@@ -413,15 +429,16 @@ class AffineValues:
 
     def _bases(self, value: TensorVersion) -> list[Affine]:
         """Return an affine value, or any other value as its own source, with channels on either axis."""
-        base = self._take(value)
+        base = self._affine_to_extend(value)
         if base:
             return [base]
         last = len(self.shape(value)) - 1
-        return [self._start(value, axis) for axis in sorted({1, last}) if 0 < axis <= last]
+        return [self._new_affine(value, axis) for axis in sorted({1, last}) if 0 < axis <= last]
 
     # Sums
 
     def _read_sum(self, operation: Operation) -> Affine | None:
+        """Return a sum or difference as a function of one source, or None."""
         first, second = operation.inputs
         if operation.name not in ADD | SUB or first == second:
             return None
@@ -429,8 +446,8 @@ class AffineValues:
         if total is None or (total.has_layer and carrier_of(total.summands) is None):
             return None
         for value in operation.inputs:
-            if value not in self.of and value != total.source:  # multiplied by a number
-                self.used.add(self.flow.made[value].inputs[0])
+            if value not in self.affine_of and value != total.source:  # multiplied by a number
+                self.used.add(self.flow.operation_of[value].inputs[0])
         return total
 
     def _sums(
@@ -446,8 +463,8 @@ class AffineValues:
                 if not self.is_avoided(*(part.layer for part in term.summands))
             ]
             second_terms = [term.negated() for term in may_change]
-        for one, other in product(first_terms, second_terms):
-            total = sum_of(one, other)
+        for first_term, second_term in product(first_terms, second_terms):
+            total = sum_of(first_term, second_term)
             if total:
                 yield total
         for term in first_terms:
@@ -459,41 +476,45 @@ class AffineValues:
 
     def _terms(self, value: TensorVersion) -> list[Affine]:
         """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
-        found = self._take(value) or self._multiplied(value)
-        if found is None:
+        affine = self._affine_to_extend(value) or self._multiplied(value)
+        if affine is None:
             return []
-        ways = [found] if found.through is None else [found, found.through]
-        return [way for way in ways if not way.steps]
+        forms = [affine] if affine.through is None else [affine, affine.through]
+        return [form for form in forms if not form.steps]
 
     def _multiplied(self, value: TensorVersion) -> Affine | None:
         """Return a value of layers that the model's own code multiplies by a number, or None."""
-        made = self.flow.made.get(value)
+        operation = self.flow.operation_of.get(value)
         # numbers may not be those of the code
         if self.flow.branches_on_data or self.flow.reads_parameters:
             return None
         if (
-            made is None
-            or made.name not in MUL | DIV
-            or len(made.inputs) != 1
+            operation is None
+            or operation.name not in MUL | DIV
+            or len(operation.inputs) != 1
             or not self.is_read_once(value)
         ):
             return None
-        numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
-        is_turned = made.name in DIV and not isinstance(made.args[0], Tensor)
-        base = self._take(made.inputs[0])
+        numbers = [
+            argument
+            for argument in operation.args
+            if isinstance(argument, float) or type(argument) is int
+        ]
+        is_turned = operation.name in DIV and not isinstance(operation.args[0], Tensor)
+        base = self._affine_to_extend(operation.inputs[0])
         if base is None or is_turned or not numbers:
             return None
         layers = [summand.layer for summand in base.summands]
         if not all(layers) or self.is_avoided(*layers):
             return None
-        return base.times(1 / numbers[0] if made.name in DIV else numbers[0])
+        return base.times(1 / numbers[0] if operation.name in DIV else numbers[0])
 
 
-def _with_source(found: Affine, factor: float) -> Affine:
-    """Return found + factor * source, where the model's own code adds the source."""
-    gain = factor * torch.ones_like(found.shift)
-    own = Summand(None, InputWindow(), gain, stays=True, factor=factor)
-    return replace(found, summands=(*found.summands, own), through=None)
+def _with_source(affine: Affine, factor: float) -> Affine:
+    """Return affine + factor * source, where the model's own code adds the source."""
+    gain = factor * torch.ones_like(affine.shift)
+    summand = Summand(None, InputWindow(), gain, stays=True, factor=factor)
+    return replace(affine, summands=(*affine.summands, summand), through=None)
 
 
 def _along_axis(
@@ -508,7 +529,9 @@ def _along_axis(
     return gain.reshape(-1).expand(channels), shift.reshape(-1).expand(channels)
 
 
-def why_stopped(channels: Channels, steps: tuple[Step, ...], gain: Tensor, shift: Tensor) -> str:
+def why_stopped(
+    channels: Channels, steps: tuple[ChannelStep, ...], gain: Tensor, shift: Tensor
+) -> str:
     """Return through which operation a scale or a shift does not pass, or ""."""
     if channels.keeps_order and bool((gain < 0).any()):
         largest = [step.operation.name for step in steps if step.kind == "largest"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from isomorph.layers.grid import GridSize, fit_grid, grid_places
+from isomorph.layers.grid import GridSize, fit_grid, grid_positions
 from isomorph.layers.unfused_multihead import (
     UnfusedMultiheadAttention,
     allowed_by_masks,
@@ -32,17 +32,18 @@ _SEEN = ("sdpa", "eager")
 _PRODUCTS = {"@", "matmul", "bmm", "einsum"}
 
 
-def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
+def _mask_argument(_: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Return the mask among the arguments of a call, or None."""
     for name in _MASKS:
-        if given.get(name) is not None:
-            return given[name]
+        if arguments.get(name) is not None:
+            return arguments[name]
     return None
 
 
 def mask_unit_order(count: int, units: GridSize) -> Tensor:
-    """Return the places of `count` tokens in each mask unit of Hiera, in the order of its tokens.
+    """Return the positions of `count` tokens in each mask unit of Hiera, in the order of its tokens.
 
-    The places in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
+    The positions in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
 
     Shape: -> (count units, 2)
     Raises: ValueError if the units are not halved on both sides by every pooling.
@@ -50,39 +51,39 @@ def mask_unit_order(count: int, units: GridSize) -> Tensor:
     levels = round(math.log(count, 4))
     if 4**levels != count:
         raise ValueError(f"mask units of {count} tokens are not squares whose side is a power of 2")
-    places = grid_places(units) * 2**levels
+    positions = grid_positions(units) * 2**levels
     for level in reversed(range(levels)):
-        places = (grid_places((2, 2))[:, None] * 2**level + places).flatten(0, 1)
-    return places
+        positions = (grid_positions((2, 2))[:, None] * 2**level + positions).flatten(0, 1)
+    return positions
 
 
-def mask_unit_places(
+def mask_unit_positions(
     layer: Any, shapes: Sequence[GridSize], queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of the tokens of Hiera's attention, in one mask unit or in all of the image."""
+    """Return the positions of the tokens of Hiera's attention, in one mask unit or in all of the image."""
     in_unit = layer.window_size
     pooled = math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
     # a query is the maximum of pooled^2 tokens
-    places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
-    return places, mask_unit_order(keys // math.prod(units), units)
+    positions = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2
+    return positions, mask_unit_order(keys // math.prod(units), units)
 
 
-def row_mean_places(
+def row_mean_positions(
     layer: Any, shapes: Sequence[GridSize], queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of the tokens of Next-ViT's attention, whose keys are means of tokens in a row."""
-    places = grid_places(fit_grid(queries, shapes)[0]) / layer.sr_ratio
-    return places, places[: keys * layer.N_ratio].unflatten(0, (keys, -1)).mean(1)
+    """Return the positions of the tokens of Next-ViT's attention, whose keys are means of tokens in a row."""
+    positions = grid_positions(fit_grid(queries, shapes)[0]) / layer.sr_ratio
+    return positions, positions[: keys * layer.N_ratio].unflatten(0, (keys, -1)).mean(1)
 
 
-def halo_places(
+def halo_positions(
     layer: Any, _: Sequence[GridSize], queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of the tokens of HaloNet's attention, whose windows of keys reach beyond those of queries."""
+    """Return the positions of the tokens of HaloNet's attention, where windows of keys are larger than of queries."""
     block = math.isqrt(queries)
     window = math.isqrt(keys)
-    return grid_places((block, block)) * layer.block_stride, grid_places(
+    return grid_positions((block, block)) * layer.block_stride, grid_positions(
         (window, window)
     ) - layer.halo_size
 
@@ -94,8 +95,8 @@ class AttentionFacts(NamedTuple):
     `square`: the tokens are a square window. `plain`: only its plain form has one map. `form`: a subclass that computes
     the same from the same attributes by operations that can be seen. `mask`: from the layer and the arguments of a
     call, by name. `reason`: why its map cannot be edited. `grid_reason` and `query_reason`: why its keys, or its
-    queries, have no positions on a grid. `places`: the (row, column) of queries and of keys that are not in the order
-    of a grid, in steps of the keys, from the layer, the sizes that its tokens may cover, and their numbers.
+    queries, have no positions on a grid. `positions`: the (row, column) of queries and of keys that are not in the
+    order of a grid, in steps of the keys, from the layer, the sizes that its tokens may cover, and their numbers.
     """
 
     no_map: str | None = None
@@ -108,11 +109,12 @@ class AttentionFacts(NamedTuple):
     reason: Callable[[Any], str | None] = lambda _: None
     grid_reason: Callable[[Any], str | None] = lambda _: None
     query_reason: str | None = None
-    places: Callable[[Any, Sequence[GridSize], int, int], tuple[Tensor, Tensor]] | None = None
+    positions: Callable[[Any, Sequence[GridSize], int, int], tuple[Tensor, Tensor]] | None = None
     interface: bool = False
 
 
 def _interface_reason(layer: Any) -> str | None:
+    """Return why the map of attention that transformers' interface computes cannot be edited, or None."""
     name = type(layer).__name__
     config: Any = getattr(layer, "config", None)
     if not hasattr(config, "_attn_implementation"):
@@ -120,8 +122,8 @@ def _interface_reason(layer: Any) -> str | None:
     if _first_of((layer, config), ("is_causal", "is_decoder"), bool):
         return f"{name} is causal: an edited map mixes neighbouring queries, so that a token would see later ones"
     if config._attn_implementation not in _SEEN:
-        given = f"{name} uses {config._attn_implementation}"
-        return f'{given}, whose operations cannot be seen; call model.set_attn_implementation("sdpa") first'
+        implementation = f"{name} uses {config._attn_implementation}"
+        return f'{implementation}, whose operations cannot be seen; call model.set_attn_implementation("sdpa") first'
     if "Cross" in name:
         return f"{name} attends to other tokens than those of its queries"
     if not any(hasattr(layer, field) or hasattr(config, field) for field in _HEADS):
@@ -168,7 +170,7 @@ FACTS: dict[str, AttentionFacts | None] = {
     "timm.layers.halo_attn.HaloAttn": AttentionFacts(
         layout=lambda _: "joint",
         grid_reason=lambda _: "its windows of keys reach beyond those of its queries",
-        places=halo_places,
+        positions=halo_positions,
     ),
     "timm.layers.lambda_layer.LambdaLayer": _KEYS_ALONE,
     "timm.layers.non_local_attn.BilinearAttnTransform": _POOLS,
@@ -191,7 +193,7 @@ FACTS: dict[str, AttentionFacts | None] = {
         grid_reason=lambda _: (
             "its tokens are in the order of its mask units, which has no rows and columns"
         ),
-        places=mask_unit_places,
+        positions=mask_unit_positions,
     ),
     "timm.models.iformer.SHMA": AttentionFacts(heads=lambda _: 1),
     "timm.models.mobilevit.LinearSelfAttention": _KEYS_ALONE,
@@ -200,7 +202,7 @@ FACTS: dict[str, AttentionFacts | None] = {
         grid_reason=lambda layer: (
             None if layer.sr is None else "its keys are means of tokens in a row, without a grid"
         ),
-        places=row_mean_places,
+        positions=row_mean_positions,
     ),
     "timm.models.swiftformer.EfficientAdditiveAttention": _KEYS_ALONE,
     "timm.models.tiny_vit.Attention": AttentionFacts(square=True),
@@ -232,25 +234,26 @@ def _full_name(kind: type) -> str:
 
 def _functions_of(kind: type) -> Iterator[Any]:
     """Yield the forward of a class, and the methods and functions of its module that it uses."""
-    waiting: list[Any] = [getattr(kind, "forward", None)]
-    seen = set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
+    stack: list[Any] = [getattr(kind, "forward", None)]
+    visited = set()
+    while stack:
+        function = inspect.unwrap(stack.pop())
         code = getattr(function, "__code__", None)
-        if code is None or code in seen:
+        if code is None or code in visited:
             continue
-        seen.add(code)
+        visited.add(code)
         yield function
         for name in code.co_names:
             if inspect.isfunction(inspect.getattr_static(kind, name, None)):
-                waiting.append(getattr(kind, name))
+                stack.append(getattr(kind, name))
             other = function.__globals__.get(name)
             if inspect.isfunction(other) and other.__module__ == function.__module__:
-                waiting.append(other)
+                stack.append(other)
 
 
 @cached_by_class
 def _names_used(kind: type) -> set[str]:
+    """Return the names that the forward of a class uses, "@" if it multiplies matrices by the operator."""
     names: set[str] = set()
     for function in _functions_of(kind):
         names.update(function.__code__.co_names)
@@ -303,7 +306,7 @@ def heads_of(layer: Any, facts: AttentionFacts | None) -> int:
 def gating_reason(layer: nn.Module) -> str | None:
     """Return why a layer cannot attend by position, or None; a class token alone is in the middle of the image."""
     facts = facts_of(layer)
-    return None if facts is None or facts.places else facts.grid_reason(layer)
+    return None if facts is None or facts.positions else facts.grid_reason(layer)
 
 
 def position_reason(layer: nn.Module) -> str | None:

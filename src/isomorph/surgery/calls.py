@@ -3,13 +3,15 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import first_float
@@ -23,11 +25,11 @@ def own_inputs(
     model: nn.Module, batch: int, size: tuple[int, ...] | None = None
 ) -> dict[str, Any] | None:
     """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
-    own = getattr(model, "example_inputs", None)
-    if own is None:
+    make_inputs = getattr(model, "example_inputs", None)
+    if make_inputs is None:
         return None
     with torch.device("cpu"):
-        return dict(own(batch, size))
+        return dict(make_inputs(batch, size))
 
 
 def copy_inputs(inputs: Any) -> Any:
@@ -38,6 +40,7 @@ def copy_inputs(inputs: Any) -> Any:
 
 
 def _copy_leaf(value: Any) -> Any:
+    """Return a copy of a tensor or container among inputs; what cannot be copied is returned itself."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, nn.Module) or callable(value):
@@ -46,6 +49,54 @@ def _copy_leaf(value: Any) -> Any:
         return copy.deepcopy(value)  # another kind of container
     except Exception:  # whatever an object of the caller's raises that cannot be copied
         return value
+
+
+class _Float64(TorchFunctionMode):
+    """Mode in which code that names float32 means float64, and operations on both get float64 alone.
+
+    So a model of float64 also runs where its code writes dtype=torch.float32 or x.float(), or keeps numbers outside of
+    its buffers. What fills a float32 tensor, as add_ and x[...] = y do, keeps it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(map(_float64_for_32, args))
+        kwargs = {name: _float64_for_32(value) for name, value in (kwargs or {}).items()}
+        given = (args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            floats = [
+                x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()
+            ]
+            if {x.dtype for x in floats} != {torch.float32, torch.float64}:
+                raise
+        fills = func.__name__.endswith("_")
+        alike = partial(cast, dtype=floats[0].dtype if fills else torch.float64)
+        args, named = tree_map_only(Tensor, alike, given)
+        return func(*args, **named)
+
+
+def _float64_for_32(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def in_own_precision(model: nn.Module) -> Iterator[None]:
+    """Context for calls of a model: one in float64 makes float64 numbers, also where its code means float32."""
+    if first_float(model).dtype != torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
@@ -61,7 +112,8 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Return a model's output for a tensor or arguments by name, without a copy. Raises: as `run_model`."""
     check_inputs(inputs)
     try:
-        return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
+        with in_own_precision(model):
+            return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
@@ -72,6 +124,7 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _describe(inputs: Inputs) -> str:
+    """Describe inputs in an error: shapes and dtype, and that they are not images if so."""
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
     described = (
@@ -102,20 +155,20 @@ def check_inputs(inputs: object) -> None:
         )
 
 
-def batches_of(given: Any, of_loader: bool = False) -> Iterator[Inputs]:
+def batches_of(batches: Any, of_loader: bool = False) -> Iterator[Inputs]:
     """Yield the batches in an argument: the one that it is, or those of a list or another iterable.
 
     `of_loader`: each may be a pair of a loader, (inputs, labels), of which the inputs are yielded.
 
     Raises: UserError for anything else, for no batch, and for batches of different kinds, as one pair would be.
     """
-    if isinstance(given, Tensor | Mapping):
-        yield given
+    if isinstance(batches, Tensor | Mapping):
+        yield batches
         return
-    if not isinstance(given, Iterable):
-        check_inputs(given)
+    if not isinstance(batches, Iterable):
+        check_inputs(batches)
     first: Any = None
-    for batch in given:
+    for batch in batches:
         if of_loader and isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         check_inputs(batch)
@@ -182,8 +235,8 @@ def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 def to_model(batch: Inputs, model: nn.Module) -> Any:
     """Return a batch on the device of the model, its floating-point and complex tensors in the model's precision."""
-    like = first_float(model)
-    return map_tensors(batch, lambda x: cast(x, like.dtype).to(like.device))
+    reference = first_float(model)
+    return map_tensors(batch, lambda x: cast(x, reference.dtype).to(reference.device))
 
 
 def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:

@@ -81,7 +81,7 @@ _ROUNDING = 1e-9
 Kind = Literal["move", "mean", "largest", "attention"]
 
 
-class Step(NamedTuple):
+class ChannelStep(NamedTuple):
     """An operation on a value, and which of its outputs is followed; `others` read other parts of the value."""
 
     operation: Operation
@@ -106,9 +106,9 @@ class Channels:
 
     def vector(self, elements: Tensor, default: float) -> Tensor | None:
         """Return the number of each channel, or None if elements of one channel have several. Shape: -> (count,)"""
-        known = self.labels >= 0
-        labels = self.labels[known]
-        numbers = elements.expand(self.labels.shape)[known]
+        has_channel = self.labels >= 0
+        labels = self.labels[has_channel]
+        numbers = elements.expand(self.labels.shape)[has_channel]
         vector = numbers.new_full((self.count,), default)
         vector[labels] = numbers
         return vector if torch.equal(vector[labels], numbers) else None
@@ -117,8 +117,8 @@ class Channels:
         """Return the channel at each position of an axis, -1 for zeros; None if there are several at one."""
         rows = self.labels.movedim(axis, 0).flatten(1)
         channels = rows.amax(1)
-        same = (rows == channels[:, None]) | (rows < 0)
-        return channels if bool(same.all()) else None
+        is_same = (rows == channels[:, None]) | (rows < 0)
+        return channels if bool(is_same.all()) else None
 
 
 def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind | None:
@@ -130,17 +130,12 @@ def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind
         return "attention" if _are_attention_weights(flow, *others) else None
     if operation.name == _FUSED_ATTENTION:
         return "attention" if _is_plain_attention(flow, operation, value) else None
-    if not others <= flow.constant or any(
-        isinstance(tensor, Tensor) for tensor in _masks(operation)
-    ):
+    if not others <= flow.constant:
         return None
+    if any(tensor.dtype == torch.bool for tensor in tensors_in(operation.args[1:])):
+        return None  # an index by a mask: its numbers decide the shape of the output
     kinds: dict[Kind, set[str]] = {"move": _MOVES, "mean": _MEANS, "largest": _LARGEST}
     return next((kind for kind, names in kinds.items() if operation.name in names), None)
-
-
-def _masks(operation: Operation) -> list[Any]:
-    """Return the boolean tensors by which an operation indexes: their numbers decide the shape of the output."""
-    return [tensor for tensor in tensors_in(operation.args[1:]) if tensor.dtype == torch.bool]
 
 
 def _attention_arguments(operation: Operation) -> dict[str, Any]:
@@ -149,21 +144,22 @@ def _attention_arguments(operation: Operation) -> dict[str, Any]:
 
 
 def _is_plain_attention(flow: Flow, operation: Operation, value: TensorVersion) -> bool:
-    given = _attention_arguments(operation)
-    is_value = id(given["value"]) == value[0]
-    mask = given.get("attn_mask")
+    """True for fused attention without dropout or a mask that depends on inputs, of which `value` are the values."""
+    arguments = _attention_arguments(operation)
+    is_value = id(arguments["value"]) == value[0]
+    mask = arguments.get("attn_mask")
     constant_mask = mask is None or any(id(mask) == name for name, _ in flow.constant)
-    return is_value and constant_mask and not given.get("dropout_p")
+    return is_value and constant_mask and not arguments.get("dropout_p")
 
 
 def _are_attention_weights(flow: Flow, value: TensorVersion) -> bool:
     """True for what a softmax gives, also moved."""
-    made = flow.made.get(value)
-    if made is None or made.name == "softmax":
-        return made is not None
-    if len(made.inputs) != 1 or not (is_unchanged(made) or made.name in _MOVES):
+    operation = flow.operation_of.get(value)
+    if operation is None or operation.name == "softmax":
+        return operation is not None
+    if len(operation.inputs) != 1 or not (is_unchanged(operation) or operation.name in _MOVES):
         return False
-    return _are_attention_weights(flow, made.inputs[0])
+    return _are_attention_weights(flow, operation.inputs[0])
 
 
 def _other_attention_weights(flow: Flow, value: TensorVersion) -> Tensor:
@@ -171,21 +167,21 @@ def _other_attention_weights(flow: Flow, value: TensorVersion) -> Tensor:
 
     Scores may be equal, as those of a layer at its initialisation: then sums over every axis are 1, which is no law.
     """
-    made = flow.made[value]
-    source = made.inputs[0]
-    if made.name == "softmax":
-        return _run(made, {source: _noise_like(flow.tensors[source])})[0]
+    operation = flow.operation_of[value]
+    source = operation.inputs[0]
+    if operation.name == "softmax":
+        return _run(operation, {source: _noise_like(flow.tensors[source])})[0]
     before = _other_attention_weights(flow, source)
-    return _run(made, {source: before})[made.outputs.index(value)]
+    return _run(operation, {source: before})[operation.outputs.index(value)]
 
 
 def _noise_like(tensor: Tensor) -> Tensor:
     return noise(*tensor.shape).to(tensor.device)
 
 
-def _run(operation: Operation, given: dict[TensorVersion, Tensor]) -> list[Tensor]:
+def _run(operation: Operation, tensors: dict[TensorVersion, Tensor]) -> list[Tensor]:
     """Return the outputs of an operation for other tensors in the place of its inputs."""
-    by_identity = {value[0]: tensor for value, tensor in given.items()}
+    by_identity = {value[0]: tensor for value, tensor in tensors.items()}
 
     def replace(argument: Any) -> Any:
         return by_identity.get(id(argument), argument) if isinstance(argument, Tensor) else argument
@@ -195,22 +191,22 @@ def _run(operation: Operation, given: dict[TensorVersion, Tensor]) -> list[Tenso
     return tensors_in(function(*args, **kwargs))
 
 
-def _run_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor:
+def _run_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor:
     """Return what a step makes of a tensor; attention has random weights."""
-    given = {step.value: tensor}
+    tensors = {step.value: tensor}
     if step.operation.name == _FUSED_ATTENTION:
         arguments = _attention_arguments(step.operation)
         scores = {
             other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]
         }
-        given |= {other: _noise_like(flow.tensors[other]) for other in scores - {step.value}}
+        tensors |= {other: _noise_like(flow.tensors[other]) for other in scores - {step.value}}
     elif step.kind == "attention":
         (weights,) = set(step.operation.inputs) - {step.value}
-        given[weights] = _other_attention_weights(flow, weights)
-    return _run(step.operation, given)[step.output]
+        tensors[weights] = _other_attention_weights(flow, weights)
+    return _run(step.operation, tensors)[step.output]
 
 
-def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
+def _after_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor | None:
     """Return what a step makes of a tensor, or None if it is not linear or orders elements of several channels."""
     try:
         after = _run_step(flow, step, tensor)
@@ -226,7 +222,7 @@ def _after_step(flow: Flow, step: Step, tensor: Tensor) -> Tensor | None:
 
 
 def follow_channels(
-    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[Step]
+    flow: Flow, start: TensorVersion, axis: int, steps: Sequence[ChannelStep]
 ) -> Channels | None:
     """Return the channels of a value after steps from a start with channels on an axis; None if they are mixed."""
     tensor = flow.tensors[start]
@@ -255,11 +251,11 @@ def follow_channels(
 def _make_codes(count: int) -> Tensor:
     """Return increasing numbers between 1 and 2 of which no mean is another. Shape: -> (count,)"""
     generator = torch.Generator().manual_seed(count)
-    places = 0.25 + 0.5 * torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
-    return 1 + (torch.arange(count, device="cpu") + places) / count
+    offsets = 0.25 + 0.5 * torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    return 1 + (torch.arange(count, device="cpu") + offsets) / count
 
 
-def _shares_channels(step: Step, labels: Tensor | None) -> bool:
+def _shares_channels(step: ChannelStep, labels: Tensor | None) -> bool:
     """True if other parts of the value that a step divides have channels of the part that it takes."""
     if len(step.operation.outputs) == 1 and not step.others:
         return False
@@ -267,17 +263,17 @@ def _shares_channels(step: Step, labels: Tensor | None) -> bool:
         return True
     numbers = {step.value: labels.double()}
     parts = _run(step.operation, numbers)
-    taken = parts.pop(step.output)
+    channels = parts.pop(step.output)
     for other in step.others:
         parts += _run(other, numbers)
-    return any(bool(torch.isin(part, taken).any()) for part in parts)
+    return any(bool(torch.isin(part, channels).any()) for part in parts)
 
 
 def _decode(codes: Tensor, ones: Tensor, table: Tensor) -> Tensor | None:
     """Return the channel of each code, -1 where it is 0; None if one is not in the table."""
-    known = ones.abs() > _ROUNDING
-    numbers = codes / torch.where(known, ones, 1)
+    is_not_zero = ones.abs() > _ROUNDING
+    numbers = codes / torch.where(is_not_zero, ones, 1)
     nearest = ((numbers - 1) * len(table)).floor().long().clamp(0, len(table) - 1)
     right = (numbers - table[nearest]).abs() <= _ROUNDING
-    empty = ~known & (codes.abs() <= _ROUNDING)
-    return torch.where(known, nearest, -1) if bool((right | empty).all()) else None
+    empty = ~is_not_zero & (codes.abs() <= _ROUNDING)
+    return torch.where(is_not_zero, nearest, -1) if bool((right | empty).all()) else None

@@ -86,8 +86,8 @@ def record_choices(model: nn.Module, call: Callable[[], Any]) -> ChosenCall:
     Example:
         >>> from isomorph.surgery.choices import record_choices
         >>> model = torch.nn.Linear(2, 3)
-        >>> made = record_choices(model, lambda: model(torch.randn(1, 2)).argmax(1))
-        >>> [choice.operation for choice in made.choices], made.read[0].shape
+        >>> recorded = record_choices(model, lambda: model(torch.randn(1, 2)).argmax(1))
+        >>> [choice.operation for choice in recorded.choices], recorded.read[0].shape
         (['argmax'], torch.Size([1, 3]))
     """
     mode = _Recorder()
@@ -97,23 +97,23 @@ def record_choices(model: nn.Module, call: Callable[[], Any]) -> ChosenCall:
 
 
 @torch.no_grad()
-def repeat_choices(model: nn.Module, call: Callable[[], Any], made: ChosenCall) -> ChosenCall:
+def repeat_choices(model: nn.Module, call: Callable[[], Any], recorded: ChosenCall) -> ChosenCall:
     """Call a model, and let it choose as another did in a call that was recorded.
 
     Example:
         >>> from isomorph.surgery.choices import record_choices, repeat_choices
         >>> first, second = torch.tensor([0.5, 0.5, 0.1]), torch.tensor([0.5, 0.5001, 0.1])
         >>> model = torch.nn.Identity()
-        >>> made = record_choices(model, lambda: model(first).argsort(descending=True))
-        >>> again = repeat_choices(model, lambda: model(second).argsort(descending=True), made)
-        >>> again.output.tolist(), again.changed
+        >>> recorded = record_choices(model, lambda: model(first).argsort(descending=True))
+        >>> repeated = repeat_choices(model, lambda: model(second).argsort(descending=True), recorded)
+        >>> repeated.output.tolist(), repeated.changed
         ([0, 1, 2], ('sort',))
     """
-    mode = _Repeater(made.choices)
+    mode = _Repeater(recorded.choices)
     with observing(model) as mode.running, mode:
         output = call()
-    choices = tuple(mode.own[number] for number in sorted(mode.own))
-    missing = [choice.place for waiting in mode.waiting.values() for _, choice in waiting]
+    choices = tuple(mode.repeated[number] for number in sorted(mode.repeated))
+    missing = [choice.place for queue in mode.queues.values() for _, choice in queue]
     return ChosenCall(output, choices, tuple(mode.changed), (*mode.unmatched, *missing))
 
 
@@ -127,20 +127,20 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [x for x in tensors_in(args, kwargs) if x.is_floating_point()]
+        operands = [x for x in tensors_in(args, kwargs) if x.is_floating_point()]
         operation = func.__name__.partition(".")[0].strip("_")
         reads_shapes = operation.endswith("_like") or operation.startswith("new_")
-        if not read or reads_shapes:
+        if not operands or reads_shapes:
             return func(*args, **kwargs)
         jumps = operation in _STEPS
         if jumps:  # it may be in place
-            read = [x.clone() for x in read]
+            operands = [x.clone() for x in operands]
         output = func(*args, **kwargs)
         results = tensors_in(output)
         if not (jumps or any(map(_is_chosen, results))):
             return output
         settings = repr(tree_map_only(Tensor, lambda _: "tensor", (args, kwargs)))
-        inputs = tuple(x.clone() for x in read)
+        inputs = tuple(x.clone() for x in operands)
         copies = tuple(x.clone() for x in results)
         choice = Choice(operation, self.running.innermost, inputs, copies, settings)
         return self.decide(choice, output)
@@ -156,20 +156,24 @@ class _Repeater(_Recorder):
 
     def __init__(self, recorded: Sequence[Choice]) -> None:
         super().__init__()
-        self.waiting: dict[Any, deque[tuple[int, Choice]]] = defaultdict(deque)
+        # Recorded choices that are not repeated yet, with their numbers, by what they have in common with the call's.
+        self.queues: dict[Any, deque[tuple[int, Choice]]] = defaultdict(deque)
         for number, choice in enumerate(recorded):
-            self.waiting[choice.key].append((number, choice))
-        self.own: dict[int, Choice] = {}
+            self.queues[choice.key].append((number, choice))
+        # The call's own choices by number.
+        self.repeated: dict[int, Choice] = {}
+        # Operations that would have chosen otherwise, and those without a recorded choice.
         self.changed: list[str] = []
         self.unmatched: list[str] = []
 
     def decide(self, choice: Choice, output: Any) -> Any:
-        waiting = self.waiting[choice.key]
-        if not waiting:
+        """Return an output with the recorded choice in place of the call's own."""
+        queue = self.queues[choice.key]
+        if not queue:
             self.unmatched.append(choice.place)
             return output
-        number, recorded = waiting.popleft()
-        self.own[number] = choice
+        number, recorded = queue.popleft()
+        self.repeated[number] = choice
         if recorded.settings != choice.settings:
             self.unmatched.append(choice.place)
         jumps = choice.operation in _STEPS

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from isomorph.operations import Flow, TensorVersion
-from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, parts_of
+from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues
 from isomorph.surgery.layer_calls import ARITHMETIC
 from isomorph.surgery.modules import lies_within
@@ -56,31 +56,31 @@ class Collapse(Rule):
 
 
 def find_whole(
-    model: nn.Module, values: AffineValues, value: TensorVersion, found: Affine
+    model: nn.Module, values: AffineValues, value: TensorVersion, affine: Affine
 ) -> Group | None:
     """Return the outermost module with arithmetic of its own that computes a value of one layer, then its children."""
-    carrier = carrier_of(found.summands)
-    if carrier is None or carrier.layer is None or found.steps:
+    carrier = carrier_of(affine.summands)
+    if carrier is None or carrier.layer is None or affine.steps:
         return None
     whole = None
     name = carrier.layer.rpartition(".")[0]
     while name:
         children = _children_after(model, values.flow, name, value)
-        gets_source = values.flow.inputs[name] == [(found.source,)]
-        has_arithmetic = any(each.name in ARITHMETIC for each in values.operations_of[name])
+        gets_source = values.flow.inputs[name] == [(affine.source,)]
+        has_arithmetic = any(item.name in ARITHMETIC for item in values.operations_of[name])
         if children is not None and gets_source and has_arithmetic:
             parts = (carrier.layer.removeprefix(f"{name}."), *children)
             stay = {f"{name}.{part}" for part in parts}
-            whole = Whole(name, parts, frozenset(stay | parts_of(found)))
+            whole = Whole(name, parts, frozenset(stay | names_in(affine)))
         name = name.rpartition(".")[0]
     if whole is None:
         return None
-    skips = tuple(each for each in found.summands if each.layer is None and each.stays)
+    skips = tuple(item for item in affine.summands if item.layer is None and item.stays)
     return Group(
         "whole",
         carriers=(carrier.layer,),
         windows=(carrier.window,),
-        gone=(),
+        changes=(),
         summands=skips,
         needs_sum=len(whole.modules) > len(whole.parts),
         whole=whole,
@@ -107,7 +107,7 @@ def _children_after(
     return children
 
 
-def may_go(model: nn.Module, whole: Whole) -> bool:
+def can_collapse(model: nn.Module, whole: Whole) -> bool:
     """Return True if everything inside a module is merged or stays, or gives what it gets in train mode too."""
     for path, inner in model.get_submodule(whole.name).named_modules(prefix=whole.name):
         if describe_attachments(inner):

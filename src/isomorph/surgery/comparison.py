@@ -76,12 +76,13 @@ class TensorDifference:
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.shape)) or "a number"
-        apart = f"max |diff| {self.fp32:.3g}, {self.fp64:.3g} where max |out| is {self.scale:.3g}"
+        sizes = f"max |diff| {self.fp32:.3g}, {self.fp64:.3g} where max |out| is {self.scale:.3g}"
         problem = f"; {self.problem}" if self.problem else ""
-        return f"{self.path or 'output'} ({sides}): {apart}{problem}"
+        return f"{self.path or 'output'} ({sides}): {sizes}{problem}"
 
 
 def _ratio(difference: float, limit: float) -> float:
+    """Return a difference as a multiple of the limit."""
     if limit:
         return difference / limit
     return math.inf if difference else 0.0
@@ -89,12 +90,12 @@ def _ratio(difference: float, limit: float) -> float:
 
 def tensors_by_path(output: Any) -> Tensors:
     """Return the tensors of an output by path; numbers and arrays of NumPy count as tensors."""
-    found = {}
+    tensors = {}
     for path, leaf in leaves(output):
         tensor = as_number(leaf)
         if tensor is not None:
-            found[path.removeprefix(".")] = tensor
-    return found
+            tensors[path.removeprefix(".")] = tensor
+    return tensors
 
 
 def as_number(leaf: Any) -> Tensor | None:
@@ -152,6 +153,7 @@ def structure_notes(output: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
+    """Yield how two single outputs differ besides their values: in class, dtype, device or text."""
     where = path or "the output"
     tensor = as_number(output)
     other_tensor = as_number(other)
@@ -170,6 +172,7 @@ def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def _kind(value: Any) -> str:
+    """Return the class of a value with its article."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -190,12 +193,12 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     outputs = tensors_by_path(output)
     others = tensors_by_path(other)
     check_structure(outputs, others)
-    found = [(0.0, 0.0)]
+    differences = [(0.0, 0.0)]
     for path, tensor in outputs.items():
         values = full_precision(tensor)
-        difference = _largest(_apart(values, full_precision(others[path])))
-        found.append((difference, _largest(_finite(values.abs()))))
-    return max(found, key=lambda pair: (relative(*pair), pair[1]))
+        difference = _largest(_absolute_difference(values, full_precision(others[path])))
+        differences.append((difference, _largest(_finite(values.abs()))))
+    return max(differences, key=lambda pair: (relative(*pair), pair[1]))
 
 
 def relative_difference(output: Any, other: Any) -> float:
@@ -226,7 +229,7 @@ def compare_tensors(
     check_structure(*single)
     check_structure(*double)
     rows = []
-    drawn: list[Tensors] | None = None
+    random_outputs: list[Tensors] | None = None
     for path, exact in double[0].items():
         if not exact.numel():
             rows.append(
@@ -239,9 +242,9 @@ def compare_tensors(
             row = compared.difference(f"{path}{_index(axis, channels)}", axis, channels)
             if row.is_within(atol):
                 continue
-            drawn = redraw() if drawn is None else drawn
+            random_outputs = redraw() if random_outputs is None else random_outputs
             if compared.stay_smaller(
-                axis, channels, [outputs[path] for outputs in drawn if path in outputs]
+                axis, channels, [outputs[path] for outputs in random_outputs if path in outputs]
             ):
                 rows.append(row)
     return rows
@@ -257,8 +260,8 @@ class _Compared:
         self.atol = atol
         numbers, others = map(full_precision, single)
         self.values, exact_others = map(full_precision, double)
-        self.fp32 = _apart(numbers, others)
-        self.fp64 = _apart(self.values, exact_others)
+        self.fp32 = _absolute_difference(numbers, others)
+        self.fp64 = _absolute_difference(self.values, exact_others)
         # how far each model differs from itself in float64
         self.noise = _noise(numbers, self.values)
         self.other_noise = _noise(others, exact_others)
@@ -296,8 +299,8 @@ class _Compared:
             scales, order = _scales(self.values, axis).sort(descending=True)
             scales = scales[scales > _NEGLIGIBLE * scales[0]]
             noises = _scales(self.noise, axis)[order]
-            ends = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
-            bounds = [0, *ends.tolist(), len(scales)]
+            gaps = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
+            bounds = [0, *gaps.tolist(), len(scales)]
             for start, end in pairwise(bounds[1:]):
                 # 0 of constants or integers, of which it shows nothing
                 rounding = noises[: bounds[1]].max()
@@ -305,17 +308,19 @@ class _Compared:
                 if rounds_less and scales[start] <= scales[0] / _SMALLER:
                     yield axis, order[start:end].sort().values
 
-    def stay_smaller(self, axis: int, channels: Tensor, drawn: Sequence[Tensor]) -> bool:
+    def stay_smaller(self, axis: int, channels: Tensor, random_outputs: Sequence[Tensor]) -> bool:
         """True if channels are smaller by orders for other inputs too; without these, if they have many values."""
         size = self.values.shape[axis]
-        alike = [
-            x for x in drawn if x.ndim == self.values.ndim and x.shape[axis] == size and x.numel()
+        comparable = [
+            x
+            for x in random_outputs
+            if x.ndim == self.values.ndim and x.shape[axis] == size and x.numel()
         ]
-        if not alike:
+        if not comparable:
             return self.values.numel() // size * len(channels) >= _MANY
         scales = _scales(self.values, axis)
         larger = scales > scales[channels].max()
-        for tensor in alike:
+        for tensor in comparable:
             scales = scales.maximum(_scales(full_precision(tensor), axis))
         largest = scales[channels].max()
         return bool(scales[larger].min() >= _GAP * largest and scales.max() >= _SMALLER * largest)
@@ -332,11 +337,11 @@ def full_precision(x: Tensor) -> Tensor:
 
 def _largest(values: Tensor) -> float:
     """Return the largest value, infinity if one is NaN, 0 without any."""
-    found = values.max().item() if values.numel() else 0.0
-    return math.inf if math.isnan(found) else found
+    largest = values.max().item() if values.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
 
 
-def _apart(values: Tensor, others: Tensor) -> Tensor:
+def _absolute_difference(values: Tensor, others: Tensor) -> Tensor:
     others = others.to(values.device)
     return (values - others).abs().masked_fill(values == others, 0)  # infinities may be equal
 
@@ -345,7 +350,7 @@ def _noise(values: Tensor, exact: Tensor) -> Tensor:
     """Return how far values are from exact ones, 0 where one is not finite, or if they have different shapes."""
     if values.shape != exact.shape:
         return torch.zeros_like(exact.abs())
-    return _finite(_apart(values, exact))
+    return _finite(_absolute_difference(values, exact))
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -362,11 +367,12 @@ def _scales(values: Tensor, axis: int) -> Tensor:
 
 
 def _count_not_finite(values: Tensor, others: Tensor) -> str:
+    """Return how many values of one model alone are not finite, as a sentence, or ""."""
     differ = ~(values == others)
-    for which, tensor in (("second", others), ("first", values)):
+    for ordinal, tensor in (("second", others), ("first", values)):
         count = int((differ & ~tensor.isfinite()).sum())
         if count:
-            return f"{count} of {tensor.numel()} values of the {which} model are not finite"
+            return f"{count} of {tensor.numel()} values of the {ordinal} model are not finite"
     return ""
 
 
@@ -405,8 +411,8 @@ def class_agreement(outputs: Tensor, others: Tensor, classes: int | None = None)
     width = outputs.shape[1] if outputs.ndim == 2 else 0
     if width < 2 or classes not in (None, width):
         return None
-    same = outputs.argmax(1) == others.to(outputs.device).argmax(1)
-    return 100 * same.double().mean().item()
+    is_same = outputs.argmax(1) == others.to(outputs.device).argmax(1)
+    return 100 * is_same.double().mean().item()
 
 
 @dataclass(frozen=True)
@@ -441,8 +447,8 @@ class Fidelity:
         return 1 - self.agreement / 100 <= allowed + 1 / max(self.images, 1)
 
     def __str__(self) -> str:
-        same = "" if self.agreement is None else f", same class on {self.agreement:.1f}%"
-        return f"{self.output_sqnr:.1f} dB{same} of {self.images} images"
+        agreement = "" if self.agreement is None else f", same class on {self.agreement:.1f}%"
+        return f"{self.output_sqnr:.1f} dB{agreement} of {self.images} images"
 
 
 def measure_fidelity(pairs: Sequence[Pair], classes: int | None = None) -> Fidelity:

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.layers.attention_base import score_scale
 from isomorph.layers.grid import GridSize
-from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
+from isomorph.layers.map_edit import MapCall, merge_queries
 from isomorph.layers.modes import first_float, noise
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
@@ -27,6 +26,7 @@ _WINDOW_NAMES = ("window_size", "ws")
 
 
 def _as_pair(size: Any) -> GridSize | None:
+    """Return a size as (height, width), or None if it is not one."""
     if isinstance(size, int | torch.SymInt) and not isinstance(size, bool):
         return (size, size)  # type: ignore[return-value]
     if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
@@ -36,11 +36,11 @@ def _as_pair(size: Any) -> GridSize | None:
     return None
 
 
-def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
+def own_shapes(layer: nn.Module, arguments: dict[str, Any]) -> list[GridSize]:
     """Return the sizes that the tokens of a layer may cover, from its window and the arguments of its call by name."""
     sizes = [_as_pair(getattr(layer, name, None)) for name in _WINDOW_NAMES]
-    sizes += [_as_pair(given.get(name)) for name in SIZE_NAMES]
-    x = next(iter(given.values()), None)
+    sizes += [_as_pair(arguments.get(name)) for name in SIZE_NAMES]
+    x = next(iter(arguments.values()), None)
     if isinstance(x, Tensor) and x.ndim == 4:
         channels_last = x.shape[1], x.shape[2]
         channels_first = x.shape[2], x.shape[3]
@@ -72,20 +72,21 @@ class AlteredAttention(Altered):
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
         return facts.form or kind, {"facts": facts, "argument_names": names}
 
-    def shapes(self, grid_size: GridSize | None, given: dict[str, Any]) -> list[GridSize]:
+    def shapes(self, grid_size: GridSize | None, arguments: dict[str, Any]) -> list[GridSize]:
         """Return the shapes that the grid of a call may have; none for square windows, which tokens show."""
         if self.facts.square:
             return []
-        shapes = own_shapes(cast(Any, self), given)
+        shapes = own_shapes(cast(Any, self), arguments)
         grid = grid_size or self.grid_size
         if grid:
             shapes.append(grid)
         return shapes
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
 
     def plain(self) -> nn.Module:
+        """Return the layer as it was before it was altered."""
         plain = copy_as(cast(Any, self), self.original)
         for name in self.added:
             delattr(plain, name)
@@ -124,10 +125,10 @@ class EditedAttention(AlteredAttention):
                 "is_causal is not supported: an edited map mixes queries and cannot be causal"
             )
         shapes = self.shapes(grid_size, given)
-        places = partial(self.facts.places, self, shapes) if self.facts.places else None
+        positions = partial(self.facts.positions, self, shapes) if self.facts.positions else None
         mask = self.facts.mask(cast(Any, self), given)
         return MapCall(
-            mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, places
+            mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, positions
         )
 
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
@@ -154,6 +155,7 @@ class EditedAttention(AlteredAttention):
         return layer
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the plain layer and edit its map. Raises: ValueError unless it forms one map."""
         name = self.original.__name__
         mode = EditMaps(partial(self._edit, call))
         with mode:
@@ -168,7 +170,7 @@ class EditedAttention(AlteredAttention):
         return out
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
-        call = self.map_call(grid_size, self.given(args, kwargs))
+        call = self.map_call(grid_size, self.arguments_by_name(args, kwargs))
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, call, *args, use_reentrant=False, **kwargs)
         return self._run(call, *args, **kwargs)
@@ -189,14 +191,6 @@ class EditedAttention(AlteredAttention):
                 f"not plain attention: its maps' relative deviation is {deviation:.2g}, above {atol:g}"
             )
         return self.plain()
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Return True for attention of any class: with a map that can be edited, or known to have none."""
-    return (
-        isinstance(module, Attention | AlteredAttention)
-        or attention_facts(type(module)) is not None
-    )
 
 
 def edit_reason(layer: nn.Module) -> str | None:
@@ -235,11 +229,6 @@ def edit_map(
         edited.scale = score_scale(layer)
         edited.fused_attn = False
     edited.edited_heads = heads_of(layer, edited.facts)
-    like = first_float(layer)
-    edited.map_edit = make_edit(edited.edited_heads, device=like.device, dtype=like.dtype)
+    reference = first_float(layer)
+    edited.map_edit = make_edit(edited.edited_heads, device=reference.device, dtype=reference.dtype)
     return edited
-
-
-def attention_name(name: str, module: nn.Module) -> str:
-    """Return the name of the attention layer that a gated layer is or belongs to, from the layer's own name."""
-    return name.rpartition(".")[0] if isinstance(module, GatedMap) else name

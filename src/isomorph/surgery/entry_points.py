@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isomorph.surgery.calls import Inputs
+from isomorph.surgery.calls import Inputs, in_own_precision
 
 # Outputs that transformers' models add when they are asked to, also where their signature does not name them.
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
@@ -40,23 +40,25 @@ class EntryPoint:
     inputs: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
-        return f"{self.method}({given})" if given else self.method
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+        return f"{self.method}({arguments})" if arguments else self.method
 
     def __call__(self, model: Any, batch: Inputs) -> Any:
         method = model if self.method == "forward" else getattr(model, self.method)
         arguments = dict(self.arguments)
-        if isinstance(batch, Tensor):
-            return method(batch, **arguments)
-        taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
-        return method(**taken, **arguments)
+        with in_own_precision(model):
+            if isinstance(batch, Tensor):
+                return method(batch, **arguments)
+            inputs = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
+            return method(**inputs, **arguments)
 
 
 class PooledFeatures(EntryPoint):
     """The features of a model of timm that its classifier reads."""
 
     def __call__(self, model: Any, batch: Inputs) -> Any:
-        return model.forward_head(model.forward_features(batch), pre_logits=True)
+        with in_own_precision(model):
+            return model.forward_head(model.forward_features(batch), pre_logits=True)
 
 
 FORWARD = EntryPoint()
@@ -68,10 +70,10 @@ def entry_points(model: nn.Module, batch: Inputs) -> list[EntryPoint]:
     They are its forward with each flag turned, and the public methods that take the same, but for those whose names say
     that they change the model or write files.
     """
-    found = [*_flags(model, batch), *_methods(model, batch)]
+    points = [*_flags(model, batch), *_methods(model, batch)]
     if callable(getattr(model, "forward_head", None)) and isinstance(batch, Tensor):
-        found.append(PooledFeatures("forward_head"))
-    return found
+        points.append(PooledFeatures("forward_head"))
+    return points
 
 
 def untried_arguments(model: nn.Module, batch: Inputs) -> list[str]:
@@ -89,33 +91,37 @@ def _arguments(method: Any, batch: Inputs) -> Iterator[tuple[str, inspect.Parame
         parameters = list(inspect.signature(method).parameters.items())
     except (TypeError, ValueError):  # a method written in C
         return
-    taken = [name for name, _ in parameters[:1]] if isinstance(batch, Tensor) else list(batch)
+    names_of_batch = (
+        [name for name, _ in parameters[:1]] if isinstance(batch, Tensor) else list(batch)
+    )
     for name, parameter in parameters:
-        if name not in taken:
+        if name not in names_of_batch:
             yield name, parameter
 
 
 def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    """Yield calls of forward with one yes-or-no argument turned, also those that transformers takes unnamed."""
     takes_any = False
-    seen = set()
+    named = set()
     for name, parameter in _arguments(model.forward, batch):
         takes_any |= parameter.kind is parameter.VAR_KEYWORD
         default = parameter.default
-        seen.add(name)
+        named.add(name)
         if isinstance(default, bool):
             yield EntryPoint(arguments=((name, not default),))
         elif default is None and "bool" in str(parameter.annotation):
             yield EntryPoint(arguments=((name, True),))
     if takes_any:
         for name in _OUTPUT_FLAGS:
-            if name not in seen and hasattr(getattr(model, "config", None), name):
+            if name not in named and hasattr(getattr(model, "config", None), name):
                 yield EntryPoint(arguments=((name, True),))
 
 
 def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    """Yield the public methods of a model's own package that take the batch and change nothing."""
     package = type(model).__module__.partition(".")[0]
-    own = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
-    names = dict.fromkeys(name for kind in own if kind is not nn.Module for name in vars(kind))
+    classes = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
+    names = dict.fromkeys(name for kind in classes if kind is not nn.Module for name in vars(kind))
     for name in names:
         method = getattr(type(model), name, None)
         if hasattr(nn.Module, name) or not inspect.isfunction(method):
@@ -126,15 +132,20 @@ def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
             if _takes_one_tensor(method):
                 yield EntryPoint(name)
         else:
-            taken = _inputs_of(method, batch)
-            if taken:
-                yield EntryPoint(name, inputs=taken)
+            inputs = _inputs_of(method, batch)
+            if inputs:
+                yield EntryPoint(name, inputs=inputs)
 
 
 def _required(method: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a method, without self, that a call must give."""
     _, *parameters = inspect.signature(method).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each for each in parameters if each.default is each.empty and each.kind not in variable]
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in variable
+    ]
 
 
 def _takes_one_tensor(method: Any) -> bool:
@@ -147,7 +158,7 @@ def _takes_one_tensor(method: Any) -> bool:
 
 def _inputs_of(method: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which entries of a batch a method takes, none if it needs others."""
-    if not all(each.name in batch for each in _required(method)):
+    if not all(parameter.name in batch for parameter in _required(method)):
         return ()
     parameters = inspect.signature(method).parameters
     return tuple(name for name in batch if name in parameters)

@@ -35,9 +35,9 @@ class Operations(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs) -> "Operations":
         """Return the operations of a module, in the precision of the inputs."""
-        seen = watch(model, inputs)
-        outputs = list(seen.outputs.values())
-        return cls(seen.calls, seen.values, seen.inputs, outputs, rounding=1e-10)
+        record = watch(model, inputs)
+        outputs = list(record.outputs.values())
+        return cls(record.calls, record.values, record.inputs, outputs, rounding=1e-10)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class FirstDifference:
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        place = f"first at {self.operation} in {self.module or 'the model'}"
+        location = f"first at {self.operation} in {self.module or 'the model'}"
         if self.original_operation:
-            place += (
+            location += (
                 f" (original: {self.original_operation} in {self.original_module or 'the model'})"
             )
         sizes = (
@@ -71,7 +71,7 @@ class FirstDifference:
         )
         if math.isinf(self.after):
             sizes = f"relative difference {self.before:.2g} before it; after it no value has its size or is finite"
-        return "; ".join([f"{place}: {sizes}", *self.reasons])
+        return "; ".join([f"{location}: {sizes}", *self.reasons])
 
 
 class _Match(NamedTuple):
@@ -87,23 +87,28 @@ class _Side:
 
     def __init__(self, run: Operations) -> None:
         self.run = run
-        self.live = set(run.inputs)
-        self.makers: dict[int, Call] = {}
+        self.dependent = set(run.inputs)
+        self.call_of: dict[int, Call] = {}
         for call in run.calls:
             for number in call.outputs:
-                self.makers[number] = call
-            if not self.live.isdisjoint(call.inputs):
-                self.live.update(call.outputs)
+                self.call_of[number] = call
+            if not self.dependent.isdisjoint(call.inputs):
+                self.dependent.update(call.outputs)
         self.by_size: dict[int, list[int]] = defaultdict(list)
-        for number in sorted(self.live):
+        for number in sorted(self.dependent):
             value = run.values[number]
             if value.is_floating_point() and value.numel():
                 self.by_size[value.numel()].append(number)
-        self.marks = {
-            number: _marks(run.values[number]) for each in self.by_size.values() for number in each
+        self.summaries = {
+            number: _summary(run.values[number])
+            for numbers in self.by_size.values()
+            for number in numbers
         }
+        # The equal value of the other model, for the values that have one.
         self.matches: dict[int, _Match] = {}
-        self.joined: set[int] = set()
+        # Values with a match, and those that they are computed from.
+        self.explained: set[int] = set()
+        # Values that lead to an output without a match.
         self.relevant: set[int] = set()
 
     def compare(self, other: "_Side", tolerance: float) -> None:
@@ -112,18 +117,18 @@ class _Side:
             candidates = other.by_size.get(size, [])
             if not candidates:
                 continue
-            marks = torch.stack([other.marks[each] for each in candidates])
+            summaries = torch.stack([other.summaries[candidate] for candidate in candidates])
             for number in numbers:
-                apart = (marks - self.marks[number]).abs().amax(1)
-                scale = float(self.marks[number][-1])
-                near = (apart <= 2 * tolerance * scale).nonzero().flatten().tolist()
+                distances = (summaries - self.summaries[number]).abs().amax(1)
+                scale = float(self.summaries[number][-1])
+                close = (distances <= 2 * tolerance * scale).nonzero().flatten().tolist()
                 match = self._first_equal(
-                    number, other, [candidates[i] for i in near], tolerance, scale
+                    number, other, [candidates[i] for i in close], tolerance, scale
                 )
                 if match is not None:
                     self.matches[number] = match
-        self.joined = self._before(self.matches)
-        outputs = [number for number in self.run.outputs if number in self.marks]
+        self.explained = self._before(self.matches)
+        outputs = [number for number in self.run.outputs if number in self.summaries]
         self.relevant = self._before(number for number in outputs if number not in self.matches)
 
     def _first_equal(
@@ -139,39 +144,44 @@ class _Side:
 
     def _before(self, numbers: Iterable[int], until: Container[int] = ()) -> set[int]:
         """Return values and those that they are computed from, back to those in `until`."""
-        waiting = list(numbers)
-        found: set[int] = set()
-        while waiting:
-            number = waiting.pop()
-            if number in found or number not in self.live:
+        stack = list(numbers)
+        ancestors: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number in ancestors or number not in self.dependent:
                 continue
-            found.add(number)
-            if number in self.makers and number not in until:
-                waiting += self.makers[number].inputs
-        return found
+            ancestors.add(number)
+            if number in self.call_of and number not in until:
+                stack += self.call_of[number].inputs
+        return ancestors
 
     def border(self) -> list[tuple[Call, int]]:
         """Return the calls that make an unknown value of known ones, with its number."""
-        found = []
+        border = []
         for call in self.run.calls:
-            if any(number in self.live and number not in self.joined for number in call.inputs):
+            unknown_inputs = self.dependent.intersection(call.inputs) - self.explained
+            if unknown_inputs:
                 continue
             for number in call.outputs:
-                if number in self.relevant and number not in self.joined and number in self.marks:
-                    found.append((call, number))
-        return found
+                if (
+                    number in self.relevant
+                    and number not in self.explained
+                    and number in self.summaries
+                ):
+                    border.append((call, number))
+        return border
 
     def difference_before(self, call: Call) -> _Match:
         """Return the largest difference of the known values that a call follows from."""
-        known = [
+        matches = [
             self.matches[number]
             for number in self._before(call.inputs, until=self.matches)
             if number in self.matches
         ]
-        return max(known, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
+        return max(matches, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
 
 
-def _marks(value: Tensor) -> Tensor:
+def _summary(value: Tensor) -> Tensor:
     """Return numbers of a value that the order of its entries does not change, the largest magnitude last."""
     x = value.detach().double().flatten().cpu()
     return torch.stack(
@@ -190,37 +200,37 @@ def first_difference(
     """
     rounding = max(original.rounding, other.rounding)
     tolerance = max(rounding, min(atol, _SHARE * difference))
-    a = _Side(original)
-    b = _Side(other)
-    a.compare(b, tolerance)
-    b.compare(a, tolerance)
-    border = b.border()
+    original_side = _Side(original)
+    other_side = _Side(other)
+    original_side.compare(other_side, tolerance)
+    other_side.compare(original_side, tolerance)
+    border = other_side.border()
     if not border:
         return None
     call, number = border[0]
-    before = b.difference_before(call)
+    before = other_side.difference_before(call)
     value = other.values[number]
-    theirs: Call | None = None
+    original_call: Call | None = None
     nearest = math.inf
-    for candidate, made in a.border():
-        _, apart = in_layout(original.values[made].to(value), value, tolerance)
+    for candidate, original_number in original_side.border():
+        _, distance = in_layout(original.values[original_number].to(value), value, tolerance)
         is_same_kind = _name(candidate) == _name(call)
-        had_same_kind = theirs is not None and _name(theirs) == _name(call)
-        better = (not is_same_kind, apart) < (not had_same_kind, nearest)
-        if theirs is None or better:
-            theirs = candidate
-            nearest = apart
-    scale = float(b.marks[number][-1])
+        had_same_kind = original_call is not None and _name(original_call) == _name(call)
+        better = (not is_same_kind, distance) < (not had_same_kind, nearest)
+        if original_call is None or better:
+            original_call = candidate
+            nearest = distance
+    scale = float(other_side.summaries[number][-1])
     return FirstDifference(
         module=call.module,
         operation=_name(call),
-        original_module=theirs.module if theirs else "",
-        original_operation=_name(theirs) if theirs else "",
+        original_module=original_call.module if original_call else "",
+        original_operation=_name(original_call) if original_call else "",
         before=before.difference,
         after=nearest,
         absolute_before=before.difference * before.scale,
         absolute_after=nearest * scale,
-        reasons=_reasons(theirs, call, a, b) if theirs else (),
+        reasons=_reasons(original_call, call, original_side, other_side) if original_call else (),
     )
 
 
@@ -228,22 +238,31 @@ def _name(call: Call) -> str:
     return call.name.strip("_")
 
 
-def _reasons(one: Call, other: Call, a: _Side, b: _Side) -> tuple[str, ...]:
+def _reasons(
+    original_call: Call, call: Call, original_side: _Side, other_side: _Side
+) -> tuple[str, ...]:
     """Return the settings and weights by which two calls of one function differ."""
-    if _name(one) != _name(other):
+    if _name(original_call) != _name(call):
         return ()
-    settings = differing(settings_of(one), settings_of(other))
-    found = [f"{name}: {mine} in the original, {theirs}" for name, mine, theirs in settings]
-    weights = bind(one)
-    for role, number in bind(other).items():
-        if number in b.live or role not in weights or weights[role] in a.live:
+    settings = differing(settings_of(original_call), settings_of(call))
+    reasons = [
+        f"{name}: {original_value} in the original, {value}"
+        for name, original_value, value in settings
+    ]
+    weights = bind(original_call)
+    for role, number in bind(call).items():
+        if (
+            number in other_side.dependent
+            or role not in weights
+            or weights[role] in original_side.dependent
+        ):
             continue
-        own = b.run.values[number]
-        given = a.run.values[weights[role]]
-        if own.numel() != given.numel():
-            found.append(f"its {role} has another size")
+        tensor = other_side.run.values[number]
+        original_tensor = original_side.run.values[weights[role]]
+        if tensor.numel() != original_tensor.numel():
+            reasons.append(f"its {role} has another size")
             continue
-        _, difference = in_layout(given.to(own), own)
-        if difference > max(a.run.rounding, b.run.rounding):
-            found.append(f"its {role} differs by {difference:.2g}")
-    return tuple(found)
+        _, difference = in_layout(original_tensor.to(tensor), tensor)
+        if difference > max(original_side.run.rounding, other_side.run.rounding):
+            reasons.append(f"its {role} differs by {difference:.2g}")
+    return tuple(reasons)

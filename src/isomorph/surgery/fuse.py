@@ -84,12 +84,17 @@ class Fuse(Rule):
 
 
 def _move_biases(model: nn.Module) -> None:
+    """Move biases that fused pyramids have added into the running means of the BatchNorms after them, in place."""
     parents = Counter(layer for unit in model.modules() for layer in unit.children())
     for unit in model.modules():
-        known = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
+        has_known_forward = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith(
+            "timm."
+        )
         linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
         for layer, norm in pairwise(unit.children()):
-            is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
+            is_new = (
+                has_known_forward and linear == [layer] and getattr(layer, "has_new_bias", False)
+            )
             if (
                 is_new
                 and isinstance(norm, _BatchNorm)
@@ -109,12 +114,11 @@ def _has_own_fuse(module: nn.Module) -> bool:
 
 
 def fuse_pyramids(module: nn.Module) -> None:
-    """Fuse the pyramids inside a module in place."""
-    for name, inner in outermost_modules(
-        module, lambda part: isinstance(part, _FUSED_FIRST)
-    ).items():
-        if name:
-            module.set_submodule(name, Fuse().build(Site(inner)))
+    """Fuse the pyramids, and the convolutions with norms, inside a module in place; not the module itself."""
+    layers = outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST))
+    layers.pop("", None)
+    for name, layer in layers.items():
+        module.set_submodule(name, Fuse().build(Site(layer)))
     _move_biases(module)
 
 
@@ -168,9 +172,9 @@ def fuse(
             f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}",
             stacklevel=2,
         )
-    elif never := _uncalled_alternatives(report):
+    elif uncalled := _uncalled_alternatives(report):
         warnings.warn(
-            f"no example calls {never[0]}: outputs of inputs that do may change; give one",
+            f"no example calls {uncalled[0]}: outputs of inputs that do may change; give one",
             stacklevel=2,
         )
     return new
@@ -179,8 +183,8 @@ def fuse(
 def _uncalled_alternatives(report: FuseReport) -> list[str]:
     """Return the modules that no example calls and next to which one was merged: the model may choose among them."""
     parents = {name.rpartition(".")[0] for name in report.merged}
-    never = [name for name, why in report.left.items() if why == NOT_CALLED]
-    return [name for name in (*never, *report.uncalled) if name.rpartition(".")[0] in parents]
+    uncalled = [name for name, why in report.left.items() if why == NOT_CALLED]
+    return [name for name in (*uncalled, *report.uncalled) if name.rpartition(".")[0] in parents]
 
 
 def fuse_with_report(
@@ -217,21 +221,21 @@ def fuse_with_report(
     report = FuseReport(names)
     if calls is not None:
         exact = _fused(copy_module(exact), names) if names else exact
-        found = merge(exact, calls, across)
-        new = _replay(new, found.edits)
-        new.load_state_dict(found.model.state_dict())
-        left |= found.left
+        merged = merge(exact, calls, across)
+        new = _replay(new, merged.edits)
+        new.load_state_dict(merged.model.state_dict())
+        left |= merged.left
         report = replace(
             report,
-            merged=found.into,
-            across=found.across,
-            uncalled=found.uncalled,
+            merged=merged.into,
+            across=merged.across,
+            uncalled=merged.uncalled,
             untried=tuple(calls.untried),
-            wholes=found.wholes,
+            wholes=merged.wholes,
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),
-            rounded=_rounding(found.model, new, calls),
+            rounded=calls.rounding(merged.model, new),
         )
         calls.end()
     elif norms:
@@ -251,11 +255,12 @@ def fuse_with_report(
             new,
             f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)",
         )
-    before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
+    before, after = (sum(p.numel() for p in network.parameters()) for network in (plain, new))
     return new, replace(report, left=left, parameters=(before, after))
 
 
 def _check_not_quantised(model: nn.Module) -> None:
+    """Raise UserError for a model with layers of torch's quantisation."""
     for name, module in model.named_modules():
         if is_quantised(module):
             raise UserError(f"{name or 'the model'} {describe_stand_in(module)}")
@@ -266,26 +271,16 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
     rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
     turns: dict[str, int] = {}
     for rule, name in edits:
-        earlier = [turn for other, turn in turns.items() if _overlap(name, other)]
-        turns[name] = max(earlier, default=-1) + 1
+        turns_before = [
+            turn
+            for other, turn in turns.items()
+            if lies_within(name, {other}) or lies_within(other, {name})
+        ]
+        turns[name] = max(turns_before, default=-1) + 1
         rounds[turns[name], rule].append(name)
     for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
         model = apply_edit(model, Edit(rule, tuple(names)))
     return model
-
-
-def _overlap(one: str, other: str) -> bool:
-    """Return True for the names of one module, or of a module and another inside it."""
-    return lies_within(one, {other}) or lies_within(other, {one})
-
-
-def _rounding(exact: nn.Module, model: nn.Module, calls: ReferenceCalls) -> float | None:
-    """Return the difference that rounding weights makes; a float64 model gets those of another precision."""
-    exact.load_state_dict(model.state_dict())
-    try:
-        return calls.rounding(exact)
-    except UserError:  # rounded, a detector may find other objects
-        return None
 
 
 def _check_rounded(model: nn.Module) -> None:
@@ -310,11 +305,11 @@ def _reference_calls(
     affine: bool,
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
-    tried = own_example(exact) if example is None else example
-    if tried is None:
+    batches = own_example(exact) if example is None else example
+    if batches is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return ReferenceCalls(exact, tried, only_forward, affine), ""
+        return ReferenceCalls(exact, batches, only_forward, affine), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"

@@ -12,12 +12,14 @@ import threading
 from typing import Any, ClassVar
 
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.layers.grid import GridSize
-from isomorph.surgery.edited_attention import AlteredAttention, is_attention
+from isomorph.surgery.attention_layers import attention_facts
+from isomorph.surgery.edited_attention import AlteredAttention
 from isomorph.surgery.rule import Rule, check_grid
 from isomorph.surgery.site import Site, TokenGrid, embedding_of, only_embedding_model
 
@@ -37,7 +39,7 @@ class _Grids:
     reattached: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.seen: dict[GridSize, None] = {}  # an ordered set
+        self.grids: dict[GridSize, None] = {}  # an ordered set
         self.traced: GridSize | None = None  # under a compiler, which sees no thread
         # its `image`: the grid of the last one, and the backward pass or -1
         self.thread = threading.local()
@@ -62,16 +64,18 @@ class _Grids:
         if torch.compiler.is_compiling():
             self.traced = grid
         else:
-            self.seen.setdefault(grid)
+            self.grids.setdefault(grid)
             self.thread.image = grid, _backward_pass()
 
     def before_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Mark the tokens that enter a block with the grid of the image."""
         if not torch.compiler.is_compiling():
             self.of_tokens(args[0] if args else kwargs.get("x"))
 
     def before_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the grid of the image to a layer as its argument `grid_size`."""
         if kwargs.get("grid_size"):
             return None
         if torch.compiler.is_compiling():
@@ -104,7 +108,7 @@ class _Grids:
         if _backward_pass() == -1:
             return None
         count = tokens.shape[1] - layer.prefix_tokens
-        fitting = [grid for grid in tuple(self.seen) if grid[0] * grid[1] == count]
+        fitting = [grid for grid in tuple(self.grids) if grid[0] * grid[1] == count]
         if len(fitting) > 1:
             sizes = ", ".join(f"{H} x {W}" for H, W in fitting)
             raise UserError(
@@ -130,6 +134,7 @@ def _storage_of(tokens: Any) -> Any:
 
 
 def _remove_grid_hooks(model: nn.Module) -> None:
+    """Remove all hooks of `_Grids` from a model, those of its original too."""
     # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -139,6 +144,7 @@ def _remove_grid_hooks(model: nn.Module) -> None:
 
 
 def _register_grid_hooks(model: Any) -> None:
+    """Register hooks that pass the grid of every image to the layers that need it."""
     named = dict(model.named_modules(remove_duplicate=False))
     layers = [name for name, module in named.items() if isinstance(module, GRID_LAYERS)]
     if not layers:
@@ -190,8 +196,8 @@ class GridRule(Rule):
         grid = self.grid_at(site)
         if grid.size is not None and grid.prefix_tokens is not None:
             return None
-        given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
-        return f"the grid of its tokens is unknown; give {given}"
+        call = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
+        return f"the grid of its tokens is unknown; give {call}"
 
     def connect(self, site: Site) -> None:
         """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""
@@ -204,8 +210,10 @@ class AnyAttentionRule(GridRule):
 
     @classmethod
     def is_of_kind(cls, module: nn.Module) -> bool:
-        """Return True for attention of any class."""
-        return is_attention(module)
+        """Return True for attention of any class: with a map that can be edited, or known to have none."""
+        if isinstance(module, Attention | AlteredAttention):
+            return True
+        return attention_facts(type(module)) is not None
 
     @classmethod
     def kind_names(cls) -> list[str]:
@@ -214,6 +222,7 @@ class AnyAttentionRule(GridRule):
 
 
 def _pass_grids(model: nn.Module) -> None:
+    """Renew the hooks that pass grids on, after an edit."""
     _remove_grid_hooks(model)
     owner = only_embedding_model(model)
     if owner is None and any(isinstance(module, AlteredAttention) for module in model.modules()):

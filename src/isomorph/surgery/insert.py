@@ -19,11 +19,10 @@ from isomorph.operations import ModuleCall, observing, tensors_in
 from isomorph.operations.observe import Notice
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
-from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
-from isomorph.surgery.site import Site
+from isomorph.surgery.site import Site, Where, describe_where, matches_where, nearest_names
 
 # A function from a number of channels to a block that keeps the shape of its input.
 MakeBlock = Callable[[int], nn.Module]
@@ -58,13 +57,13 @@ def block_name(block: Any) -> str:
     return f"{block.__module__}.{getattr(block, '__qualname__', type(block).__qualname__)}"
 
 
-def temporary_blocks(made: Iterable[Edit]) -> dict[str, str]:
+def temporary_blocks(all_edits: Iterable[Edit]) -> dict[str, str]:
     """Return the inserted blocks that another process cannot find, by the module after which they are."""
-    found = {}
-    for edit in made:
+    blocks = {}
+    for edit in all_edits:
         if isinstance(edit.rule, Insert) and edit.rule.block in _TEMPORARY:
-            found.update(dict.fromkeys(edit.names, edit.rule.block))
-    return found
+            blocks.update(dict.fromkeys(edit.names, edit.rule.block))
+    return blocks
 
 
 class WithBlock(Altered):
@@ -90,8 +89,8 @@ class WithBlock(Altered):
 
     def around(self, rule: Rule) -> nn.Module:
         """Return what a rule makes of the module without its block, with the block after it."""
-        made = rule.build(Site(self.to_original(1.0)))
-        new = copy_as(made, altered_class(WithBlock, type(made)))
+        replacement = rule.build(Site(self.to_original(1.0)))
+        new = copy_as(replacement, altered_class(WithBlock, type(replacement)))
         new.inserted = copy.deepcopy(self.inserted)
         return new
 
@@ -201,25 +200,28 @@ def insert(
     # inference tensors have no gradients
     example = map_tensors(to_model(example, model), torch.clone)
     name = _registered_name(block)
-    seen: dict[str, list[Any]] = {place: [] for place in _places(model, after)}
+    outputs_of: dict[str, list[Any]] = {path: [] for path in _paths_after(model, after)}
 
     def note(call: ModuleCall) -> None:
-        seen[call.name].append(call.output)
+        outputs_of[call.name].append(call.output)
 
-    before = _outputs(copy_model(model), example, seen, after=note)
-    counts = {place: len(found) for place, found in seen.items()}
-    for what, other in other_inputs(example):
-        if what == "another size":
+    before = _outputs(copy_model(model), example, outputs_of, after=note)
+    counts = {path: len(module_outputs) for path, module_outputs in outputs_of.items()}
+    for change, other in other_inputs(example):
+        if change == "another size":
             with suppress(UserError):  # it runs at one size only
-                _outputs(copy_model(model), other, seen, after=note)
-    rules = {place: _make_rule(model, place, found, name, entry) for place, found in seen.items()}
+                _outputs(copy_model(model), other, outputs_of, after=note)
+    rules = {
+        path: _make_rule(model, path, module_outputs, name, entry)
+        for path, module_outputs in outputs_of.items()
+    }
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
-        places = tuple(place for place in rules if rules[place] == rule)
-        new = apply_edit(new, Edit(rule, places))
-    for place, rule in rules.items():
-        features = _entry(seen[place][0], rule.entry)
-        inserted = new.get_submodule(f"{place}.inserted")
+        paths = tuple(path for path in rules if rules[path] == rule)
+        new = apply_edit(new, Edit(rule, paths))
+    for path, rule in rules.items():
+        features = _entry(outputs_of[path][0], rule.entry)
+        inserted = new.get_submodule(f"{path}.inserted")
         inserted.to(features.device, features.dtype)
         # also in a frozen model, and after a module without parameters
         inserted.requires_grad_(True)
@@ -239,9 +241,9 @@ def _registered_name(block: MakeBlock | nn.Module) -> str:
         raise UserError(
             f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention"
         )
-    for known, each in BLOCKS.items():
-        if each is block:
-            return known
+    for known_name, known_block in BLOCKS.items():
+        if known_block is block:
+            return known_name
     name = block_name(block)
     make: MakeBlock = partial(_copy_block, block) if isinstance(block, nn.Module) else block
     if "<" in name or not hasattr(block, "__qualname__"):
@@ -255,7 +257,8 @@ def _copy_block(block: nn.Module, channels: int) -> nn.Module:
     return copy.deepcopy(block)
 
 
-def _places(model: nn.Module, after: Where) -> Iterator[str]:
+def _paths_after(model: nn.Module, after: Where) -> Iterator[str]:
+    """Yield the modules to insert after: those selected; of an nn.Sequential its last child."""
     named = dict(model.named_modules())
     selected = [name for name, module in named.items() if matches_where(after, name, module)]
     if not selected:
@@ -263,12 +266,12 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
             f"{describe_where(after, 'after')} matches no module{nearest_names(after, named)}"
         )
     for name in selected:
-        place = name
-        while isinstance(named[place], nn.Sequential) and len(named[place]):
-            place = f"{place}.{[*named[place]._modules][-1]}".lstrip(".")
-        if not place:
+        path = name
+        while isinstance(named[path], nn.Sequential) and len(named[path]):
+            path = f"{path}.{[*named[path]._modules][-1]}".lstrip(".")
+        if not path:
             raise UserError("insert a block after a part of the model, not after the model itself")
-        yield place
+        yield path
 
 
 def _outputs(
@@ -289,7 +292,7 @@ def _is_features(value: Any) -> bool:
 
 
 def _make_rule(
-    model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None
+    model: nn.Module, path: str, outputs: list[Any], block: str, entry: int | str | None
 ) -> Insert:
     """Return the rule that inserts a block after a module: of which entry of its output, in which layout.
 
@@ -297,7 +300,7 @@ def _make_rule(
     """
     if not outputs:
         raise UserError(
-            f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
+            f"{path} is not called as a module in this forward: its parent reads its weight, iterates over its "
             "children, or takes another path; choose another module"
         )
     output = outputs[0]
@@ -305,17 +308,21 @@ def _make_rule(
         feature_keys = [key for key, value in _items_of(output) if _is_features(value)]
         if len(feature_keys) != 1:
             raise UserError(
-                f"the output of {place} has {len(feature_keys)} maps or tokens; give entry, its index or key"
+                f"the output of {path} has {len(feature_keys)} maps or tokens; give entry, its index or key"
             )
         entry = feature_keys[0]
     try:
         features = _entry(output, entry)
     except (KeyError, IndexError, TypeError):
-        raise UserError(f"the output of {place} has no entry {entry!r}") from None
+        raise UserError(f"the output of {path} has no entry {entry!r}") from None
     if not _is_features(features):
-        shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise UserError(f"{place} returns no map or tokens, but {shown}; choose a module that does")
-    layout = _layout(model, place, features, _entry(outputs[-1], entry))
+        description = (
+            tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        )
+        raise UserError(
+            f"{path} returns no map or tokens, but {description}; choose a module that does"
+        )
+    layout = _layout(model, path, features, _entry(outputs[-1], entry))
     channel_axis = 1 if layout == "map" else -1
     return Insert(block, features.shape[channel_axis], layout, entry)
 
@@ -327,7 +334,7 @@ def _items_of(output: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(output)) if isinstance(output, tuple | list) else []
 
 
-def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tensor) -> Layout:
+def _layout(model: nn.Module, path: str, features: Tensor, other_features: Tensor) -> Layout:
     """Return the layout of a module's output: channels are the axis that is the same at another size of the image.
 
     Where the model has one size, and `other_features` that too: by how often the module's own parameters, or for a map
@@ -336,10 +343,10 @@ def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tens
     votes: list[list[int]] = [
         [features.shape[axis] == other_features.shape[axis] for axis in (1, -1)]
     ]
-    asked = [model.get_submodule(place)]
+    modules = [model.get_submodule(path)]
     if features.ndim > 3:
-        asked.append(model)
-    for module in asked:
+        modules.append(model)
+    for module in modules:
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = features.ndim > 3  # if nothing tells
@@ -351,7 +358,7 @@ def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tens
         return "map" if first else "map, channels last"
     if first:
         raise UserError(
-            f"{place} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another"
+            f"{path} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another"
         )
     return "tokens"
 
@@ -359,63 +366,61 @@ def _layout(model: nn.Module, place: str, features: Tensor, other_features: Tens
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
     """Return the outputs. Raises: UserError if a block does not fit, or is not called as often as its module."""
     running: list[tuple[str, Tensor, int]] = []
-    seen: Counter[str] = Counter()
+    num_calls: Counter[str] = Counter()
 
     def enter(call: ModuleCall) -> None:
-        place = call.name.removesuffix(_BLOCK)
+        path = call.name.removesuffix(_BLOCK)
         x = call.input
         if not isinstance(x, Tensor):
             raise UserError(
-                f"{place} iterates over its children with a {type(x).__name__}; insert after one of them"
+                f"{path} iterates over its children with a {type(x).__name__}; insert after one of them"
             )
-        running.append((place, x, x._version))
-        seen[place] += 1
+        running.append((path, x, x._version))
+        num_calls[path] += 1
 
     def leave(call: ModuleCall) -> None:
-        place, x, version = running.pop()
+        path, x, version = running.pop()
         y = call.output
         if x._version != version:
             raise UserError(
-                f"the block after {place} changes its input in place; make its first layer not in place"
+                f"the block after {path} changes its input in place; make its first layer not in place"
             )
         if not isinstance(y, Tensor):
             raise UserError(
-                f"the block after {place} turns {tuple(x.shape)} into a {type(y).__name__}; it must keep the shape"
+                f"the block after {path} turns {tuple(x.shape)} into a {type(y).__name__}; it must keep the shape"
             )
         if y.shape != x.shape:
             raise UserError(
-                f"the block after {place} turns {tuple(x.shape)} into {tuple(y.shape)}; it must keep the shape"
+                f"the block after {path} turns {tuple(x.shape)} into {tuple(y.shape)}; it must keep the shape"
             )
 
     try:
-        outputs = _outputs(model, example, [place + _BLOCK for place in calls], enter, leave)
+        outputs = _outputs(model, example, [path + _BLOCK for path in calls], enter, leave)
     except DoesNotRun as error:
-        place, x, _ = running[0]
+        path, x, _ = running[0]
         reason = first_line(error)[:160]
-        raise UserError(
-            f"the block does not fit {tuple(x.shape)} after {place}: {reason}"
-        ) from None
-    for place, count in calls.items():
-        if seen[place] != count:
+        raise UserError(f"the block does not fit {tuple(x.shape)} after {path}: {reason}") from None
+    for path, count in calls.items():
+        if num_calls[path] != count:
             raise UserError(
-                f"{place} iterates over its children, and would call the block {seen[place]} times in {count} calls; "
-                "insert after one of its children"
+                f"{path} iterates over its children, and would call the block {num_calls[path]} times in "
+                f"{count} calls; insert after one of its children"
             )
     return outputs
 
 
-def _dead_gammas(model: nn.Module, places: list[str], outputs: list[Tensor]) -> Iterator[str]:
+def _dead_gammas(model: nn.Module, paths: list[str], outputs: list[Tensor]) -> Iterator[str]:
     """Yield a note for each inserted block that gets no gradient from the outputs of a call."""
-    gammas: list[Tensor] = [model.get_submodule(f"{place}.inserted").gamma for place in places]  # type: ignore[misc]
+    gammas: list[Tensor] = [model.get_submodule(f"{path}.inserted").gamma for path in paths]  # type: ignore[misc]
     trained = [output for output in outputs if output.requires_grad and not output.is_meta]
     if not trained:
         return
     total = sum(output.double().square().sum() for output in trained)
     gradients = torch.autograd.grad(total, gammas, allow_unused=True)  # type: ignore[arg-type]
-    for place, gradient in zip(places, gradients, strict=True):
+    for path, gradient in zip(paths, gradients, strict=True):
         if gradient is None or not gradient.any():
             yield (
-                f"{place}.inserted gets no gradient in this example: something behind it multiplies it by 0, like a "
+                f"{path}.inserted gets no gradient in this example: something behind it multiplies it by 0, like a "
                 "norm whose weight starts at 0, or nothing reads it"
             )
 

@@ -86,32 +86,37 @@ def bind_arguments(operation: Operation) -> dict[str, Any]:
 
 def window_of(operation: Operation) -> InputWindow:
     """Return the window of a call of a layer."""
-    given = bind_arguments(operation)
-    sides = tuple(given["weight"].shape[2:])
+    arguments = bind_arguments(operation)
+    sides = tuple(arguments["weight"].shape[2:])
 
-    def each(value: Any) -> tuple[Any, ...]:
+    def for_each_side(value: Any) -> tuple[Any, ...]:
         return (
             (value,) * len(sides)
             if isinstance(value, int)
             else tuple(value) * (len(sides) // len(value))
         )
 
-    dilation = each(given.get("dilation", 1))
-    padding = given.get("padding", 0)
+    dilation = for_each_side(arguments.get("dilation", 1))
+    padding = arguments.get("padding", 0)
     if padding == "same":
         padding = tuple(d * (k - 1) / 2 for d, k in zip(dilation, sides, strict=True))
     elif padding == "valid":
         padding = 0
-    numbers = each(given.get("stride", 1)), each(padding), dilation
-    return InputWindow(sides, *numbers, given.get("groups", 1), "transpose" in operation.name)
+    numbers = for_each_side(arguments.get("stride", 1)), for_each_side(padding), dilation
+    return InputWindow(sides, *numbers, arguments.get("groups", 1), "transpose" in operation.name)
 
 
 def is_training_dropout(operation: Operation) -> bool:
     """True for dropout that drops, whatever the mode of its module."""
     if "drop" not in operation.name:
         return False
-    given = dict(zip(("input", "p", "training"), operation.args, strict=False)) | operation.kwargs
-    return bool(given.get("training", given.get("train", True))) and given.get("p", 0.5) != 0
+    arguments = (
+        dict(zip(("input", "p", "training"), operation.args, strict=False)) | operation.kwargs
+    )
+    return (
+        bool(arguments.get("training", arguments.get("train", True)))
+        and arguments.get("p", 0.5) != 0
+    )
 
 
 def is_unchanged(operation: Operation) -> bool:
@@ -121,5 +126,5 @@ def is_unchanged(operation: Operation) -> bool:
 
 def adds_zero(operation: Operation) -> bool:
     """True for the sum of a value and the number 0, as of a merged branch."""
-    zero = any(type(each) is int and each == 0 for each in operation.args)
+    zero = any(type(argument) is int and argument == 0 for argument in operation.args)
     return operation.name in ADD and zero and len(operation.inputs) == 1

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
-from isomorph.surgery.collapse import Collapse, may_go
-from isomorph.surgery.merge_plan import Plan
+from isomorph.surgery.collapse import Collapse, can_collapse
+from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.merged_weights import merged_weights
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
@@ -53,12 +53,12 @@ class Merge(Rule):
         if self.form == "nothing":
             return ZeroBranch()
         if self.form == "identity":
-            kept = [
+            children = [
                 (name, child)
                 for name, child in module.named_children()
                 if type(child) is not nn.Identity
             ]
-            return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
+            return nn.Sequential(OrderedDict(children)) if children else nn.Identity()
         new: Any = copy.deepcopy(module)
         if self.form == "unscaled":
             new._parameters |= dict.fromkeys(new._parameters)
@@ -84,24 +84,26 @@ class ZeroBranch(nn.Module):
         return 0
 
 
-def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
-    """Return the names with which a model changes, by halving, with what `attempt` says of each."""
-    good: list[Any] = []
-    bad: dict[Any, str] = {}
+def find_faults(
+    names: list[Any], describe_fault: Callable[[list[Any]], str | None]
+) -> dict[Any, str]:
+    """Return the names with which a model changes, by halving, with what `describe_fault` says of each."""
+    accepted: list[Any] = []
+    faults: dict[Any, str] = {}
 
     def halve(half: list[Any]) -> None:
-        reason = attempt([*good, *half])
+        reason = describe_fault([*accepted, *half])
         if reason is None:
-            good.extend(half)
+            accepted.extend(half)
         elif len(half) == 1:
-            bad[half[0]] = reason
+            faults[half[0]] = reason
         else:
             halve(half[: len(half) // 2])
             halve(half[len(half) // 2 :])
 
     if names:
         halve(names)
-    return bad
+    return faults
 
 
 class Merged(NamedTuple):
@@ -125,12 +127,13 @@ class Merged(NamedTuple):
 _ORDER = ("readers", "sum", "chain", "whole")
 
 
-class _Plans:
+class _CommonPlan:
     """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
 
     def __init__(self, model: nn.Module, calls: ReferenceCalls, avoid: frozenset[str]) -> None:
-        self.of_first_call: dict[Any, Group] | None = None
-        self.agreed: dict[Any, Group] = {}
+        # Groups by their key: of the first call, and those in which all calls so far agree.
+        self.groups_of_first_call: dict[Any, Group] | None = None
+        self.common: dict[Any, Group] = {}
         # Modules that are not merged and that give or get other values, by the key of a group.
         self.changed_between: dict[Any, list[str]] = defaultdict(list)
         self.norms: set[str] = set()
@@ -138,20 +141,20 @@ class _Plans:
         self.called: set[str] = set()
         for plan in calls.plans(model, avoid):
             self._agree_with(plan)
-        self.groups = sorted(self.agreed.values(), key=lambda group: _ORDER.index(group.kind))
+        self.groups = sorted(self.common.values(), key=lambda group: _ORDER.index(group.kind))
 
-    def _agree_with(self, plan: Plan) -> None:
+    def _agree_with(self, plan: MergePlan) -> None:
         """Keep the groups that a call shows too, or that it does not concern."""
-        found = {group.key: group for group in plan.groups}
-        if self.of_first_call is None:
-            self.of_first_call = found
-            self.agreed = found
-        self.agreed = {
+        groups = {group.key: group for group in plan.groups}
+        if self.groups_of_first_call is None:
+            self.groups_of_first_call = groups
+            self.common = groups
+        self.common = {
             key: group
-            for key, group in self.agreed.items()
-            if key in found or not plan.concerns(group)
+            for key, group in self.common.items()
+            if key in groups or not plan.concerns(group)
         }
-        for key, group in found.items():
+        for key, group in groups.items():
             self.changed_between[key] += group.across
         self.norms |= plan.norms
         self.left |= plan.left
@@ -159,11 +162,11 @@ class _Plans:
 
     def usable(self, chosen: list[Group]) -> list[Group]:
         """Return the chosen groups in order, without those that need another that is not chosen."""
-        sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
+        sums = {chosen_group.carriers[0] for chosen_group in chosen if chosen_group.kind == "sum"}
         return [
-            each
-            for each in self.groups
-            if each in chosen and (each.carriers[0] in sums or not each.needs_sum)
+            group
+            for group in self.groups
+            if group in chosen and (group.carriers[0] in sums or not group.needs_sum)
         ]
 
     def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
@@ -174,19 +177,19 @@ class _Plans:
         rejected = {}
         for group in self.groups:
             between = self.changed_between[group.key]
-            gone = {name for _, name in group.gone}
+            removed = {name for _, name in group.changes}
             alone = [
-                name for name in between if _is_called_alone(model, name, as_slice=name in gone)
+                name for name in between if _is_called_alone(model, name, as_slice=name in removed)
             ]
-            if group.whole and not may_go(model, group.whole):
+            if group.whole and not can_collapse(model, group.whole):
                 rejected[group] = "its module holds more than that layer"
             elif between and not across:
                 rejected[group] = (
                     f"with it merged, {between[0]} would give or get other values (across=False)"
                 )
             elif alone and not only_forward:
-                shown = f"with it merged, {alone[0]} called alone would give or get other values"
-                rejected[group] = f"{shown}; only_forward=True allows it"
+                reason = f"with it merged, {alone[0]} called alone would give or get other values"
+                rejected[group] = f"{reason}; only_forward=True allows it"
         return rejected
 
 
@@ -208,15 +211,16 @@ def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
 class _Trials:
     """Copies of a model with groups merged, of which the last is kept."""
 
-    def __init__(self, model: nn.Module, plans: _Plans) -> None:
+    def __init__(self, model: nn.Module, plan: _CommonPlan) -> None:
         self.model = model
-        self.plans = plans
+        self.plan = plan
         self.chosen: list[Group] | None = None
         self.last = model
         self.edits: list[tuple[Rule, str]] = []
 
     def merged(self, chosen: list[Group]) -> nn.Module:
-        groups = self.plans.usable(chosen)
+        """Return a copy with these groups merged; the last one again if they are the same."""
+        groups = self.plan.usable(chosen)
         if groups != self.chosen:
             self.last = copy_module(self.model)
             aliases = _aliases(self.last)
@@ -247,44 +251,47 @@ def merge(
     Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving; if
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
-    plans = _Plans(model, calls, avoid)
-    bad = plans.rejected(model, across, calls.only_forward)
+    plan = _CommonPlan(model, calls, avoid)
+    faults = plan.rejected(model, across, calls.only_forward)
 
-    trials = _Trials(model, plans)
-    allowed = [group for group in plans.groups if group not in bad]
-    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
-    lost = [
+    trials = _Trials(model, plan)
+    allowed = [group for group in plan.groups if group not in faults]
+    faults |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
+    unmerged = [
         group
-        for key, group in (plans.of_first_call or {}).items()
-        if group in bad or key not in plans.agreed
+        for key, group in (plan.groups_of_first_call or {}).items()
+        if group in faults or key not in plan.common
     ]
     summands = [
-        summand for group in lost for summand in group.summands if summand.after or summand.stays
+        summand
+        for group in unmerged
+        for summand in group.summands
+        if summand.after or summand.stays
     ]
     at_fault = {summand.layer for summand in summands if summand.layer}
     if at_fault:
         return merge(model, calls, across, avoid | at_fault)
-    good = plans.usable([group for group in plans.groups if group not in bad])
-    new = trials.merged(good)
+    accepted = plan.usable([group for group in plan.groups if group not in faults])
+    new = trials.merged(accepted)
     into: dict[str, str] = {}
     between: dict[str, str] = {}
-    for group in good:
-        modules = plans.changed_between[group.key]
-        for _, name in group.gone:
+    for group in accepted:
+        modules = plan.changed_between[group.key]
+        for _, name in group.changes:
             into[name] = ", ".join(group.carriers)
             if modules:
                 between[name] = modules[0]
-    reasons = _reasons_left(model, plans, bad)
+    reasons = _reasons_left(model, plan, faults)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    wholes = tuple(group.whole.name for group in good if group.whole)
-    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans), wholes)
-    if not any(group.kind == "readers" for group in good):
-        return found
+    wholes = tuple(group.whole.name for group in accepted if group.whole)
+    merged = Merged(new, trials.edits, into, left, between, _uncalled(model, plan), wholes)
+    if not any(group.kind == "readers" for group in accepted):
+        return merged
     # layers of two norms may read one value now
-    return _joined(found, merge(new, calls, across, avoid))
+    return _join_rounds(merged, merge(new, calls, across, avoid))
 
 
-def _joined(first: Merged, second: Merged) -> Merged:
+def _join_rounds(first: Merged, second: Merged) -> Merged:
     """Return two rounds of merging as one."""
     left = {name: reason for name, reason in first.left.items() if name not in second.into}
     return Merged(
@@ -298,30 +305,30 @@ def _joined(first: Merged, second: Merged) -> Merged:
     )
 
 
-def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
+def _uncalled(model: nn.Module, plan: _CommonPlan) -> tuple[str, ...]:
     """Return the modules with parameters of their own that no call runs or reads."""
     with_weights = [
         name
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(False))
     ]
-    return tuple(name for name in with_weights if name not in plans.called)
+    return tuple(name for name in with_weights if name not in plan.called)
 
 
-def _reasons_left(model: nn.Module, plans: _Plans, bad: dict[Group, str]) -> dict[str, str]:
+def _reasons_left(model: nn.Module, plan: _CommonPlan, faults: dict[Group, str]) -> dict[str, str]:
     """Return why norms are not merged, if they are not, and which modules with weights no call runs."""
     reasons: dict[str, str] = {}
-    for group, reason in bad.items():
-        reasons |= {name: reason for _, name in group.gone if name in plans.norms}
-    reasons |= plans.left
+    for group, reason in faults.items():
+        reasons |= {name: reason for _, name in group.changes if name in plan.norms}
+    reasons |= plan.left
     for name, module in model.named_modules():
-        if name in plans.norms:
+        if name in plan.norms:
             reasons.setdefault(
                 name, "calls at other sizes or by other methods differ in what they read"
             )
         elif isinstance(module, _BatchNorm):
             reasons[name] = (
-                NOT_CALLED if name not in plans.called else "it is not the BatchNorm of a batch"
+                NOT_CALLED if name not in plan.called else "it is not the BatchNorm of a batch"
             )
     return reasons
 
@@ -332,6 +339,7 @@ NOT_CALLED = "no example calls it"
 
 @torch.no_grad()
 def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Rule, str]]:
+    """Merge a group in place and return the edits that do so."""
     edits: list[tuple[Rule, str]] = []
 
     def reshape(rule: Rule, name: str) -> Any:
@@ -350,7 +358,7 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Rule,
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
-    for form, name in group.gone:
+    for form, name in group.changes:
         reshape(Merge(form), name)
     if group.whole:
         reshape(Collapse(group.whole.parts), group.whole.name)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
-from isomorph.surgery.affine import Affine, Change, Group, carrier_of, parts_of
+from isomorph.surgery.affine import Affine, Change, Group, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, why_stopped
-from isomorph.surgery.channels import Step, follow_channels, kind_of_step
+from isomorph.surgery.channels import ChannelStep, follow_channels, kind_of_step
 from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
 from isomorph.surgery.modules import lies_within
@@ -29,7 +29,7 @@ class _Reader(NamedTuple):
     scale: tuple[Tensor, Tensor]
 
 
-class Plan(NamedTuple):
+class MergePlan(NamedTuple):
     """What one call shows: groups, the names of norms, why norms are left, the modules that it runs or reads."""
 
     groups: list[Group]
@@ -44,13 +44,13 @@ class Plan(NamedTuple):
 
 def plan_merges(
     model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()
-) -> Plan:
+) -> MergePlan:
     """Return what one call of a model shows, without the tensors of the call."""
-    found = MergePlan(model, flow, affine, avoid)
-    return Plan(found.groups, found.norms, found.left, found.called)
+    builder = _PlanBuilder(model, flow, affine, avoid)
+    return MergePlan(builder.groups, builder.norms, builder.left, builder.called)
 
 
-class MergePlan:
+class _PlanBuilder:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
     def __init__(
@@ -63,7 +63,7 @@ class MergePlan:
         self.model = model
         self.flow = flow
         self.groups: list[Group] = []
-        self._keeps = set(flow.given_out)
+        self._protected = set(flow.returned)
         # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
         self._modules_by_value: dict[TensorVersion, set[str]] = defaultdict(set)
         self._order: dict[str, int] = {}
@@ -71,19 +71,19 @@ class MergePlan:
         for name, module in model.named_modules():
             self._add_module(name, module)
         self._deciding = self._modules_that_decide()
-        self._values = AffineValues(model, flow, self._keeps, affine, avoid)
+        self._values = AffineValues(model, flow, self._protected, affine, avoid)
         self.norms = self._values.norms
         self.left = self._values.left
         wholes: list[Group] = []
-        for value, found in self._values.of.items():
+        for value, affine_value in self._values.affine_of.items():
             if value in self._values.used:
                 continue
-            if found.has_layer:
-                self._write_into_layer(found)
-                whole = find_whole(model, self._values, value, found)
+            if affine_value.has_layer:
+                self._write_into_layer(affine_value)
+                whole = find_whole(model, self._values, value, affine_value)
                 wholes += [whole] if whole else []
             else:
-                self._write_into_readers(value, found)
+                self._write_into_readers(value, affine_value)
         self._add_chains()
         for whole in wholes:
             self._add_whole(whole)
@@ -94,7 +94,7 @@ class MergePlan:
         for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
             values |= set(call)
         if hooks_on(module):
-            self._keeps |= values
+            self._protected |= values
         self._order[name] = len(self._order)
         if name:
             for value in values:
@@ -124,42 +124,49 @@ class MergePlan:
 
     # A value with a layer is written into it
 
-    def _write_into_layer(self, found: Affine) -> None:
-        carrier = carrier_of(found.summands)
+    def _write_into_layer(self, affine: Affine) -> None:
+        """Add the group of a sum of layers, norms and scales that one layer can hold."""
+        carrier = carrier_of(affine.summands)
         others = [
-            summand.layer for summand in found.summands if summand.layer and summand is not carrier
+            summand.layer for summand in affine.summands if summand.layer and summand is not carrier
         ]
-        if carrier is None or carrier.layer is None or not (found.gone or others):
+        if carrier is None or carrier.layer is None or not (affine.changes or others):
             return
-        others += [summand.after for summand in found.summands if summand.after]
-        changes = [*self._changes_of(found), *(("nothing", name) for name in others if name)]
+        others += [summand.after for summand in affine.summands if summand.after]
+        changes = [*self._changes_of(affine), *(("nothing", name) for name in others if name)]
         group = Group(
-            "sum", (carrier.layer,), (carrier.window,), tuple(changes), found.summands, found.shift
+            "sum",
+            (carrier.layer,),
+            (carrier.window,),
+            tuple(changes),
+            affine.summands,
+            affine.shift,
         )
-        self._add(group, self._values_between(found.source, found.end))
+        self._add(group, self._values_between(affine.source, affine.end))
 
-    def _changes_of(self, found: Affine) -> list[Change]:
+    def _changes_of(self, affine: Affine) -> list[Change]:
         """Return what becomes of the modules of a value; a branch without a layer gives 0: its weight is elsewhere."""
         has_own_branch = any(
-            summand.layer is None and not summand.stays for summand in found.summands
+            summand.layer is None and not summand.stays for summand in affine.summands
         )
         changes = []
-        for form, name in found.gone:
-            if has_own_branch and form == "identity" and found.source in self.flow.inputs[name][0]:
+        for form, name in affine.changes:
+            if has_own_branch and form == "identity" and affine.source in self.flow.inputs[name][0]:
                 form = "nothing"
             changes.append((form, name))
         return changes
 
     # A value without a layer is written into all layers that read it
 
-    def _write_into_readers(self, value: TensorVersion, found: Affine) -> None:
-        norms = [name for _, name in found.gone if name in self.norms]
-        if len(found.summands) > 1:
+    def _write_into_readers(self, value: TensorVersion, affine: Affine) -> None:
+        """Add the group of a norm or scale that all layers that read it can hold; note why not."""
+        norms = [name for _, name in affine.changes if name in self.norms]
+        if len(affine.summands) > 1:
             for name in norms:
                 self.left.setdefault(name, "it follows a sum")
             return
         readers: list[_Reader] = []
-        reason = self._find_readers(value, found, readers)
+        reason = self._find_readers(value, affine, readers)
         if reason:
             for name in norms:
                 before = (
@@ -173,57 +180,59 @@ class MergePlan:
             "readers",
             carriers=tuple(reader.layer for reader in readers),
             windows=tuple(reader.window for reader in readers),
-            gone=found.gone,
-            summands=found.summands,
-            shift=found.shift,
+            changes=affine.changes,
+            summands=affine.summands,
+            shift=affine.shift,
             scales=tuple(reader.scale for reader in readers),
         )
         self._add(
-            group, {value, *self._values_between(found.source, value), *self._values_after(value)}
+            group, {value, *self._values_between(affine.source, value), *self._values_after(value)}
         )
 
     def _find_readers(
-        self, value: TensorVersion, found: Affine, readers: list[_Reader]
+        self, value: TensorVersion, affine: Affine, readers: list[_Reader]
     ) -> str | None:
         """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
-        if value in self._keeps or not self.flow.reads[value]:
+        if value in self._protected or not self.flow.reads[value]:
             return "what it gives is an output of the model"
         for operation in self.flow.reads[value]:
-            moved = self._moved(operation, value, found)
+            moved_values = self._values_moved(operation, value, affine)
             reason = None
-            if not moved:
-                reason = self._add_reader(operation, value, found, readers)
-            for output, each in moved.items():
+            if not moved_values:
+                reason = self._add_reader(operation, value, affine, readers)
+            for output, moved_value in moved_values.items():
                 is_dropped = (
-                    len(moved) > 1 and not self.flow.reads[output] and output not in self._keeps
+                    len(moved_values) > 1
+                    and not self.flow.reads[output]
+                    and output not in self._protected
                 )
                 if not is_dropped and not reason:
-                    reason = self._find_readers(output, each, readers)
+                    reason = self._find_readers(output, moved_value, readers)
             if reason:
                 return reason
         return None
 
-    def _moved(
-        self, operation: Operation, value: TensorVersion, found: Affine
+    def _values_moved(
+        self, operation: Operation, value: TensorVersion, affine: Affine
     ) -> dict[TensorVersion, Affine]:
         """Return the outputs of an operation that leaves the elements of a value as they are; empty for any other."""
         if is_unchanged(operation) or adds_zero(operation):
-            return {operation.outputs[0]: found}
+            return {operation.outputs[0]: affine}
         kind = kind_of_step(self.flow, operation, value)
         if not kind:
             return {}
         return {
-            output: found.moved(Step(operation, value, kind, i))
+            output: affine.moved(ChannelStep(operation, value, kind, i))
             for i, output in enumerate(operation.outputs)
         }
 
     def _add_reader(
-        self, operation: Operation, value: TensorVersion, found: Affine, readers: list[_Reader]
+        self, operation: Operation, value: TensorVersion, affine: Affine, readers: list[_Reader]
     ) -> str | None:
         """Add a layer that reads a value; return why the value cannot be written into it, if so."""
         output = operation.outputs[0]
-        layer = self._values.of.get(output) if operation.name in LAYERS else None
-        steps = [step.operation.name for step in found.steps if step.kind != "move"]
+        layer = self._values.affine_of.get(output) if operation.name in LAYERS else None
+        steps = [step.operation.name for step in affine.steps if step.kind != "move"]
         first_reader = steps[0] if steps else operation.name
         if layer is None or layer.source != value:
             return self._values.rejected.get(output) or f"it is read by {first_reader}"
@@ -234,24 +243,24 @@ class MergePlan:
             return f"{name} is transposed"
         if not window.is_plain:
             return f"{name} computes its weight"
-        if bool(found.shift.any()) and any(window.padding):
+        if bool(affine.shift.any()) and any(window.padding):
             return f"{name} pads with zeros"
         axis = len(self._values.shape(value)) - 1 - len(window.kernel)
-        gain = found.summands[0].gain
+        gain = affine.summands[0].gain
         rows = None
-        if found.steps:
-            channels = follow_channels(self.flow, found.start, found.axis, found.steps)
-            stopped_by = why_stopped(channels, found.steps, gain, found.shift) if channels else ""
+        if affine.steps:
+            channels = follow_channels(self.flow, affine.start, affine.axis, affine.steps)
+            stopped_by = why_stopped(channels, affine.steps, gain, affine.shift) if channels else ""
             if stopped_by:
                 return f"it is read by {stopped_by}"
             if channels:
                 rows = channels.along(axis)
-        elif axis == found.axis:
-            rows = torch.arange(len(found.shift), device=found.shift.device)
+        elif axis == affine.axis:
+            rows = torch.arange(len(affine.shift), device=affine.shift.device)
         if rows is None:
             return f"it is read by {first_reader}"
         is_zero = rows < 0
-        scale = gain[rows].where(~is_zero, 1), found.shift[rows].where(~is_zero, 0)
+        scale = gain[rows].where(~is_zero, 1), affine.shift[rows].where(~is_zero, 0)
         readers.append(_Reader(name, window, scale))
         return None
 
@@ -260,13 +269,17 @@ class MergePlan:
     def _values_between(self, source: TensorVersion, value: TensorVersion) -> set[TensorVersion]:
         """Return the values from which one is computed, back to its source, without both."""
         between: set[TensorVersion] = set()
-        waiting = [value]
-        while waiting:
-            maker = self.flow.made.get(waiting.pop())
-            for read in maker.inputs if maker else ():
-                if read != source and read in self._values.of and read not in between:
-                    between.add(read)
-                    waiting.append(read)
+        stack = [value]
+        while stack:
+            operation = self.flow.operation_of.get(stack.pop())
+            for operand in operation.inputs if operation else ():
+                if (
+                    operand != source
+                    and operand in self._values.affine_of
+                    and operand not in between
+                ):
+                    between.add(operand)
+                    stack.append(operand)
         return between
 
     def _values_after(self, value: TensorVersion) -> set[TensorVersion]:
@@ -286,14 +299,14 @@ class MergePlan:
         Modules without parameters are left out. A norm that is written into its readers is one of them, as it becomes
         the identity.
         """
-        merged = parts | {*group.carriers, *parts_of(group)}
-        touched: set[str] = set()
+        merged = parts | {*group.carriers, *names_in(group)}
+        names_touched: set[str] = set()
         for value in changed:
-            touched |= self._modules_by_value[value]
-        names = [name for name in touched if not self._holds_only(name, merged)]
+            names_touched |= self._modules_by_value[value]
+        names = [name for name in names_touched if not self._holds_only(name, merged)]
         names.sort(key=self._order.__getitem__)
         if group.kind == "readers":
-            names += [name for _, name in group.gone]
+            names += [name for _, name in group.changes]
         return tuple(names)
 
     def _holds_only(self, name: str, parts: set[str]) -> bool:
@@ -313,18 +326,19 @@ class MergePlan:
         """
         reason = self._why_not_merged(group)
         if reason:
-            for _, name in group.gone:
+            for _, name in group.changes:
                 if name in self.norms:
                     self.left[name] = reason
             return
-        for _, name in group.gone:
+        for _, name in group.changes:
             self.left.pop(name, None)
         self.groups.append(
             replace(group, across=self._unmerged_that_change(group, changed, set(parts)))
         )
 
     def _why_not_merged(self, group: Group) -> str:
-        if group.kind != "chain" and not all(map(self._ends_with, group.gone)):
+        """Return why a group is left: code around it computes more, or branches on numbers; "" if not."""
+        if group.kind != "chain" and not all(map(self._ends_with, group.changes)):
             return "its module computes more than the norm"
         names = _names_of(group)
         for deciding in self._deciding:
@@ -341,41 +355,45 @@ class MergePlan:
             return True
         if not operations:
             return False
-        end = self._values.of.get(operations[-1].outputs[0])
-        return end is not None and change in end.gone
+        end = self._values.affine_of.get(operations[-1].outputs[0])
+        return end is not None and change in end.changes
 
     # Two layers in turn become their product
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
         zero_branches = {
-            name for group in self.groups for form, name in group.gone if form == "nothing"
+            name for group in self.groups for form, name in group.changes if form == "nothing"
         }
         outputs: dict[str, int] = {}
         for output, before in reversed(self._values.chained):
             first = carrier_of(before.summands)
-            second = self._values.of[output].summands[0]
+            second = self._values.affine_of[output].summands[0]
             last = second.layer
             if first is None or not first.layer or not last or zero_branches & {first.layer, last}:
                 continue
             is_shared = any(summand.layer is None for summand in before.summands)
             if is_shared or first.window.groups > 1 or not first.window.is_plain:
                 continue
-            one = self._weight(first.layer)
-            two = self._weight(last)
-            rows = outputs.get(last, len(two))
-            if one.ndim != two.ndim or rows * one[0].numel() > one.numel() + rows * two.shape[1]:
+            first_weight = self._weight(first.layer)
+            second_weight = self._weight(last)
+            rows = outputs.get(last, len(second_weight))
+            if (
+                first_weight.ndim != second_weight.ndim
+                or rows * first_weight[0].numel()
+                > first_weight.numel() + rows * second_weight.shape[1]
+            ):
                 continue
             outputs[first.layer] = rows
             group = Group(
                 "chain",
                 carriers=(first.layer, last),
                 windows=(first.window, second.window),
-                gone=(("identity", last),),
-                needs_sum=bool(before.gone) or len(before.summands) > 1,
+                changes=(("identity", last),),
+                needs_sum=bool(before.changes) or len(before.summands) > 1,
             )
             self._add(
-                group, self._values_between(before.source, output), frozenset(parts_of(before))
+                group, self._values_between(before.source, output), frozenset(names_in(before))
             )
 
     # Of a module one layer is left
@@ -383,13 +401,13 @@ class MergePlan:
     def _add_whole(self, group: Group) -> None:
         """Add a module that is to become its layer, unless that is part of a chain or a sum that is not merged."""
         (layer,) = group.carriers
-        kinds = [other.kind for other in self.groups if layer in other.carriers]
-        if "chain" not in kinds and ("sum" in kinds) == group.needs_sum:
+        other_kinds = [other.kind for other in self.groups if layer in other.carriers]
+        if "chain" not in other_kinds and ("sum" in other_kinds) == group.needs_sum:
             self._add(group, set())
 
 
 def _names_of(group: Group) -> list[str]:
-    names = [*group.carriers, *(name for _, name in group.gone)]
+    names = [*group.carriers, *(name for _, name in group.changes)]
     return [*names, group.whole.name] if group.whole else names
 
 
@@ -397,13 +415,14 @@ def _owners_in(name: str, module: nn.Module) -> list[str]:
     """Return the names of a module and of those inside that have parameters or buffers of their own."""
     owners = []
     for path, inner in module.named_modules(prefix=name):
-        own = (*inner._parameters.values(), *inner._buffers.values())
-        if any(tensor is not None for tensor in own):
+        tensors = (*inner._parameters.values(), *inner._buffers.values())
+        if any(tensor is not None for tensor in tensors):
             owners.append(path)
     return owners
 
 
 def _child_of(parent: str, name: str) -> str | None:
+    """Return the name of the child that is or contains a module, or None if the module is not inside the parent."""
     if not parent:
         return name.partition(".")[0]
     if not name.startswith(f"{parent}."):

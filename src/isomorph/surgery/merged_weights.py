@@ -24,8 +24,8 @@ def merged_weights(model: nn.Module, group: Group) -> list[tuple[Tensor, Tensor 
         return [_sum(model, layers[0], group)]
     if group.kind == "whole":
         return [_with_skips(layers[0], group)] if group.summands else []
-    each = zip(layers, group.windows, group.scales, strict=True)
-    return [_after_scale(layer, window, scale) for layer, window, scale in each]
+    readers = zip(layers, group.windows, group.scales, strict=True)
+    return [_after_scale(layer, window, scale) for layer, window, scale in readers]
 
 
 def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:

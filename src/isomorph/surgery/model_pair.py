@@ -59,7 +59,7 @@ class _Run(NamedTuple):
 
     model: nn.Module
     inputs: Inputs
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class ModelPair:
@@ -76,27 +76,29 @@ class ModelPair:
         }
         self.edited = edited_names(recast, len(edits(original)))
         self.atol = atol
+        # Classes of outputs that are not compared.
         self.others: set[str] = set()
-        self.said: dict[str, None] = {}
+        self.extra_notes: dict[str, None] = {}
+        # Which of both models change their inputs in place.
         self.changing: set[str] = set()
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # a caller's autocast would compute in half precision
     @torch.autocast("cuda", enabled=False)
-    def row(self, batch: Inputs, what: str, extra: bool = False) -> Difference:
+    def difference(self, batch: Inputs, name: str, extra: bool = False) -> Difference:
         """Return the difference for a batch. `extra`: it is one that the user has not given."""
         single = cast_floats(batch, torch.float32)
         double = cast_floats(batch, torch.float64)
         runs = [_Run(model, single) for model in self.models[torch.float32]]
         runs += [_Run(model, double) for model in self.models[torch.float64]]
         tensors, ties = self._compare(runs, batch, extra)
-        name = ", ".join(filter(None, (describe_shape(batch), what)))
-        return Difference.of(name, tensors, self.atol, ties=ties)
+        full_name = ", ".join(filter(None, (describe_shape(batch), name)))
+        return Difference.of(full_name, tensors, self.atol, ties=ties)
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
-    def mode_row(self, batch: Inputs, mode: str) -> Difference:
+    def difference_in_mode(self, batch: Inputs, mode: str) -> Difference:
         """Return the difference in a precision or memory format, as far as the original in it is from float64."""
         x = cast_floats(batch, torch.float32)
         exact = _Run(self.models[torch.float64][0], cast_floats(batch, torch.float64))
@@ -117,29 +119,35 @@ class ModelPair:
         if extra and not _has_numbers(outputs[0], outputs[2]):
             raise NotCompared("the original's outputs are not finite")
         for _, leaf in leaves(outputs[2]):
-            if not _is_known(leaf):
+            is_compared = (
+                leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
+            )
+            if not is_compared:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
-        o, r, exact, other = map(tensors_by_path, outputs)
-        r = _named_alike(o, r)
-        other = _named_alike(exact, other)
+        single, recast_single, double, recast_double = map(tensors_by_path, outputs)
+        recast_single = _with_names_of(single, recast_single)
+        recast_double = _with_names_of(double, recast_double)
         try:
-            tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
+            tensors = compare_tensors(
+                (single, recast_single), (double, recast_double), self.atol, redraw
+            )
         except UserError:
             chosen = self._compare_choices(runs, redraw)
             if chosen is None:
                 raise
             return chosen
-        self.said |= dict.fromkeys(structure_notes(outputs[0], outputs[1]))
+        self.extra_notes |= dict.fromkeys(structure_notes(outputs[0], outputs[1]))
         if all(row.is_within(self.atol) for row in tensors):
             return tensors, ()
         return self._compare_choices(runs, redraw) or (tensors, ())
 
     def _output(self, run: _Run, first: bool, extra: bool) -> Any:
-        given = copy_inputs(run.inputs)
+        """Return the output of a run. Raises: NotCompared if the original does not run on `extra` inputs."""
+        inputs = copy_inputs(run.inputs)
         try:
-            with run.around():
-                output = call_model(run.model, given)
+            with run.context():
+                output = call_model(run.model, inputs)
         except DoesNotRun as error:
             if first and extra:
                 raise NotCompared(str(error)) from error
@@ -150,7 +158,7 @@ class ModelPair:
             if extra:  # a limit that the model states
                 raise NotCompared(str(error)) from error
             raise
-        if not _is_same(run.inputs, given):
+        if not _are_identical(run.inputs, inputs):
             self.changing.add("original" if first else "other model")
         return output
 
@@ -162,24 +170,30 @@ class ModelPair:
         None if a model does not choose among its numbers, or not at the same places.
         """
         exact = runs[2]
-        made = record_choices(exact.model, partial(_call, exact))
-        if not made.choices:
+        exact_call = record_choices(exact.model, partial(_call, exact))
+        if not exact_call.choices:
             return None
-        again = [
-            repeat_choices(run.model, partial(_call, run), made)
+        repeated = [
+            repeat_choices(run.model, partial(_call, run), exact_call)
             for run in (runs[0], runs[1], runs[3])
         ]
-        if any(call.unmatched for call in again):
+        if any(call.unmatched for call in repeated):
             return None
-        o, r, exact_values, other = map(_numbers_of, (again[0], again[1], made, again[2]))
+        single, recast_single, double, recast_double = map(
+            _numbers_of, (repeated[0], repeated[1], exact_call, repeated[2])
+        )
         try:
-            tensors = compare_tensors((o, r), (exact_values, other), self.atol, redraw)
+            tensors = compare_tensors(
+                (single, recast_single), (double, recast_double), self.atol, redraw
+            )
         except UserError:
             return None
         if not all(row.is_within(self.atol) for row in tensors):
             return tensors, ()
-        changed = list(dict.fromkeys((*again[0].changed, *again[1].changed, *again[2].changed)))
-        self.said[
+        changed = list(
+            dict.fromkeys((*repeated[0].changed, *repeated[1].changed, *repeated[2].changed))
+        )
+        self.extra_notes[
             f"rounding decides between almost equal numbers in {list_names(changed)}: {_REPEATED}"
         ] = None
         return tensors, tuple(changed)
@@ -188,26 +202,27 @@ class ModelPair:
         """Return outputs of the original for other inputs, none for inputs without floating-point numbers."""
         generator = torch.Generator().manual_seed(0)
         model = copy.deepcopy(self.models[torch.float64][0])  # a call may change it
-        drawn = []
+        outputs = []
         exact = cast_floats(batch, torch.float64)
         if not any(x.is_floating_point() for x in tensors_in(exact)):
             return []
         with suppress(UserError):  # random inputs may not be any that the model takes
             for _ in range(_REDRAWN):
                 other = map_floats(exact, partial(normal_like, generator=generator))
-                drawn.append(tensors_by_path(run_model(model, other)))
-        return drawn
+                outputs.append(tensors_by_path(run_model(model, other)))
+        return outputs
 
     def notes(self) -> Iterator[str]:
         """Yield what differs besides values, and what was not compared."""
-        yield from self.said
-        for which in sorted(self.changing, reverse=True):
-            yield f"the {which} changes its input in place: each call got a copy of its own"
+        yield from self.extra_notes
+        for role in sorted(self.changing, reverse=True):
+            yield f"the {role} changes its input in place: each call got a copy of its own"
         if self.others:
             yield f"not compared besides tensors: {', '.join(sorted(self.others))}"
 
     @torch.no_grad()
     def is_random(self, batch: Inputs) -> bool:
+        """True if the original gives other outputs in a second call."""
         model = self.models[torch.float32][0]
         x = cast_floats(batch, torch.float32)
         with suppress(UserError):  # outputs of different shapes
@@ -219,7 +234,7 @@ class ModelPair:
     def uncalled(self, names: Sequence[str], batch: Inputs) -> tuple[tuple[str, ...], list[str]]:
         """Return which of the modules that were not called the model reads, and a note on the others."""
         x = cast_floats(batch, torch.float32)
-        read: list[str] = []
+        read_names: list[str] = []
         unused: list[str] = []
         for name in names:
             model = copy.deepcopy(self.models[torch.float32][1])
@@ -227,27 +242,28 @@ class ModelPair:
             for parameter in _parameters_of_alone(model, model.get_submodule(name)):
                 parameter.fill_(math.nan)
             is_read = largest_difference(before, run_model(model, x))[0] > 0
-            (read if is_read else unused).append(name)
+            (read_names if is_read else unused).append(name)
         notes = []
         if unused:
             notes.append(
                 f"{list_names(unused)} was not called on these inputs, so they say nothing about it"
             )
-        return tuple(read), notes
+        return tuple(read_names), notes
 
     @torch.no_grad()
     def targets(self, batch: Inputs) -> tuple[Difference, ...]:
+        """Return the differences of the recast modules, each called on what the original's module gets."""
         original, recast = self.models[torch.float64]
-        found: dict[str, Difference] = {}
-        given: dict[str, list[Any]] = {}
+        rows: dict[str, Difference] = {}
+        arguments: dict[str, list[Any]] = {}
 
         def keep(call: ModuleCall) -> None:
-            given[call.name] = copy_inputs([call.args, call.kwargs])
+            arguments[call.name] = copy_inputs([call.args, call.kwargs])
 
         def compare(call: ModuleCall) -> None:
             name = call.name
             module = recast.get_submodule(name)
-            args, kwargs = given.pop(name)
+            args, kwargs = arguments.pop(name)
             # it has no use for the grid that a hook passes to gated attention
             if type(module) is Attention:
                 kwargs.pop("grid_size", None)
@@ -256,17 +272,17 @@ class ModelPair:
             row = _compare_module(
                 name, module, call.output, module(*args, **kwargs), self.atol, largest
             )
-            found[name] = max(
-                row, found.get(name, row), key=lambda row: relative(row.fp64, row.scale)
+            rows[name] = max(
+                row, rows.get(name, row), key=lambda row: relative(row.fp64, row.scale)
             )
 
-        present = dict(original.named_modules())
-        names = [name for name in self.edited if name in present]
+        modules = dict(original.named_modules())
+        names = [name for name in self.edited if name in modules]
         # sets grid_size of the layers that are called outside their model below
         run_model(recast, batch)
         with observing(original, before=keep, after=compare, names=names):
             run_model(original, batch)
-        return tuple(found[name] for name in names if name in found)
+        return tuple(rows[name] for name in names if name in rows)
 
 
 def _parameters_of_alone(model: nn.Module, module: nn.Module) -> set[nn.Parameter]:
@@ -308,7 +324,7 @@ _REPEATED = (
 )
 
 
-def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:
+def _with_names_of(outputs: Tensors, others: Tensors) -> Tensors:
     """Return the other model's outputs, a single one by the name of the first model's, such as `logits`."""
     if len(outputs) == len(others) == 1:
         return dict(zip(outputs, others.values(), strict=True))
@@ -316,7 +332,7 @@ def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:
 
 
 def _call(run: _Run) -> Any:
-    with run.around():
+    with run.context():
         return call_model(run.model, copy_inputs(run.inputs))
 
 
@@ -336,32 +352,29 @@ def _to_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
-def _is_same(inputs: Inputs, others: Inputs) -> bool:
-    before = tensors_in(inputs)
-    after = tensors_in(others)
-    return len(before) == len(after) and all(map(_is_identical, before, after))
-
-
-def _is_identical(x: Tensor, y: Tensor) -> bool:
-    if x.shape != y.shape:
+def _are_identical(inputs: Inputs, others: Inputs) -> bool:
+    """True if two inputs have the same tensors, NaN at the same positions included."""
+    tensors = tensors_in(inputs)
+    other_tensors = tensors_in(others)
+    if [x.shape for x in tensors] != [x.shape for x in other_tensors]:
         return False
-    return bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is not equal to itself
+    for x, y in zip(tensors, other_tensors, strict=True):
+        both_nan = (x != x) & (y != y)  # NaN is not equal to itself
+        if not ((x == y) | both_nan).all():
+            return False
+    return True
 
 
 def _has_numbers(output: Any, exact: Any) -> bool:
     """True if the outputs of a model in two precisions have no NaN, and infinities, if any, at the same places."""
     tensors = tensors_by_path(output)
     for path, values in tensors_by_path(exact).items():
-        found = tensors.get(path, values)
-        if found.isnan().any() or values.isnan().any():
+        rounded = tensors.get(path, values)
+        if rounded.isnan().any() or values.isnan().any():
             return False
-        if found.shape == values.shape and not torch.equal(found.isinf(), values.isinf()):
+        if rounded.shape == values.shape and not torch.equal(rounded.isinf(), values.isinf()):
             return False
     return True
-
-
-def _is_known(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
 
 
 def _numbers_of(call: ChosenCall) -> Tensors:

@@ -49,13 +49,13 @@ class Scores(NamedTuple):
             return "it is causal"
         if self.fused is not None:
             queries, keys = self.fused.query, self.fused.key
-            same = queries.shape[:-1] == keys.shape[:-1]
+            has_equal_tokens = queries.shape[:-1] == keys.shape[:-1]
         else:
             assert self.logits is not None
-            same = self.logits.shape[-2] == self.logits.shape[-1]
+            has_equal_tokens = self.logits.shape[-2] == self.logits.shape[-1]
         return (
             None
-            if same
+            if has_equal_tokens
             else "its keys are not those of its queries' tokens, one for each token and head"
         )
 
@@ -66,10 +66,10 @@ class _RecordScores(FollowMaps):
     def __init__(self) -> None:
         super().__init__()
         self.running = Running()
-        self.found: dict[str, Scores] = {}
+        self.scores: dict[str, Scores] = {}
 
     def _record(self, scores: Scores) -> None:
-        self.found.setdefault(self.running.innermost, scores)
+        self.scores.setdefault(self.running.innermost, scores)
 
     def at_fused(self, call: FusedCall) -> Tensor:
         self._record(Scores(fused=call))
@@ -101,9 +101,9 @@ def _silence(layer: nn.Module) -> nn.Module:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
         module.training = False
-        facts = attention_facts(type(module))
-        if facts and facts.form:
-            module.__class__ = facts.form
+        attention = attention_facts(type(module))
+        if attention and attention.form:
+            module.__class__ = attention.form
     return layer
 
 
@@ -119,18 +119,18 @@ def _width(layer: nn.Module) -> int | None:
 
 def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str, Any] | None:
     """Return the arguments without a default after the first one, or None if one of them cannot be guessed."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for parameter in list(inspect.signature(layer.forward).parameters.values())[1:]:
         is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_open or parameter.default is not parameter.empty:
             continue
         if parameter.name in SIZE_NAMES:
-            found[parameter.name] = list(grid)
+            arguments[parameter.name] = list(grid)
         elif parameter.name in ("key", "value"):
-            found[parameter.name] = x
+            arguments[parameter.name] = x
         else:
             return None
-    return found
+    return arguments
 
 
 def _trials(
@@ -140,21 +140,22 @@ def _trials(
     width = _width(layer)
     if width is None:
         return
-    like = first_float(layer)
+    reference = first_float(layer)
     for (H, W), prefix in grids:
         for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
-            x = noise(*shape).to(like)
-            more = _further_arguments(layer, x, (H, W))
-            if more is not None:
-                yield x, more
+            x = noise(*shape).to(reference)
+            arguments = _further_arguments(layer, x, (H, W))
+            if arguments is not None:
+                yield x, arguments
 
 
 @torch.no_grad()
-def _run(layer: nn.Module, x: Tensor, more: dict[str, Any]) -> Scores | None:
+def _run(layer: nn.Module, x: Tensor, arguments: dict[str, Any]) -> Scores | None:
+    """Return the scores of a layer on an input, or None if it does not take it."""
     mode = _RecordScores()
     with suppress(Exception), warnings.catch_warnings(action="ignore"), mode:
-        layer(x, **more)  # any layer, which may not take such an input
-    return mode.found.get("")
+        layer(x, **arguments)  # any layer, which may not take such an input
+    return mode.scores.get("")
 
 
 def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int]]:
@@ -169,14 +170,14 @@ def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ())
     First tensors have shapes alone (device meta), then values in float64, which some layers need. `grids` are sizes
     that the tokens of the layer may have, and numbers of tokens before them.
     """
-    ways_to_copy = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
-    for copy_layer in ways_to_copy:
+    copy_functions = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
+    for copy_layer in copy_functions:
         try:
             copied = _silence(copy_layer(layer))
         except Exception:  # a layer that cannot be copied
             return None
-        for x, more in _trials(copied, _grids_of(grids)):
-            scores = _run(copied, x, more)
+        for x, arguments in _trials(copied, _grids_of(grids)):
+            scores = _run(copied, x, arguments)
             if scores is not None:
                 return scores
     return None
@@ -194,11 +195,11 @@ def fused_scale(layer: Any, grids: Sequence[tuple[GridSize, int]] = ()) -> float
         copied: Any = _silence(_in_float64(layer))
     except Exception:  # a layer that cannot be copied
         return None
-    for x, more in _trials(copied, _grids_of(grids)):
+    for x, arguments in _trials(copied, _grids_of(grids)):
         copied.fused_attn = False
-        plain = _run(copied, x, more)
+        plain = _run(copied, x, arguments)
         copied.fused_attn = True
-        fused = _run(copied, x, more)
+        fused = _run(copied, x, arguments)
         if plain and fused and plain.logits is not None and fused.fused is not None:
             return _fit_scale(plain.logits, fused.fused)
     return None
@@ -209,11 +210,11 @@ def _fit_scale(logits: Tensor, call: FusedCall) -> float | None:
     products = call.query @ call.repeated[0].mT
     if products.shape != logits.shape:
         return None
-    rest = logits
+    unmasked = logits
     if call.mask is not None and call.mask.dtype != torch.bool:
-        rest = logits - call.mask
-    scale = (products * rest).sum() / products.square().sum()
-    residue = (rest - scale * products).abs().max() / rest.abs().max()
+        unmasked = logits - call.mask
+    scale = (products * unmasked).sum() / products.square().sum()
+    residue = (unmasked - scale * products).abs().max() / unmasked.abs().max()
     return scale.item() if residue < _LARGEST_RESIDUE else None
 
 
@@ -222,8 +223,8 @@ def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
     own_size = spec_of(model).input_size or (3,)
     config = getattr(model, "config", None)
     channels = getattr(config, "num_channels", own_size[0])
-    said = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    for size in (said, own_size[1:], getattr(config, "image_size", None), 224, 64, 32):
+    embedding_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    for size in (embedding_size, own_size[1:], getattr(config, "image_size", None), 224, 64, 32):
         with suppress(UserError):  # it says none
             yield channels, *image_size(size)  # type: ignore[arg-type]
 
@@ -249,5 +250,5 @@ def observe_calls(model: nn.Module) -> dict[nn.Module, Scores]:
                 copied(image)
         except Exception:  # of any model, which does not take images of this size
             continue
-        return {layers[name]: scores for name, scores in mode.found.items() if name in layers}
+        return {layers[name]: scores for name, scores in mode.scores.items() if name in layers}
     return {}

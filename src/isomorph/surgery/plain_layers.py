@@ -23,16 +23,12 @@ _SAVING = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_s
 OVERRIDABLE_METHODS = ("forward", "_conv_forward", *_SAVING)
 
 
-def _attached(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of a module's hooks and of its patched methods."""
-    return hooks_on(module), [name for name in OVERRIDABLE_METHODS if name in vars(module)]
-
-
 def describe_attachments(module: nn.Module) -> str | None:
     """Return a description of the hooks, patched methods or parametrization of one module, or None."""
-    hooks, methods = _attached(module)
+    hooks = hooks_on(module)
     if hooks:
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
+    methods = [name for name in OVERRIDABLE_METHODS if name in vars(module)]
     if methods:
         return f"a patched {' and a patched '.join(methods)}"
     return "a parametrized weight" if is_parametrized(module) else None
@@ -45,20 +41,22 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
     Raises: UserError if one would be lost.
     """
-    carried = dict(replacement.named_modules(remove_duplicate=False))
+    new_parts = dict(replacement.named_modules(remove_duplicate=False))
     for path, part in original.named_modules(remove_duplicate=False):
         attachments = describe_attachments(part)
-        if attachments and not _carries(carried.get(path), part):
+        if attachments and not _has_same_attachments(new_parts.get(path), part):
             full = f"{name}.{path}".strip(".") or "the model"
             raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
 
 
-def _carries(replacement: nn.Module | None, part: nn.Module) -> bool:
-    if replacement is None or type(replacement) is not type(part):
+def _has_same_attachments(new_part: nn.Module | None, part: nn.Module) -> bool:
+    """True for a part of the same class with the same patched methods and as many hooks."""
+    if new_part is None or type(new_part) is not type(part):
         return False
-    hooks, methods = _attached(replacement)
-    own_hooks, own_methods = _attached(part)
-    return len(hooks) == len(own_hooks) and methods == own_methods
+    for name in OVERRIDABLE_METHODS:
+        if (name in vars(new_part)) != (name in vars(part)):
+            return False
+    return len(hooks_on(new_part)) == len(hooks_on(part))
 
 
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
@@ -92,15 +90,22 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
     reason = override_reason(module, kind, name)
     if reason is not None:
         return reason
-    held = {**module._parameters, **module._buffers}
-    tensors = {part: tensor for part, tensor in held.items() if tensor is not None}
+    tensors: dict[str, Tensor] = {}
+    tensors.update(module.named_parameters(recurse=False, remove_duplicate=False))
+    tensors.update(module.named_buffers(recurse=False, remove_duplicate=False))
     extra = [part for part in (*tensors, *module._modules) if part not in ("weight", "bias")]
     if extra:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
     for part, tensor in tensors.items():
-        reason = _tensor_mismatch(part, tensor)
-        if reason is not None:
-            return reason
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            return f"its {part} is not initialised yet; call the model once on a batch"
+        if type(tensor) not in (nn.Parameter, Tensor):
+            return (
+                f"its {part} is a {type(tensor).__name__}, not a plain tensor; "
+                "recast before quantising or sharding"
+            )
+        if not tensor.is_floating_point():
+            return f"its {part} has dtype {tensor.dtype}, which is not a floating-point type"
     return None
 
 
@@ -154,16 +159,6 @@ def first_altered_part(layer: nn.Module) -> str | None:
         reason = layer_mismatch(part, type(part), "")
         if reason is not None:
             return f"its {path}: {reason}"
-    return None
-
-
-def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return f"its {name} is not initialised yet; call the model once on a batch"
-    if type(tensor) not in (nn.Parameter, Tensor):
-        return f"its {name} is a {type(tensor).__name__}, not a plain tensor; recast before quantising or sharding"
-    if not tensor.is_floating_point():
-        return f"its {name} has dtype {tensor.dtype}, which is not a floating-point type"
     return None
 
 

@@ -9,11 +9,11 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.surgery.modules import Where, describe_where, matches_where, outermost_modules
+from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.recast import apply_edit, check_finite, check_model
 from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
-from isomorph.surgery.site import Site
+from isomorph.surgery.site import Site, Where, describe_where, matches_where
 
 # Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open.
 TOLERANCE = (0.0, 0.5)
@@ -110,7 +110,7 @@ def prunable_layers(
     {'layer3.0.conv1': 'position'}
     """
     check_number("tolerance", tolerance, TOLERANCE)
-    found = {}
+    form_of = {}
     for name, layer in _select_prunable(model, where).items():
         check_finite(layer, name)
         if isinstance(layer, WindowAttention):
@@ -122,9 +122,9 @@ def prunable_layers(
             left_out["convolution"] = max(left_out["position"], layer.off_tap_share().max().item())
         for form in ("windows", "convolution", "position", "attention"):  # the simplest first
             if hasattr(layer, _METHODS[form]) and left_out.get(form, 1.0) <= tolerance:
-                found[name] = form
+                form_of[name] = form
                 break
-    return found
+    return form_of
 
 
 def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
@@ -135,11 +135,11 @@ def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
     if all(layer.pruned for layer in windows):
         return "these layers compute windows alone already"
     share = max(layer.share.item() for layer in windows)
-    how = (
+    advice = (
         "iso.Anneal, or anneal.epochs of `isomorph train`, moves it to 0 in fine-tuning; apply it to an average (EMA) "
         "too"
     )
-    return f"the share of attention outside of the windows is {share:g}; {how}"
+    return f"the share of attention outside of the windows is {share:g}; {advice}"
 
 
 def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.Module:
@@ -178,6 +178,7 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     for form in dict.fromkeys(forms.values()):
         rule = Prune(form, tolerance)  # type: ignore[arg-type]  # a string that is one of the forms
         pruned = apply_edit(
-            pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form))
+            pruned,
+            Edit(rule, tuple(name for name, layer_form in forms.items() if layer_form == form)),
         )
     return pruned

@@ -97,6 +97,7 @@ def _measure_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+    """Yield the BatchNorms of a layer with the mean and variance of their inputs. Raises: ValueError for one value."""
     if isinstance(module, _BatchNorm):
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         if len(channels) == 1:
@@ -114,6 +115,7 @@ def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Ten
 
 
 def _set_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Set running statistics; weight and bias change so that the function of eval mode stays."""
     if norm.running_mean is None or norm.running_var is None:
         return
     slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)

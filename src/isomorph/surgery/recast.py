@@ -3,10 +3,10 @@
 A checkpoint is rebuilt from them: create the base model, apply the edits, load the tensors.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +15,22 @@ from torch import nn
 from isomorph.errors import NotFinite, UserError
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import records_outputs, unwrap
-from isomorph.surgery.modules import (
-    Ties,
-    Where,
-    call_from_parents,
-    describe_where,
-    list_names,
-    matches_where,
-    nearest_names,
-)
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
-from isomorph.surgery.site import Site, part_names
+from isomorph.surgery.site import (
+    Site,
+    Where,
+    describe_where,
+    matches_where,
+    nearest_names,
+    part_names,
+)
 
 
 def check_model(model: Any) -> nn.Module:
     """Return the model inside wrappers, after a check that it is one. Raises: UserError if not, and as `unwrap`."""
     model = unwrap(model)
-    if not isinstance(model, nn.Module):
-        shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
-        if isinstance(model, str | Path):
-            raise UserError(
-                f"{shown} is not a model; open it with iso.load, an exported file with iso.deployment.open_artefact"
-            )
-        raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
             "the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace"
@@ -58,17 +50,17 @@ def check_model(model: Any) -> nn.Module:
 
 def check_finite(model: nn.Module, path: str = "") -> None:
     """Raise NotFinite for a weight of a model, or of the module at a path, that is not, and for a variance below 0."""
-    start = f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not torch.isfinite(parameter).all():
-            raise NotFinite(f"{start}{name} is not finite; load weights that are")
+            raise NotFinite(f"{prefix}{name} is not finite; load weights that are")
     for name, module in model.named_modules():
         variance = getattr(module, "running_var", None)
         if not isinstance(variance, torch.Tensor) or variance.is_meta:
             continue
         if not (torch.isfinite(variance) & (variance + getattr(module, "eps", 0.0) > 0)).all():
             raise NotFinite(
-                f"outputs of {(start + name).rstrip('.') or 'the model'} are not finite: its running variance goes "
+                f"outputs of {(prefix + name).rstrip('.') or 'the model'} are not finite: its running variance goes "
                 f"down to {variance.min():g}; measure it again with iso.recalibrate(model, batches, "
                 "keep_function=False)"
             )
@@ -103,6 +95,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
 
 
 def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
+    """Return the sites that a rule accepts, and the reason for each of its kind that it rejects."""
     accepted: list[str] = []
     rejected: dict[str, str] = {}
     for site in sites:
@@ -147,7 +140,7 @@ class _Choice(NamedTuple):
     sites: list[Site]
 
     @property
-    def own(self) -> list[str]:
+    def names_of_kind(self) -> list[str]:
         """Names of the modules of the rule's kind."""
         return [site.name for site in self.sites if site.name and _is_of_kind(self.rule, site)]
 
@@ -155,29 +148,42 @@ class _Choice(NamedTuple):
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
     """Return which modules a rule recasts, and why not the others of its kind. Raises: UserError, as `targets`."""
     if not isinstance(rule, Rule):
-        like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
-        raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
+        example = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
+        raise UserError(f"{rule!r} is not a rule; give an instance, like {example}")
     sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
     choice = _Choice(rule, where, exclude, sites)
     _check_globs(where, choice)
     _check_globs(exclude, choice)
     selected = _selected(choice)
-    found = _judge(rule, selected)
-    if not found.accepted and not found.rejected:
+    judged = _judge(rule, selected)
+    if not judged.accepted and not judged.rejected:
         raise UserError(_why_none(choice, selected))
-    if found.rejected and (where != "*" or not found.accepted):
-        name, reason = next(iter(found.rejected.items()))
+    if judged.rejected and (where != "*" or not judged.accepted):
+        name, reason = next(iter(judged.rejected.items()))
         raise UserError(
             f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}"
         )
+    names = judged.accepted
     if where == "*":
-        return found._replace(accepted=_outermost(found.accepted))
-    for name in found.accepted:
-        for outer in found.accepted:
-            if _is_inside(name, outer):
-                around = outer or "the model itself"
-                raise UserError(f"target {name} is inside target {around}; select only one of them")
-    return found
+        names = [name for name in names if name] or names  # the model itself only if it is alone
+    outermost = []
+    for name in names:
+        outer = _outer_target(name, names)
+        if outer is None:
+            outermost.append(name)
+        elif where != "*":
+            raise UserError(
+                f"target {name} is inside target {outer or 'the model itself'}; select only one of them"
+            )
+    return Acceptance(outermost, judged.rejected)
+
+
+def _outer_target(name: str, targets: Sequence[str]) -> str | None:
+    """Return the first target around a module, "" for the model itself, or None."""
+    for outer in targets:
+        if name != outer and (not outer or name.startswith(f"{outer}.")):
+            return outer
+    return None
 
 
 def _sites(model: nn.Module, parts: bool) -> list[Site]:
@@ -209,43 +215,36 @@ def _selected(choice: _Choice) -> list[Site]:
     return list(selected.values())
 
 
-def _is_inside(name: str, outer: str) -> bool:
-    return name.startswith(f"{outer}.") if outer else bool(name)
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names of modules that are inside no other; the model itself, "", only if it is alone."""
-    inner = [name for name in names if name] or list(names)
-    return [name for name in inner if not any(_is_inside(name, outer) for outer in inner)]
-
-
 def _why_none(choice: _Choice, selected: Sequence[Site]) -> str:
     """Return why a rule fits none of the selected modules: what it recasts, what they are, and what to select."""
     rule = choice.rule
     recasts = f"{type(rule).__name__} recasts {' and '.join(rule.kind_names()) or 'other modules'}"
-    if choice.where == "*" and not choice.exclude and not choice.own:
+    if choice.where == "*" and not choice.exclude and not choice.names_of_kind:
         return f"{recasts}, and the model has none"
     matches = f"{recasts}, but {describe_where(choice.where)} matches"
     if not selected:
-        return f"{matches} no module{nearest_names(choice.where, choice.own)}"
+        return f"{matches} no module{nearest_names(choice.where, choice.names_of_kind)}"
     own_names = [kind.__name__ for kind in rule.kind]
-    shown = sorted({class_name(site.module, own_names) for site in selected})
-    return f"{matches} only other classes ({', '.join(shown)}){_what_instead(choice, selected)}"
+    class_names = sorted({class_name(site.module, own_names) for site in selected})
+    return (
+        f"{matches} only other classes ({', '.join(class_names)}){_what_instead(choice, selected)}"
+    )
 
 
 def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
+    """Return what to select instead of modules of other classes, as the end of a message."""
     for site in selected:
-        stands_in = describe_stand_in(site.module)
-        if stands_in is not None:
-            return f"; {site.name} {stands_in}"
+        stand_in = describe_stand_in(site.module)
+        if stand_in is not None:
+            return f"; {site.name} {stand_in}"
     if choice.exclude != ():
         return "; exclude leaves out the others"
-    around = tuple(f"{site.name}." for site in selected)
-    inside = [site for site in choice.sites if site.name.startswith(around)]
-    accepted = _judge(choice.rule, inside).accepted
+    prefixes = tuple(f"{site.name}." for site in selected)
+    inner_sites = [site for site in choice.sites if site.name.startswith(prefixes)]
+    accepted = _judge(choice.rule, inner_sites).accepted
     if accepted:
         return f"; name what is inside: {list_names(accepted)}"
-    return nearest_names(choice.where, choice.own)
+    return nearest_names(choice.where, choice.names_of_kind)
 
 
 def _check_globs(globs: Where, choice: _Choice) -> None:
@@ -260,7 +259,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(
-                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.own or names)}"
+                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.names_of_kind or names)}"
             )
 
 
@@ -314,14 +313,14 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
     ('Conv2d', 'GPSA2d')
     """
-    found = _select(model, rule, where, exclude)
+    selection = _select(model, rule, where, exclude)
     root = Site(check_model(model))
-    for name in found.accepted:
+    for name in selection.accepted:
         site = root.at(name)
         if not site.part:
             check_finite(site.module, name)
-    new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
-    skipped = [f"{name} ({reason})" for name, reason in found.rejected.items()]
+    new = apply_edit(copy_model(model), Edit(rule, tuple(selection.accepted)))
+    skipped = [f"{name} ({reason})" for name, reason in selection.rejected.items()]
     if skipped:
         add_notes(
             new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}"
@@ -342,7 +341,7 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     """
     ties = Ties(model)
     root = Site(model)
-    places = places_of(model)
+    parents = parents_of(model)
     with kept_random_state(model):
         for name in edit.names:
             site = root.find(name)
@@ -350,33 +349,27 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
                 rule = type(edit.rule).__name__
                 raise UserError(f"the model has no module {name}, which {rule} should recast")
             with float32_on(site.module):
-                replacement = _build(edit.rule, site)
-                model = replace_module(model, site.path, site.module, replacement, places)
+                try:
+                    replacement = edit.rule.build(site)
+                except UserError as error:
+                    raise UserError(f"{name or 'the model'}: {error}") from None
+                replacement = match_original(replacement, site.module)
+                if site.parent is not None and not site.parent.training:
+                    replacement.eval()  # a layer that timm makes while it merges is in train mode
+                model = replace_module(model, site.path, site.module, replacement, parents)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
     return model
 
 
-def _build(rule: Rule, site: Site) -> nn.Module:
-    """Return the replacement of a site, with the modes of what it replaces."""
-    try:
-        replacement = rule.build(site)
-    except UserError as error:
-        raise UserError(f"{site.name or 'the model'}: {error}") from None
-    replacement = match_original(replacement, site.module)
-    if site.parent is not None and not site.parent.training:
-        replacement.eval()  # a layer that timm makes while it merges is in train mode
-    return replacement
-
-
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
     """Context after which torch's random state is what it was; layers of a later edit draw other values than before."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    earlier = sum(len(edit.names) for edit in edits(model))
+    num_edited = sum(len(edit.names) for edit in edits(model))
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
-        torch.rand(earlier, device="cpu")
+        torch.rand(num_edited, device="cpu")
         yield
 
 
@@ -396,6 +389,18 @@ def attach(model: nn.Module) -> None:
                 call_from_parents(site)
 
 
+def call_from_parents(site: Site) -> None:
+    """Turn off the fast paths of torch's encoders around a replaced module, whose weights they read without a call."""
+    path = site.path
+    while path:
+        path = path.rpartition(".")[0]
+        ancestor: Any = site.model.get_submodule(path)
+        if isinstance(ancestor, nn.TransformerEncoderLayer):
+            ancestor.activation_relu_or_gelu = 0
+        elif isinstance(ancestor, nn.TransformerEncoder):
+            ancestor.use_nested_tensor = False
+
+
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
     """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
 
@@ -403,16 +408,16 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
     """
     root = Site(model)
     names: dict[str, None] = {}
-    moved: list[str] = []
+    merged: list[str] = []
     for edit in edits(model)[since:]:
         if not edit.rule.keeps_output:
-            moved += edit.names
+            merged += edit.names
             continue
         for name in edit.names:
             site = root.find(name)
             if site is not None:
                 names.setdefault(site.path)
-    return [name for name in names if not any(other.startswith(f"{name}.") for other in moved)]
+    return [name for name in names if not any(other.startswith(f"{name}.") for other in merged)]
 
 
 @contextmanager
@@ -433,33 +438,33 @@ def float32_on(original: nn.Module) -> Iterator[None]:
 
 
 # The parents of every module of a model, with the names of the module in each.
-Places = dict[nn.Module, list[tuple[nn.Module, str]]]
+Parents = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
-def places_of(model: nn.Module) -> Places:
-    """Return the places of every module of a model, without the model itself."""
-    places: Places = {}
+def parents_of(model: nn.Module) -> Parents:
+    """Return the parents of every module of a model, and its names in them, without the model itself."""
+    parents: Parents = {}
     # without torch's generators, which nest as deep as modules do
-    waiting = [model]
-    seen = {model}
-    while waiting:
-        parent = waiting.pop()
+    stack = [model]
+    visited = {model}
+    while stack:
+        parent = stack.pop()
         for name, module in parent._modules.items():
             if module is None:
                 continue
-            places.setdefault(module, []).append((parent, name))
-            if module not in seen:
-                seen.add(module)
-                waiting.append(module)
-    return places
+            parents.setdefault(module, []).append((parent, name))
+            if module not in visited:
+                visited.add(module)
+                stack.append(module)
+    return parents
 
 
 def replace_module(
-    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module, places: Places
+    model: nn.Module, name: str, original: nn.Module, replacement: nn.Module, parents: Parents
 ) -> nn.Module:
     """Replace a module under all its names, channels_last if it is, and return the model (the replacement for "").
 
-    `places` are those of the model, and are kept up to date.
+    `parents` are those of the model, and are kept up to date.
 
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
@@ -475,10 +480,69 @@ def replace_module(
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    own = places.pop(original)
-    for parent, child in own:
+    own_parents = parents.pop(original)
+    for parent, child in own_parents:
         setattr(parent, child, replacement)
-    places.setdefault(replacement, []).extend(own)
-    for module, inside in places_of(replacement).items():
-        places.setdefault(module, []).extend(inside)
+    parents.setdefault(replacement, []).extend(own_parents)
+    for module, inside in parents_of(replacement).items():
+        parents.setdefault(module, []).extend(inside)
     return model
+
+
+class Ties:
+    """The names of each parameter that two or more modules of a model share; a module used twice counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names_of: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in _parameters_by_module(model):
+            names_of.setdefault(parameter, []).append(name)
+        self.groups = [names for names in names_of.values() if len(names) > 1]
+        self.names = {name for names in names_of.values() for name in names}
+
+    def restore(self, model: nn.Module) -> Iterator[str]:
+        """Tie parameters again if name, shape and values are unchanged; yield a sentence for every tie that is less."""
+        current = dict(_parameters_by_module(model))
+        new = [name for name in current if name not in self.names]
+        for names in self.groups:
+            present = [name for name in names if name in current]
+            tied = []
+            if present:
+                shared = Counter(current[name] for name in present).most_common(1)[0][0]
+                tied = [name for name in present if _are_equal(current[name], shared)]
+                _share(model, tied, shared)
+            untied = [name for name in names if name not in tied]
+            if untied:
+                verb = "was" if tied and len(untied) == 1 else "were"
+                partners = f" to {list_names(tied)}" if tied else ""
+                yield f"{list_names(untied)} {verb} tied{partners}; they are no longer tied and train separately"
+            wider = _with_new_parameters(tied, new)
+            if wider:
+                verb = "has" if len(wider) == 1 else "have"
+                owners = f"{list_names(wider)} {verb}"
+                yield f"{list_names(tied)} are still tied, but {owners} new parameters that train apart"
+
+
+def _share(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Set a parameter under several names."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, parameter)
+
+
+def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the modules of tied parameters that have new parameters too."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in tied)
+    return [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]
+
+
+def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in model.named_modules():
+        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
+
+
+def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return a.is_meta or torch.equal(a, b)

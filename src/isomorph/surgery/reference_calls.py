@@ -37,7 +37,7 @@ from isomorph.surgery.calls import (
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
-from isomorph.surgery.merge_plan import Plan, plan_merges
+from isomorph.surgery.merge_plan import MergePlan, plan_merges
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
@@ -47,26 +47,26 @@ SMALL = 64
 
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
-    own = own_inputs(model, 1)
-    if own:
-        return to_model(own, model)
+    inputs = own_inputs(model, 1)
+    if inputs:
+        return to_model(inputs, model)
     if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
     return to_model(noise(1, *size), model)
 
 
-class Call(NamedTuple):
+class ReferenceCall(NamedTuple):
     """An entry point of a model, a batch, what the model gave for it, its choices among numbers, and what can merge."""
 
     entry: EntryPoint
     inputs: Inputs
     outputs: list[Tensor]
-    made: ChosenCall
-    plan: Plan
+    chosen: ChosenCall
+    plan: MergePlan
 
 
-def _is_finite(call: Call) -> bool:
+def _is_finite(call: ReferenceCall) -> bool:
     return all(torch.isfinite(output).all() for output in call.outputs)
 
 
@@ -81,7 +81,7 @@ class ReferenceCalls:
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
-    calls: list[Call]
+    calls: list[ReferenceCall]
     entries: list[str]
 
     def __init__(
@@ -126,19 +126,20 @@ class ReferenceCalls:
         model: nn.Module,
         first: Inputs,
         others: Sequence[Inputs],
-        made: Call | None = None,
+        call_of_example: ReferenceCall | None = None,
     ) -> None:
-        """Make the calls: the example, unless `made` is that, other sizes, other entry points at the smallest."""
+        """Make the calls: the example, unless it was made, other sizes, other entry points at the smallest."""
         self.calls = []
         self.entries = [str(FORWARD)]
-        if others:
-            self._try_given(model, others)
-        else:
+        for inputs in others:
+            if not self._try(model, FORWARD, inputs):
+                run_model(copy_module(model), inputs)  # raises an error that says what was given
+        if not others:
             self._try_other_sizes(model, first)
-        if made is None:
+        if call_of_example is None:
             self._try(model, FORWARD, first)
         else:
-            self.calls.append(made)
+            self.calls.append(call_of_example)
         if self.only_forward:
             return
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
@@ -146,23 +147,18 @@ class ReferenceCalls:
             if self._try(model, entry, smallest):
                 self.entries.append(str(entry))
 
-    def _try_given(self, model: nn.Module, others: Sequence[Inputs]) -> None:
-        """Add calls on the further examples. Raises: what the model raises on one."""
-        for inputs in others:
-            if not self._try(model, FORWARD, inputs):
-                run_model(copy_module(model), inputs)
-
     def _try_other_sizes(self, model: nn.Module, first: Inputs) -> None:
         """Add calls at other sizes than the example's, or where it runs at one size only of another batch size."""
         for inputs in _other_sizes(first):
             self._try(model, FORWARD, inputs)
         if self.calls:
             return
-        for what, other in other_inputs(first):
-            if what == "another batch size":
+        for name, other in other_inputs(first):
+            if name == "another batch size":
                 self._try(model, FORWARD, other)
 
     def _check(self, first: Inputs) -> None:
+        """Keep the calls whose outputs can be compared. Raises: DoesNotRun and NotFinite, as the class."""
         self.calls = [call for call in self.calls if call.outputs]
         if not self.calls:
             raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
@@ -192,7 +188,9 @@ class ReferenceCalls:
         self.calls.append(call)
         return bool(call.outputs) and _is_finite(call)
 
-    def _record(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> tuple[Call, Flow]:
+    def _record(
+        self, model: nn.Module, entry: EntryPoint, inputs: Inputs
+    ) -> tuple[ReferenceCall, Flow]:
         """Make a call; return it, and what happens in it."""
         flows: list[Flow] = []
 
@@ -206,9 +204,9 @@ class ReferenceCalls:
             flows.append(see(model, call_once))
             return recorded[0]
 
-        outputs, made = self._outputs(model, entry, inputs, run)
+        outputs, chosen = self._outputs(model, entry, inputs, run)
         plan = plan_merges(model, flows[0], self._affine)
-        return Call(entry, inputs, outputs, made, plan), flows[0]
+        return ReferenceCall(entry, inputs, outputs, chosen, plan), flows[0]
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
@@ -231,16 +229,16 @@ class ReferenceCalls:
         `run` makes the call: it records choices, repeats those of another call, or does neither.
         """
         self._count_call()
-        found: list[Any] = []
+        watched_outputs: list[Any] = []
         watching = observing(
-            model, after=lambda call: found.append(call.output), names=self._watched
+            model, after=lambda call: watched_outputs.append(call.output), names=self._watched
         )
         with watching, torch.random.fork_rng():
             torch.manual_seed(0)
-            made = run(model, partial(entry, model, copy_inputs(inputs)))
-        return _numbers_of(found, made.output), made
+            chosen = run(model, partial(entry, model, copy_inputs(inputs)))
+        return _numbers_of(watched_outputs, chosen.output), chosen
 
-    def _compare(self, call: Call, model: nn.Module) -> float:
+    def _compare(self, call: ReferenceCall, model: nn.Module) -> float:
         """Return the difference of a model's outputs in a call, infinity if it makes other choices.
 
         Outputs that differ are compared again with the choices of the reference, and so are the numbers chosen by.
@@ -250,16 +248,18 @@ class ReferenceCalls:
             plain = relative_difference(call.outputs, outputs)
         except UserError:  # a detector finds another number of objects
             plain = math.inf
-        if plain <= TOLERANCE or not call.made.choices:
+        if plain <= TOLERANCE or not call.chosen.choices:
             return plain
-        repeat = partial(repeat_choices, made=call.made)
-        outputs, made = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
-        if made.unmatched:
+        repeat = partial(repeat_choices, recorded=call.chosen)
+        outputs, chosen = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
+        if chosen.unmatched:
             return math.inf
-        read = _numbers_of(call.made.read), _numbers_of(made.read)
-        return relative_difference([call.outputs, read[0]], [outputs, read[1]])
+        reference_numbers = _numbers_of(call.chosen.read), _numbers_of(chosen.read)
+        return relative_difference(
+            [call.outputs, reference_numbers[0]], [outputs, reference_numbers[1]]
+        )
 
-    def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[Plan]:
+    def plans(self, model: nn.Module, avoid: frozenset[str]) -> Iterator[MergePlan]:
         """Yield what each call shows of a model; of the one that was given it is known."""
         for call in self.calls:
             if model is self._model and not avoid:
@@ -297,14 +297,22 @@ class ReferenceCalls:
         self.largest = difference
         return None
 
-    def rounding(self, model: nn.Module) -> float:
-        """Return the difference of the outputs of a copy of the model in another precision, at the smallest inputs."""
+    def rounding(self, exact: nn.Module, model: nn.Module) -> float | None:
+        """Return the difference that rounding weights makes, at the smallest inputs; None for other numbers of objects.
+
+        `exact` is the model in float64, and gets the weights of `model`, which are rounded to its precision.
+        """
+        exact.load_state_dict(model.state_dict())
         forwards = [call for call in self.calls if call.entry == FORWARD]
         call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
-        return self._compare(call, model)
+        try:
+            return self._compare(call, exact)
+        except UserError:  # rounded, a detector may find other objects
+            return None
 
 
 def _modules_around_choices(model: nn.Module, flow: Flow) -> list[str]:
+    """Return the children of modules whose own code branches on numbers of a batch."""
     watched = []
     for name in flow.branches_on_data:
         watched += [
@@ -335,21 +343,21 @@ def _other_sizes(inputs: Inputs) -> list[Tensor]:
     """Return inputs with shorter sides, of which one is odd, and one with longer sides; one more image, and one."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
         return []
-    one = inputs[-1:].flip(-1)
-    more = torch.cat([inputs[-1:], one])
+    image = inputs[-1:].flip(-1)
+    two_images = torch.cat([inputs[-1:], image])
     sides = inputs.shape[2:]
     if len(sides) == 2:
         height, width = sides
-        odd = more[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
-        even = one[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
-        return [odd, even, _resized(one, [_longer(height), _longer(width)])]
-    others = [more, one]
+        odd = two_images[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
+        even = image[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
+        return [odd, even, _resized(image, [_longer(height), _longer(width)])]
+    others = [two_images, image]
     if sides:
         odd_side = (sides[0] * 3 // 4) | 1
         even_side = max(sides[0] // 2, 1)
-        others += [more[:, :, :odd_side], one[:, :, :even_side]]
+        others += [two_images[:, :, :odd_side], image[:, :, :even_side]]
     half = inputs.shape[1] // 2
-    return [*others, more[:, : half + 1], torch.cat([one, one[:, :half]], 1)]
+    return [*others, two_images[:, : half + 1], torch.cat([image, image[:, :half]], 1)]
 
 
 def _shorter(side: int, quarters: int) -> int:

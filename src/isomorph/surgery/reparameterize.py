@@ -50,15 +50,16 @@ class Reparameterize(Rule):
 def guard_pyramids(model: nn.Module) -> None:
     """Make methods of timm fuse the pyramids in their module first, since they read weights and no biases, in place."""
     for module in model.modules():
-        held = any(isinstance(part, Pyramid) for part in module.modules())
+        has_pyramid = any(isinstance(part, Pyramid) for part in module.modules())
         for method in _METHODS:
-            own = getattr(type(module), method, None)
+            own_method = getattr(type(module), method, None)
             vars(module).pop(method, None)
-            if own and held and not own.__module__.startswith("isomorph."):
+            if own_method and has_pyramid and not own_method.__module__.startswith("isomorph."):
                 vars(module)[method] = partial(_fuse_pyramids_first, module, method)
 
 
 def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
+    """Call a method of timm after the pyramids of its module are fused."""
     vars(module).pop(method)
     fuse_pyramids(module)
     return getattr(module, method)()

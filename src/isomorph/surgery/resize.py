@@ -46,16 +46,6 @@ def resize_filters(filters: Tensor, size: ImageSize) -> Tensor:
     return resized.reshape(*filters.shape[:2], *size)
 
 
-def resize_positions(positions: Tensor, old: ImageSize, new: ImageSize) -> Tensor:
-    """Return embeddings of the positions of another grid, interpolated as timm does.
-
-    Shape: (old height * old width, C) -> (new height * new width, C), in float64
-    """
-    grid = positions.double().T.reshape(1, -1, *old)  # (1, C, h, w)
-    resized = F.interpolate(grid, size=new, mode="bicubic", antialias=True, align_corners=False)
-    return resized.flatten(2)[0].T
-
-
 @dataclass(frozen=True)
 class OutputShift:
     """By how much outputs moved: the root mean square relative to that of the outputs, and the share of equal classes.
@@ -67,8 +57,8 @@ class OutputShift:
     same_class: float | None
 
     def __str__(self) -> str:
-        same = "" if self.same_class is None else f", same class for {self.same_class:.0f}%"
-        return f"{100 * self.relative:.2g}% (root mean square){same}"
+        agreement = "" if self.same_class is None else f", same class for {self.same_class:.0f}%"
+        return f"{100 * self.relative:.2g}% (root mean square){agreement}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,17 +157,19 @@ def resize_patches(
     layer = embed.proj
     old_image: ImageSize = tuple(embed.img_size)
     new_image: ImageSize = tuple(new.patch_embed.img_size)
-    pictures = {size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)}
-    wanted = _logits(original, pictures[old_image])
+    images_by_size = {
+        size: _resized(images.to(layer.weight), size) for size in (old_image, new_image)
+    }
+    original_logits = _logits(original, images_by_size[old_image])
     return ResizeReport(
         model=new,
         patch=(_kernel(layer), _kernel(new.patch_embed.proj)),
         grid=(tuple(embed.grid_size), tuple(new.patch_embed.grid_size)),
         image=(old_image, new_image),
-        embedding=_embedding_difference(layer, new.patch_embed.proj, pictures[new_image]),
-        enlarged=_enlarged_difference(layer, new.patch_embed.proj, pictures[old_image]),
-        moved=_shift(wanted, _logits(new, pictures[new_image])),
-        moved_by_timm=_shift(wanted, _logits(by_timm, pictures[new_image])),
+        embedding=_embedding_difference(layer, new.patch_embed.proj, images_by_size[new_image]),
+        enlarged=_enlarged_difference(layer, new.patch_embed.proj, images_by_size[old_image]),
+        moved=_shift(original_logits, _logits(new, images_by_size[new_image])),
+        moved_by_timm=_shift(original_logits, _logits(by_timm, images_by_size[new_image])),
     )
 
 
@@ -246,9 +238,9 @@ class OtherSize:
     def shift(self, original: nn.Module, resized: nn.Module, images: Tensor) -> OutputShift | None:
         """Return by how much outputs move from the original, on the images, to a resized model; None without logits."""
         try:
-            wanted = _single_tensor(call_model(original, images))
-            found = _single_tensor(call_model(resized, _resized(images, self.image)))
-            return _shift(wanted, found)
+            logits = _single_tensor(call_model(original, images))
+            new_logits = _single_tensor(call_model(resized, _resized(images, self.image)))
+            return _shift(logits, new_logits)
         except UserError:
             return None
 
@@ -279,6 +271,7 @@ def _embed(layer: nn.Conv2d, patches: Tensor) -> Tensor:
 
 
 def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float:
+    """Return the difference of new embeddings of patches from the old ones of the patches resized."""
     sizes = _kernel(old), _kernel(new)
     patches = _patches(images, sizes[1])
     resized = torch.linalg.pinv(resizing_matrix(*sizes)) @ patches
@@ -286,6 +279,7 @@ def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> flo
 
 
 def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float | None:
+    """Return the difference of new embeddings of enlarged patches from the old ones; None if patches shrink."""
     sizes = _kernel(old), _kernel(new)
     if sizes[0] == sizes[1] or sizes[1][0] < sizes[0][0] or sizes[1][1] < sizes[0][1]:
         return None
@@ -312,6 +306,6 @@ def _shift(outputs: Tensor, others: Tensor) -> OutputShift:
         raise UserError(
             "outputs of the model have a value for each position; give a model with a head or pooling"
         )
-    apart = (outputs - others).double().square().mean().sqrt()
+    distance = (outputs - others).double().square().mean().sqrt()
     size = outputs.double().square().mean().sqrt()
-    return OutputShift(float(apart / size), class_agreement(outputs, others))
+    return OutputShift(float(distance / size), class_agreement(outputs, others))

@@ -8,24 +8,26 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import (
+    Ties,
     attach,
     check_model,
     float32_on,
     kept_random_state,
-    places_of,
+    parents_of,
     replace_module,
 )
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
-from isomorph.surgery.site import Site
+from isomorph.surgery.site import Site, Where, describe_where, matches_where
 
 # Methods by which a recast layer converts back to its original form, if it still computes the same function.
 _REVERT_METHODS = ("to_original", "to_conv", "to_attention")
 
 
 def _reverted(layer: nn.Module, atol: float) -> nn.Module:
+    """Return a layer in its original form, the block inserted after it removed first."""
     method = _revert_method(layer)
     while method is not None:  # an inserted block first, then what is before it
         layer = method(atol)
@@ -93,17 +95,19 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         for name, module in model.named_modules(remove_duplicate=False)
         if module in layers.values()
     }
-    places = places_of(model)
+    parents = parents_of(model)
     # inner ones first
     for name, layer in sorted(layers.items(), key=lambda item: -item[0].count(".")):
         original = _original_of(name, layer, atol, alone=len(layers) == 1)
-        model = replace_module(model, name, layer, original, places)
+        model = replace_module(model, name, layer, original, parents)
     add_notes(model, *ties.restore(model))
-    kept = {name for name, layer in layers.items() if not getattr(layer, "replaces_plain", True)}
-    gone = _names_inside(model, reverted)
-    remaining = _without(edits(model), reverted - kept | gone)
-    if kept:
-        remaining.append(Edit(Revert(), tuple(name for name in layers if name in kept)))
+    converted = {
+        name for name, layer in layers.items() if not getattr(layer, "replaces_plain", True)
+    }
+    lost_names = _names_inside(model, reverted)
+    remaining = _without(edits(model), reverted - converted | lost_names)
+    if converted:
+        remaining.append(Edit(Revert(), tuple(name for name in layers if name in converted)))
     attach(model)  # the edits before: their rules remove the connections of what is reverted
     update_record(model, edits=tuple(edit for edit in remaining if edit.names))
     return model
@@ -142,18 +146,18 @@ def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
     """Return the names of edits inside reverted layers that the model no longer has."""
     beginnings = tuple(f"{name}." for name in reverted)
     root = Site(model)
-    gone = set()
+    names = set()
     for edit in edits(model):
         for name in edit.names:
             if name.startswith(beginnings) and root.find(name) is None:
-                gone.add(name)
-    return gone
+                names.add(name)
+    return names
 
 
-def _without(made: Sequence[Edit], names: set[str]) -> list[Edit]:
+def _without(edits: Sequence[Edit], names: set[str]) -> list[Edit]:
     """Return edits without some of their names, but for those that were reverted before and recast again."""
     remaining: list[Edit] = []
-    for edit in reversed(made):
+    for edit in reversed(edits):
         if isinstance(edit.rule, Revert):
             names = names.difference(edit.names)
         remaining.append(Edit(edit.rule, tuple(name for name in edit.names if name not in names)))

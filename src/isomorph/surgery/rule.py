@@ -71,10 +71,10 @@ class Rule:
     @classmethod
     def kind_names(cls) -> list[str]:
         """Return what the rule recasts, as messages name it."""
-        known = [kind for kind in cls.kind if not kind.__module__.startswith("isomorph.layers")]
+        kinds = [kind for kind in cls.kind if not kind.__module__.startswith("isomorph.layers")]
         return [
             f"{kind.__name__} of timm" if kind.__module__.startswith("timm.") else kind.__name__
-            for kind in known
+            for kind in kinds
         ]
 
     def reason(self, site: Site) -> str | None:
@@ -121,8 +121,8 @@ def _check_members(rule: type[Rule]) -> None:
         method = vars(rule).get(name)
         if not inspect.isfunction(method):
             continue
-        given = list(inspect.signature(method).parameters)[1:]
-        if given == ["module"]:
+        parameters = list(inspect.signature(method).parameters)[1:]
+        if parameters == ["module"]:
             raise UserError(
                 f"{rule.__name__}.{name} takes a module, and rules get a Site now; write {name}(self, site), and "
                 "site.module for the module"
@@ -156,14 +156,14 @@ RESCALE = (1e-6, 1e6)
 
 def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
     """Check that a value is a number within bounds. Raises: UserError otherwise."""
-    least, most = bounds
+    low, high = bounds
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    said = f"from {least:g} to {most:g}"
-    if is_number and value <= 0 < least:
-        said = f"above 0, {said}"
+    expected = f"from {low:g} to {high:g}"
+    if is_number and value <= 0 < low:
+        expected = f"above 0, {expected}"
     if not is_number or not abs(value) < math.inf:
-        said = f"a finite number {said}"
-    _require(is_number and least <= value <= most, name, value, f"must be {said}")
+        expected = f"a finite number {expected}"
+    _require(is_number and low <= value <= high, name, value, f"must be {expected}")
 
 
 def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
@@ -203,13 +203,13 @@ def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
         check_int("prefix_tokens", prefix_tokens, PREFIX)
 
 
-def _require(fits: bool, name: str, value: Any, said: str) -> None:
+def _require(fits: bool, name: str, value: Any, problem: str) -> None:
     if fits:
         return
     shown = repr(value)
     if len(shown) > 40:
         shown = f"{shown[:37]}..."
-    raise UserError(f"{name} {shown} {said}")
+    raise UserError(f"{name} {shown} {problem}")
 
 
 # Rules by the name of their class, in order of registration.
@@ -248,15 +248,19 @@ def build_rule(name: str, **fields: Any) -> Rule:
     ConvToGPSA(init='paper', locality=None, gate=None, content='global', window=None)
     """
     if name not in RULES:
-        close = get_close_matches(name, RULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RULES)}"
+        suggestions = get_close_matches(name, RULES, n=1)
+        hint = (
+            f"did you mean {suggestions[0]}?"
+            if suggestions
+            else f"choose one of {', '.join(RULES)}"
+        )
         raise UserError(f"{name} is not a rule; {hint}")
-    given = {field: value for field, value in fields.items() if value is not None}
-    known = [field.name for field in dataclasses.fields(RULES[name])]  # type: ignore[arg-type]
-    for field in given:
-        if field not in known:
-            raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
-    return RULES[name](**given)
+    values = {field: value for field, value in fields.items() if value is not None}
+    field_names = [field.name for field in dataclasses.fields(RULES[name])]  # type: ignore[arg-type]
+    for field in values:
+        if field not in field_names:
+            raise UserError(f"{name} has no {field}; it has {', '.join(field_names)}")
+    return RULES[name](**values)
 
 
 @dataclass(frozen=True)
@@ -343,8 +347,8 @@ def notes(model: nn.Module) -> tuple[str, ...]:
 
 def add_notes(model: nn.Module, *sentences: str) -> None:
     """Add notes to a model; a note that it already has is not repeated."""
-    kept = dict.fromkeys((*record(model).notes, *sentences))
-    update_record(model, notes=tuple(kept))
+    notes = dict.fromkeys((*record(model).notes, *sentences))
+    update_record(model, notes=tuple(notes))
 
 
 def copy_model(model: nn.Module) -> nn.Module:

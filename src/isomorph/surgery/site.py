@@ -1,6 +1,13 @@
-"""What a rule looks at: a module of a model, or a part of a joint projection, and what is around it."""
+"""What a rule looks at: a module of a model, or a part of a joint projection, and what is around it.
 
-from collections.abc import Callable, Mapping
+Sites are selected by `where`: a glob over names, several globs, or a function of name and module. In a glob `*` is any
+characters, dots too. One may name a part of a joint projection: `attn.v` of `attn.qkv`.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from timm.layers import PatchDropout
@@ -9,6 +16,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.grid import GridSize
+from isomorph.surgery.modules import list_names
 
 # The last component of a joint projection's name, mapped to the names of its parts in order.
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -72,13 +80,16 @@ class Site:
     """Which part of a joint projection it is, such as "v", or ""."""
 
     def __init__(self, model: nn.Module, name: str = "") -> None:
-        found = _locate(model, name)
-        if found is None:
-            raise UserError(f"the model has no module {name}")
         self.model = model
         self.name = name
-        self.path, self.part = found
-        self.module = model.get_submodule(self.path)
+        self.path = name
+        self.part = ""
+        try:
+            self.module = model.get_submodule(name)
+        except AttributeError:
+            self.path = _joint_projection_of(model, name)
+            self.part = name.rpartition(".")[2]
+            self.module = model.get_submodule(self.path)
         self._facts: dict[Callable[[nn.Module], Any], Any] = {}
 
     def at(self, name: str) -> "Site":
@@ -123,18 +134,16 @@ class Site:
         return self._facts[function]
 
 
-def _locate(model: nn.Module, name: str) -> tuple[str, str] | None:
-    """Return the name of a module and "", or of a joint projection and the name of one of its parts."""
-    for path in (name, *joint_candidates(name)):
+def _joint_projection_of(model: nn.Module, part: str) -> str:
+    """Return the name of the joint projection that has a part of this name. Raises: UserError if there is none."""
+    for path in joint_candidates(part):
         try:
             module = model.get_submodule(path)
         except AttributeError:
             continue
-        if path == name:
-            return name, ""
         if is_joint(path, module):
-            return path, name.rpartition(".")[2]
-    return None
+            return path
+    raise UserError(f"the model has no module {part}") from None
 
 
 def is_joint(name: str, module: nn.Module) -> bool:
@@ -158,6 +167,58 @@ def part_names(model: nn.Module) -> list[str]:
         parent, dot, last = name.rpartition(".")
         names += [f"{parent}{dot}{part}" for part in JOINT_PARTS[last]]
     return [name for name in dict.fromkeys(names) if name not in named]
+
+
+# A glob over module names, several globs, or a function (name, module) -> bool.
+Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+def matches_where(where: Where, name: str, module: nn.Module, inside: bool = False) -> bool:
+    """Return True if `where` selects the module with this name, or with `inside` by a glob one around it.
+
+    Raises: UserError for a module as `where`.
+    """
+    if isinstance(where, nn.Module):
+        raise UserError(
+            f"where is a {type(where).__name__}; give the name of the module, like 'layer4.0.conv2'"
+        )
+    if callable(where):
+        return bool(where(name, module))
+    for glob in [where] if isinstance(where, str) else where:
+        if fnmatchcase(name, glob) or (inside and fnmatchcase(name, f"{glob}.*")):
+            return True
+    return False
+
+
+def describe_where(where: Where, argument: str = "where") -> str:
+    """Return a description of `where`, given as an argument of that name, for an error message."""
+    if callable(where):
+        return f"the predicate {getattr(where, '__name__', where)}"
+    return f"{argument}={where!r}"
+
+
+def nearest_names(where: Where, names: Iterable[str]) -> str:
+    """Return a hint: the names closest to a `where` that selects nothing, or the first; as globs over numbers."""
+    globs: Sequence[str] = ()
+    if not callable(where):
+        globs = [where] if isinstance(where, str) else where
+    names = [name for name in names if name]
+    grouped: dict[str, str] = {}  # a glob for names that differ in a number
+    for name in names:
+        glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+        if not glob.strip("*."):  # it would select all
+            glob = name
+        grouped[glob] = glob if glob in grouped else name
+    candidates = dict(grouped)
+    if not any(set("*?[") & set(glob) for glob in globs):
+        candidates.update(zip(names, names, strict=True))
+    nearest: dict[str, None] = {}
+    for glob in globs:
+        for match in difflib.get_close_matches(glob, candidates, n=3, cutoff=0.4):
+            nearest.setdefault(candidates[match])
+    if nearest:
+        return f"; nearest names: {', '.join(nearest)}"
+    return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
 
 
 def embedding_models(model: nn.Module) -> list[Any]:
@@ -201,6 +262,7 @@ def embedding_of(model: Any) -> nn.Module | None:
 
 
 def _token_grid(model: nn.Module) -> TokenGrid:
+    """Return the grid of a model with a patch embedding, or what is known of another's."""
     owner = only_embedding_model(model)
     if owner is not None:
         return TokenGrid(owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0))
@@ -222,3 +284,16 @@ def _prefix_tokens(model: Any) -> int | None:
                 1 if token.ndim == 1 else token.shape[-2] for token in tokens if token is not None
             )
     return None
+
+
+# Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight.
+SEPARATE_BIAS = "qkv_bias_separate"
+
+
+def call_joint_projection(site: Site) -> None:
+    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv if that was replaced."""
+    if (
+        hasattr(site.parent, SEPARATE_BIAS)
+        and type(getattr(site.parent, "qkv", None)) is not nn.Linear
+    ):
+        setattr(site.parent, SEPARATE_BIAS, True)

@@ -13,11 +13,10 @@ from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import run_model
-from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
-from isomorph.surgery.site import Site
+from isomorph.surgery.site import Site, Where
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
+    """Run a model without strides. Raises: UserError if a module still reduces the resolution or does not run."""
     with eval_mode(new), observing(new, after=_check_stage, names=edits(new)[-1].names):
         try:
             run_model(new, example)
@@ -104,17 +104,14 @@ def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
 
 
 def _check_stage(call: ModuleCall) -> None:
-    given = call.input
-    made = call.output
-    if not (
-        isinstance(given, Tensor) and isinstance(made, Tensor) and given.ndim == made.ndim == 4
-    ):
+    """Raise UserError for a module whose output is smaller than its input."""
+    x = call.input
+    y = call.output
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim == y.ndim == 4):
         return
-    if (
-        given.shape[2:] == made.shape[2:] or given.shape[1:3] == made.shape[1:3]
-    ):  # (B, C, H, W), (B, H, W, C)
+    if x.shape[2:] == y.shape[2:] or x.shape[1:3] == y.shape[1:3]:  # (B, C, H, W), (B, H, W, C)
         return
     reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
     raise UserError(
-        f"{call.name} still makes {tuple(made.shape)} from {tuple(given.shape)}: {reason}; select other modules"
+        f"{call.name} still makes {tuple(y.shape)} from {tuple(x.shape)}: {reason}; select other modules"
     )

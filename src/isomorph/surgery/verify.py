@@ -113,32 +113,32 @@ def compare_outputs(
     if atol is None and getattr(recast, "fidelity", None) is not None:
         return _compare_int8(original, recast, batches)
     if atol is None:
-        made = edits_since(recast, original)
-        atol = max((edit.rule.accepted_difference for edit in made), default=ATOL)
+        own_edits = edits_since(recast, original)
+        atol = max((edit.rule.accepted_difference for edit in own_edits), default=ATOL)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         redraw = partial(normal_like, generator=torch.Generator().manual_seed(seed))
         named += [(f"random, seed {seed}", map_floats(batch, redraw)) for batch in batches]
     pair = ModelPair(original, recast, atol)
     with count_calls(pair.models[torch.float32][1], pair.edited) as calls:
-        rows = [pair.row(batch, name) for name, batch in named]
+        rows = [pair.difference(batch, name) for name, batch in named]
     not_called, unused = pair.uncalled(
         [name for name in pair.edited if not calls[name]], batches[0]
     )
-    said = [*notes(recast)[len(notes(original)) :], *unused]
+    remarks = [*notes(recast)[len(notes(original)) :], *unused]
     if thorough:
-        further, skipped = _try_further(pair, batches[0])
-        rows += further
-        said += skipped
+        more_rows, skipped = _try_further(pair, batches[0])
+        rows += more_rows
+        remarks += skipped
     else:
-        said.append(
+        remarks.append(
             "not tried: other sizes, batch sizes, signs and precisions, or a second call; thorough=True tries them"
         )
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
-    first = None if report.passed else _where_they_part(report, pair, batches)
+    first = None if report.passed else _locate_difference(report, pair, batches)
     return replace(
-        report, first=first, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0]))
+        report, first=first, notes=(*remarks, *pair.notes(), *_caveats(report, pair, batches[0]))
     )
 
 
@@ -166,43 +166,43 @@ def _compare_int8(
         rows.append(Difference.of(describe_shape(batch), tensors, ATOL))
         pairs.append(outputs)
     stored: Any = recast.fidelity
-    found = measure_fidelity(pairs, getattr(original, "num_classes", None))
-    said = []
-    if not found.is_like(stored):
-        said.append("give images as those that it was calibrated on, or `atol`")
-        said.append(
+    fidelity = measure_fidelity(pairs, getattr(original, "num_classes", None))
+    remarks = []
+    if not fidelity.is_like(stored):
+        remarks.append("give images as those that it was calibrated on, or `atol`")
+        remarks.append(
             "layers of an int8 file are rounded, so no operation is the first after which it differs; with atol it is "
             "the first that differs by more"
         )
-    return VerifyReport(ATOL, tuple(rows), notes=tuple(said), fidelity=found, stored=stored)
+    return VerifyReport(ATOL, tuple(rows), notes=tuple(remarks), fidelity=fidelity, stored=stored)
 
 
 def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list[str]]:
     """Return the differences for what a batch cannot show, and notes on what was not compared, and on what is left."""
     rows: list[Difference] = []
-    said: list[str] = []
+    remarks: list[str] = []
     attempts = [
-        (name, partial(pair.row, inputs, name, extra=True))
+        (name, partial(pair.difference, inputs, name, extra=True))
         for name, inputs in _further_inputs(batch)
     ]
-    attempts += [(mode, partial(pair.mode_row, batch, mode)) for mode in _modes(batch)]
+    attempts += [(mode, partial(pair.difference_in_mode, batch, mode)) for mode in _modes(batch)]
     for name, attempt in attempts:
         if name == _TWICE and rows and not rows[-1].is_within(pair.atol):
             continue  # another size has shown that sizes matter
         try:
             rows.append(attempt())
         except NotCompared as error:
-            said.append(f"{name} was not compared: {error}")
+            remarks.append(f"{name} was not compared: {error}")
     sizes = [row.name.partition(",")[0] for row in rows]
-    tried = f" than {', '.join(dict.fromkeys(sizes))}" if sizes else ""
-    said.append(
-        f"not tried: larger inputs and batches{tried}, images of one colour but zeros, train mode and gradients, "
+    largest = f" than {', '.join(dict.fromkeys(sizes))}" if sizes else ""
+    remarks.append(
+        f"not tried: larger inputs and batches{largest}, images of one colour but zeros, train mode and gradients, "
         "buffers that calls change, and other methods than forward"
     )
-    return rows, said
+    return rows, remarks
 
 
-def _where_they_part(
+def _locate_difference(
     report: VerifyReport, pair: ModelPair, batches: Sequence[Inputs]
 ) -> FirstDifference | None:
     """Return the first operation after which the outputs differ, for the first batch for which they do.
@@ -217,16 +217,18 @@ def _where_they_part(
         for inputs in (map_tensors(batch, _first_example), batch):
             x = cast_floats(inputs, torch.float64)
             try:
-                mine = Operations.of(original, x)
-                own = getattr(recast, "operations", None)
-                theirs = own(x) if callable(own) else Operations.of(recast, x)
-                found = first_difference(mine, theirs, difference, report.atol)
+                original_run = Operations.of(original, x)
+                operations = getattr(recast, "operations", None)
+                recast_run = operations(x) if callable(operations) else Operations.of(recast, x)
+                difference_found = first_difference(
+                    original_run, recast_run, difference, report.atol
+                )
             except (
                 Exception
             ):  # of a model that cannot be watched, such as one that resizes its inputs
                 return None
-            if found is not None:
-                return found
+            if difference_found is not None:
+                return difference_found
     return None
 
 
@@ -235,14 +237,16 @@ def _first_example(x: Tensor) -> Tensor:
 
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield other inputs, and images of twice the size and zeros."""
     yield from other_inputs(batch)
-    if isinstance(batch, Tensor) and _is_small_image(batch):
+    if (
+        isinstance(batch, Tensor)
+        and batch.ndim == 4
+        and batch.is_floating_point()
+        and max(batch.shape[-2:]) <= _DOUBLED
+    ):
         yield _TWICE, F.interpolate(batch[:2].float(), scale_factor=2).to(batch.dtype)
     yield "zeros", map_floats(batch, torch.zeros_like)
-
-
-def _is_small_image(batch: Tensor) -> bool:
-    return batch.ndim == 4 and batch.is_floating_point() and max(batch.shape[-2:]) <= _DOUBLED
 
 
 def _modes(batch: Inputs) -> list[str]:
@@ -252,7 +256,8 @@ def _modes(batch: Inputs) -> list[str]:
     return modes
 
 
-def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
+def _caveats(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[str]:
+    """Yield what makes a report prove less than it seems to, and why models may differ."""
     scale = max(row.scale for row in report.inputs)
     if report.passed and scale < 1e-3:
         yield f"all outputs are at most {scale:.1g}: a head with small weights hides what the layers before it do"
@@ -264,9 +269,9 @@ def _doubts(report: VerifyReport, pair: ModelPair, batch: Inputs) -> Iterator[st
     if pair.is_random(batch):
         yield "the original is random: it differs from itself in a second call"
     differing: list[TensorDifference] = []
-    for each in report.inputs:
-        if not each.mode:
-            differing += [row for row in each.tensors if not row.is_within(report.atol)]
+    for difference in report.inputs:
+        if not difference.mode:
+            differing += [row for row in difference.tensors if not row.is_within(report.atol)]
     agree = [row for row in differing if row.fp64 <= 1e-7 * row.scale]
     if agree and len(agree) == len(differing):
         names = list_names([row.path or "the output" for row in agree])

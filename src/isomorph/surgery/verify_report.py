@@ -71,12 +71,12 @@ class Difference:
 
     def __str__(self) -> str:
         scale = f"where max |out| is {self.scale:.3g}"
-        place = f", in {self.where}" if self.where else ""
+        location = f", in {self.where}" if self.where else ""
         if self.kind:
-            return f"module {self.name}, {self.kind}: max |diff| {self.fp64:.3g} {scale}{place}"
+            return f"module {self.name}, {self.kind}: max |diff| {self.fp64:.3g} {scale}{location}"
         if self.mode:
-            return f"input {self.name}, {self.mode}: max |diff| {self.fp32:.3g} {scale}{place}"
-        return f"input {self.name}: max |diff| {self.fp32:.3g}, {self.fp64:.3g} {scale}{place}"
+            return f"input {self.name}, {self.mode}: max |diff| {self.fp32:.3g} {scale}{location}"
+        return f"input {self.name}: max |diff| {self.fp32:.3g}, {self.fp64:.3g} {scale}{location}"
 
     def details(self, atol: float) -> list[str]:
         """Return a line for each tensor that differs, where there are several."""
@@ -166,14 +166,14 @@ class VerifyReport:
         plain = [row for row in self.inputs if not row.mode]
         single = max_or_inf(relative(row.fp32, row.scale) for row in plain)
         double = max_or_inf(relative(row.fp64, row.scale) for row in plain)
-        apart = f"max |diff| / max |out| {single:.3g} (float32), {double:.3g} (float64)"
+        differences = f"max |diff| / max |out| {single:.3g} (float32), {double:.3g} (float64)"
         differing = self._differing
         if differing:
-            return f"NOT equal within {self.atol:g}: {apart}{self._place(differing[0])}"
+            return f"NOT equal within {self.atol:g}: {differences}{self._location(differing[0])}"
         if self.atol >= 1:
-            return f"any difference is accepted, as atol is {self.atol:g}: {apart}"
+            return f"any difference is accepted, as atol is {self.atol:g}: {differences}"
         within = f"{self.atol:g}" if max(single, double) <= self.atol else "rounding"
-        verdict = f"equal within {within}: {apart}"
+        verdict = f"equal within {within}: {differences}"
         if any(row.ties for row in self.inputs):
             verdict += ", with the choices of the original"
         return verdict
@@ -186,20 +186,20 @@ class VerifyReport:
                     return f"; {row.path or 'the output'}: {row.problem}"
         return ""
 
-    def _place(self, worst: Difference) -> str:
+    def _location(self, worst: Difference) -> str:
         """Return where a difference is, if it is not the one of all inputs that the verdict names."""
-        place = f" in {worst.where}" if worst.where else ""
+        location = f" in {worst.where}" if worst.where else ""
         if not (worst.kind or worst.mode):
-            return place
+            return location
         name = worst.name if worst.kind else worst.mode
-        return f"; but {name} differs by {relative(worst.deviation, worst.scale):.3g}{place}"
+        return f"; but {name} differs by {relative(worst.deviation, worst.scale):.3g}{location}"
 
     def _largest_inputs(self) -> Iterator[tuple[Difference, int]]:
         """Yield the largest difference of the inputs of each shape and kind, and the number of these inputs."""
-        alike: dict[tuple[str, str], list[Difference]] = {}
+        by_name: dict[tuple[str, str], list[Difference]] = {}
         for row in self.inputs:
-            alike.setdefault((row.name, row.mode), []).append(row)
-        for rows in alike.values():
+            by_name.setdefault((row.name, row.mode), []).append(row)
+        for rows in by_name.values():
             differing = [row for row in rows if not row.is_within(self.atol)]
             yield (
                 max(differing or rows, key=lambda row: relative(row.deviation, row.scale)),
@@ -217,8 +217,8 @@ class VerifyReport:
         if self.first:
             lines.append(f"  {self.first}")
         for row, count in (*self._largest_inputs(), *((row, 1) for row in self.targets)):
-            more = f" (the largest of {count})" if count > 1 else ""
-            lines.append(f"  {row}{more}")
+            suffix = f" (the largest of {count})" if count > 1 else ""
+            lines.append(f"  {row}{suffix}")
             for line in row.details(self.atol):
                 lines.append(f"  {line}")
         for note in self.notes:

@@ -168,6 +168,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
     assignments = []
     rest = list(tokens)
     given = set[str]()
+    before: list[str] = []  # an option and its value
     while rest:
         token = rest.pop(0)
         field = token.removeprefix("--")
@@ -175,10 +176,9 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if token.startswith("--") and (not rest or rest[0].startswith("--")):
                 raise UserError(f"{token} has no value; write {token} VALUE")
             if not token.startswith("--"):
-                raise UserError(
-                    f"{token!r} is not an option; write a field of the recipe as --{field} VALUE"
-                )
-            field = f"{field}={rest.pop(0)}"
+                raise UserError(_stray(token, before))
+            before = [token, rest.pop(0)]
+            field = f"{field}={before[1]}"
         name = field.partition("=")[0].replace("-", "_")
         option = token.partition("=")[0]
         if name in _OTHER_NAMES:
@@ -189,6 +189,14 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
         given.add(name)
         assignments.append(field)
     return assignments
+
+
+def _stray(token: str, before: Sequence[str]) -> str:
+    """Return what to write for a token that is neither an option nor its value, after an option and its value."""
+    if not before:
+        return f"{token!r} is not an option; write a field of the recipe as --{token} VALUE"
+    option, value = before
+    return f"{option} takes one value, not {value} and {token}; write {option} '[{value}, {token}]' for a list"
 
 
 __all__ = ["RECIPES", "load_recipe"]

@@ -47,7 +47,7 @@ from isomorph.lab.report.page_models import (
 )
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.calls import Inputs, to_model
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 from isomorph.terminal_tables import Table, count_of
 
 # Smaller differences of gates, spans, distances, entropies and logits are not drawn.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import count_images, some_images
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
-from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
+from isomorph.analysis.token_grid import AttentionGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
@@ -23,7 +23,7 @@ from isomorph.lab.report.page_images import PageImage
 from isomorph.operations import AppliedAttention
 from isomorph.spec import ImageSize
 from isomorph.surgery.calls import Inputs
-from isomorph.surgery.modules import Where
+from isomorph.surgery.site import Where
 
 LEVELS = 255
 # Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page.
@@ -43,7 +43,7 @@ class LayerMaps:
     """
 
     name: str
-    where: TokenGrid
+    where: AttentionGrid
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
     windows: WindowMembers | None = None
@@ -171,12 +171,12 @@ class _MapReader:
 
     def _on_grid(
         self, frame: LayerCall, applied: AppliedAttention
-    ) -> tuple[Tensor, TokenGrid, WindowMembers | None]:
+    ) -> tuple[Tensor, AttentionGrid, WindowMembers | None]:
         """Return a layer's maps by prefix tokens and grid positions. Raises: UserError where these are not known."""
         maps = applied.map().float()
         windows = self.windows.get(frame.name)
         if windows and len(maps) == self.images * len(windows.members):
-            return windows.on_grid(maps), TokenGrid(windows.grid, windows.grid), windows
+            return windows.on_grid(maps), AttentionGrid(windows.grid, windows.grid), windows
         if len(maps) != self.images:
             count = len(maps) // self.images
             raise UserError(f"it attends in {count} windows per image of unknown position")

@@ -34,8 +34,8 @@ from isomorph.models import create
 from isomorph.models.base import init_as_mae
 from isomorph.models.input_sizes import training_config
 from isomorph.surgery import notes, recast, unstride
-from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.rule import add_notes, update_record
+from isomorph.surgery.site import nearest_names
 
 Data = Source | Stream
 

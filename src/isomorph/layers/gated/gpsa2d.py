@@ -59,13 +59,13 @@ class KeyWindows(NamedTuple):
         """Return True for keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
-        near = []
+        masks = []
         for queries, keys, stride, size in zip(
             self.queries, self.keys, self.stride, self.size, strict=True
         ):
             offsets = axis_offsets(queries, keys, self.start, stride, device)
-            near.append(offsets.abs() <= size // 2)
-        rows, columns = near
+            masks.append(offsets.abs() <= size // 2)
+        rows, columns = masks
         if query is not None:
             row, column = divmod(query, self.queries[1])
             rows = rows[row, None]
@@ -117,8 +117,8 @@ class _SoftPatches(torch.autograd.Function):
         gate: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        share, rest = weights[:, :, None, None]
-        maps = torch.addcmul(kronecker(rows * share, columns), content, rest)
+        share, content_share = weights[:, :, None, None]
+        maps = torch.addcmul(kronecker(rows * share, columns), content, content_share)
         return torch.bmm(values, maps.flatten(1, 2).mT)
 
     @staticmethod
@@ -128,12 +128,12 @@ class _SoftPatches(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, content, rows, columns, _, weights = ctx.saved_tensors
-        share, rest = weights[:, :, None, None]
+        share, content_share = weights[:, :, None, None]
         scaled = rows * share
-        maps = torch.addcmul(kronecker(scaled, columns), content, rest)
+        maps = torch.addcmul(kronecker(scaled, columns), content, content_share)
         d_values = torch.bmm(grad, maps.flatten(1, 2))
         d_maps = torch.bmm(grad.mT, values).view_as(content)
-        d_content = d_maps * rest
+        d_content = d_maps * content_share
         trained = ctx.needs_input_grad[2:5]
         if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None

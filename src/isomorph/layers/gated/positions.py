@@ -55,6 +55,12 @@ def mix_weights(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
+def window_centres(window: GridSize) -> Tensor:
+    """Return the offsets (row, column) of taps, row by row; half steps for an even side. Shape: -> (height width, 2)"""
+    rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
+    return torch.cartesian_prod(rows, columns)  # (height width, 2)
+
+
 class Axis(NamedTuple):
     """Queries and keys along an axis: their numbers, where the first query is among the keys, and the queries' step."""
 
@@ -189,9 +195,9 @@ def gate_gradient(rows: Tensor, d_rows: Tensor, by_content: Tensor, weights: Ten
 
     Shape: rows, d_rows (nh, H, H), by_content dy . content (nh,), weights s and 1 - s (2, nh) -> (nh,)
     """
-    share, rest = weights
+    share, content_share = weights
     by_position = (rows * d_rows).sum((1, 2))
-    return torch.addcmul(by_position, share, by_content, value=-1) * rest
+    return torch.addcmul(by_position, share, by_content, value=-1) * content_share
 
 
 class MixPositions(torch.autograd.Function):
@@ -226,13 +232,13 @@ class MixPositions(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, _, weights = ctx.saved_tensors
         p = ctx.prefix
-        share, rest = weights
+        share, content_share = weights
         dy = grad[:, p:]
         scaled = rows * share[:, None, None]
         dy_grid = to_head_grid(dy, (rows.shape[1], columns.shape[1]))
         halfway = attend_columns(columns.mT, dy_grid)  # (nh, H, W, B, hd)
         d_values = from_head_grid(attend_rows(scaled.mT, halfway))
-        d_content = dy * rest[:, None]
+        d_content = dy * content_share[:, None]
         if p:
             d_content = torch.cat([grad[:, :p], d_content], dim=1)
             d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
@@ -244,8 +250,8 @@ class MixPositions(torch.autograd.Function):
         d_scaled = torch.bmm(halfway.flatten(2), v_grid.flatten(2).mT)  # (nh, H, H)
         d_rows = d_scaled * share[:, None, None]
         lines = dy_grid.flatten(3).flatten(0, 1)  # (nh H, W, B hd)
-        read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
-        by_row = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
+        attended_rows = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
+        by_row = torch.bmm(lines, attended_rows.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
         d_columns = by_row.sum(1)
         by_content = (dy * content[:, p:]).sum((0, 1, 3))
         d_gate = gate_gradient(rows, d_rows, by_content, weights)
@@ -254,8 +260,8 @@ class MixPositions(torch.autograd.Function):
 
 def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """Return (1 - sigma(gate)) content + sigma(gate) position. Shape: (..., nh, Nq, n), (nh, Nq, n), (nh,)"""
-    share, rest = mix_weights(gate).to(content.dtype)[:, :, None, None]
-    return torch.addcmul(position * share, content, rest)
+    share, content_share = mix_weights(gate).to(content.dtype)[:, :, None, None]
+    return torch.addcmul(position * share, content, content_share)
 
 
 class PositionHeads(KeepsInEval):
@@ -278,9 +284,9 @@ class PositionHeads(KeepsInEval):
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
             self._set_locality(locality)
-        own = self._parameters.get("gate")
-        if gate is not None and own is not None:
-            own.fill_(gate)
+        gates = self._parameters.get("gate")
+        if gate is not None and gates is not None:
+            gates.fill_(gate)
 
     def _set_locality(self, locality: float) -> None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.attention_base import join_heads
+from isomorph.layers.attention_base import attend_with_bias, join_heads
 from isomorph.layers.gated.positions import axis_scores, image_axis, outer_sum
 from isomorph.layers.gated.token_heads import TokenHeads
 from isomorph.layers.grid import GridSize
@@ -55,7 +55,8 @@ class PSA(TokenHeads):
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
         bias = self.cached((self.position,), self.position_bias, grid_size, q.dtype)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
+        scale = q.shape[-1] ** -0.5
+        mixed = attend_with_bias(bias[0], 0.0, scale, q, k, v, reaches_far=True)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(join_heads(mixed)))
 
     def content_scores(

@@ -20,10 +20,11 @@ from isomorph.layers.gated.positions import (
     compute_dtype,
     is_autocast_on,
     kronecker,
+    window_centres,
     without_subnormals,
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
-from isomorph.layers.grid import GridSize, batched, conv_output_size, window_centres
+from isomorph.layers.grid import GridSize, batched, conv_output_size
 from isomorph.layers.modes import at_least_float32, can_keep, on_cpu, require_same
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
@@ -33,11 +34,6 @@ SOFTPLUS_BETA = 5.0
 
 # Offset from the nearest position up to which the attention of a head on a line is summed.
 FAR = 64
-
-
-def inverse_softplus(value: float) -> float:
-    """Return the raw value whose softplus is a locality."""
-    return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
 def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
@@ -156,7 +152,8 @@ class TapHeads(PositionHeads):
         return shown
 
     def _set_locality(self, locality: float) -> None:
-        self.raw_locality.fill_(inverse_softplus(locality))
+        log = math.log(-math.expm1(-SOFTPLUS_BETA * locality))
+        self.raw_locality.fill_(locality + log / SOFTPLUS_BETA)  # whose softplus is the locality
 
     @property
     def locality(self) -> Tensor:

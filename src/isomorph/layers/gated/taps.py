@@ -49,7 +49,7 @@ def _from_grid(grid: Tensor) -> Tensor:
     return grid.permute(2, 3, 0, 1)
 
 
-def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_axes(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the column maps of every query row, what all heads read along the rows, and along both axes.
 
     Shape: grid (H, W, B C), rows, columns -> (nh Hq, Wq, W), (nh Hq, W, B C), (nh Hq, Wq, B C)
@@ -61,9 +61,9 @@ def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, 
     return lines, halfway, torch.bmm(lines, halfway)
 
 
-def _to_patches(read: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+def _to_patches(attended: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """Arrange what heads read as a convolution does. Shape: (nh Hq, Wq, B C) -> (B, C nh, Hq Wq)"""
-    by_image = read.unflatten(2, x.shape[:2])  # (nh Hq, Wq, B, C)
+    by_image = attended.unflatten(2, x.shape[:2])  # (nh Hq, Wq, B, C)
     by_head = by_image.unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
     return by_head.permute(2, 3, 0, 1).flatten(1, 2)
 
@@ -76,8 +76,8 @@ class _TapsAtOnce(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor, groups: int) -> Tensor:
         grid = _to_grid(x).flatten(2)  # (H, W, B C)
-        read = _read(grid, rows, columns)[2]
-        return F.conv1d(_to_patches(read, x, rows), filters, groups=groups)
+        attended = _attend_axes(grid, rows, columns)[2]
+        return F.conv1d(_to_patches(attended, x, rows), filters, groups=groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -91,16 +91,16 @@ class _TapsAtOnce(torch.autograd.Function):
         nh, Hq, _ = rows.shape
         Wq = columns.shape[1]
         grid = _to_grid(x).flatten(2)  # (H, W, B C)
-        lines, halfway, read = _read(grid, rows, columns)
-        patches = _to_patches(read, x, rows)
-        wanted = (True, True, False)
+        lines, halfway, attended = _attend_axes(grid, rows, columns)
+        patches = _to_patches(attended, x, rows)
+        output_mask = (True, True, False)
         d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
-            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, wanted
+            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, output_mask
         )
         by_head = d_patches.unflatten(1, (C, nh)).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
-        d_read = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
-        d_columns = torch.bmm(d_read, halfway.mT).unflatten(0, (nh, Hq)).sum(1)
-        d_halfway = torch.bmm(lines.mT, d_read).flatten(1)  # (nh Hq, W B C)
+        d_attended = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
+        d_columns = torch.bmm(d_attended, halfway.mT).unflatten(0, (nh, Hq)).sum(1)
+        d_halfway = torch.bmm(lines.mT, d_attended).flatten(1)  # (nh Hq, W B C)
         d_rows = torch.mm(d_halfway, grid.flatten(1).t()).view_as(rows)
         d_grid = torch.mm(rows.flatten(0, 1).t(), d_halfway)  # (H, W B C)
         d_x = _from_grid(d_grid.view(H, W, B, C))
@@ -114,16 +114,16 @@ def _taps(filters: Tensor) -> Tensor:
     return filters.permute(2, 1, 0).contiguous()
 
 
-def _apply(read: Tensor, taps: Tensor) -> Tensor:
-    """Apply the filter of one head. Shape: read (N, C), taps (C, C_out) or (C,) -> (N, C_out)"""
-    return read * taps if taps.ndim == 1 else torch.mm(read, taps)
+def _apply(attended: Tensor, taps: Tensor) -> Tensor:
+    """Apply the filter of one head. Shape: attended (N, C), taps (C, C_out) or (C,) -> (N, C_out)"""
+    return attended * taps if taps.ndim == 1 else torch.mm(attended, taps)
 
 
-def _filter_gradient(dy: Tensor, read: Tensor, taps: Tensor) -> Tensor:
-    """Return the gradient of `_apply` by the filter. Shape: dy (N, C_out), read (N, C) -> (C_out, C) or (C, 1)"""
+def _filter_gradient(dy: Tensor, attended: Tensor, taps: Tensor) -> Tensor:
+    """Return the gradient of `_apply` by the filter. Shape: dy (N, C_out), attended (N, C) -> (C_out, C) or (C, 1)"""
     if taps.ndim == 1:
-        return (dy * read).sum(0)[:, None]
-    return torch.mm(dy.t(), read)
+        return (dy * attended).sum(0)[:, None]
+    return torch.mm(dy.t(), attended)
 
 
 class _TapsByHead(torch.autograd.Function):
@@ -137,8 +137,8 @@ class _TapsByHead(torch.autograd.Function):
         _, _, B, C = grid.shape
         total = None
         for row, column, taps in zip(rows, columns, _taps(filters), strict=True):
-            read = _read(flat, row[None], column[None])[2]
-            y = _apply(read.view(-1, C), taps)  # (N, C_out)
+            attended = _attend_axes(flat, row[None], column[None])[2]
+            y = _apply(attended.view(-1, C), taps)  # (N, C_out)
             total = y if total is None else total.add_(y)
         assert total is not None
         return total.view(rows.shape[1], columns.shape[1], B, len(filters))
@@ -157,14 +157,14 @@ class _TapsByHead(torch.autograd.Function):
         d_columns = []
         d_filters = []
         for row, column, taps in zip(rows, columns, _taps(filters), strict=True):
-            lines, halfway, read = _read(flat, row[None], column[None])
-            patches = read.reshape(-1, grid.shape[3])  # (N, C)
-            d_read = _apply(dy, taps.t()).reshape(read.shape)  # (Hq, Wq, B C)
-            d_halfway = torch.bmm(lines.mT, d_read).flatten(1)  # (Hq, W B C)
+            lines, halfway, attended = _attend_axes(flat, row[None], column[None])
+            patches = attended.reshape(-1, grid.shape[3])  # (N, C)
+            d_attended = _apply(dy, taps.t()).reshape(attended.shape)  # (Hq, Wq, B C)
+            d_halfway = torch.bmm(lines.mT, d_attended).flatten(1)  # (Hq, W B C)
             d_flat = torch.mm(row.t(), d_halfway)
             d_grid = d_flat if d_grid is None else d_grid + d_flat
             d_rows.append(torch.mm(d_halfway, flat.flatten(1).t()))
-            d_columns.append(torch.bmm(d_read, halfway.mT).sum(0))
+            d_columns.append(torch.bmm(d_attended, halfway.mT).sum(0))
             d_filters.append(_filter_gradient(dy, patches, taps))
         assert d_grid is not None
         d_taps = torch.stack(d_filters, dim=2)
@@ -222,7 +222,7 @@ class TapAxis(NamedTuple):
     def interior(self, reach: int) -> Range:
         """Return the queries that have all positions at most `reach` steps away among their padded keys."""
         start = self.kernel_size // 2
-        first = max(0, -((start - reach) // self.stride))
+        first = max(0, -((start - reach) // self.stride))  # (reach - start) / stride, rounded up
         last = (self.keys + 2 * self.padding - 1 - reach - start) // self.stride
         return first, min(last + 1, self.queries)
 
@@ -254,13 +254,14 @@ class _NearAxis(NamedTuple):
 
 
 def _near_axes(axes: Sequence[TapAxis]) -> list[_NearAxis] | None:
-    near = []
+    """Return how far heads reach along both axes, or None if one is unknown."""
+    near_axes = []
     for axis in axes:
         reach = axis.reach()
         if reach is None:
             return None
-        near.append(_NearAxis(axis, reach, axis.interior(reach)))
-    return near
+        near_axes.append(_NearAxis(axis, reach, axis.interior(reach)))
+    return near_axes
 
 
 def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: _NearAxis, columns: _NearAxis) -> bool:
@@ -287,32 +288,32 @@ def folded_taps(
 
     Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
-    near = _near_axes(axes)
-    if near is None:
+    near_axes = _near_axes(axes)
+    if near_axes is None:
         return None
-    rows, columns = near
+    rows, columns = near_axes
     if not _is_cheaper_folded(x, filters, rows, columns):
         return None
-    high = rows.axis.window(rows.reach)
-    wide = columns.axis.window(columns.reach)
-    taps = (high[:, :, None] * wide[:, None]).to(x.dtype)  # (nh, kh, kw)
+    row_taps = rows.axis.window(rows.reach)
+    column_taps = columns.axis.window(columns.reach)
+    taps = (row_taps[:, :, None] * column_taps[:, None]).to(x.dtype)  # (nh, kh, kw)
     kernel = filters @ without_subnormals(taps).flatten(1)  # (C_out, C / G, kh kw)
     kernel = kernel.unflatten(-1, taps.shape[1:])
     stride = (rows.axis.stride, columns.axis.stride)
     groups = x.shape[1] // filters.shape[1]
     y = F.conv2d(x, kernel, None, stride, (rows.padding, columns.padding), groups=groups)
-    return _replace_border(y, x, near, filters, axis_maps)
+    return _replace_border(y, x, near_axes, filters, axis_maps)
 
 
 def _replace_border(
     y: Tensor,
     x: Tensor,
-    near: list[_NearAxis],
+    near_axes: list[_NearAxis],
     filters: Tensor,
     axis_maps: Callable[[], tuple[Tensor, ...]],
 ) -> Tensor:
     """Return y with the queries whose reach crosses the border computed head by head, from the keys near them."""
-    rows, columns = near
+    rows, columns = near_axes
     top, bottom = rows.inner
     left, right = columns.inner
     Hq, Wq = y.shape[2:]
@@ -323,13 +324,13 @@ def _replace_border(
         size = (row_range[1] - row_range[0], column_range[1] - column_range[0])
         if 0 in size:
             return y.new_empty(*y.shape[:2], *size)
-        own_rows = slice(*row_range)
-        own_columns = slice(*column_range)
+        query_rows = slice(*row_range)
+        query_columns = slice(*column_range)
         key_rows = slice(*rows.axis.keys_near(row_range, rows.reach))
         key_columns = slice(*columns.axis.keys_near(column_range, columns.reach))
         row_maps, column_maps = axis_maps()
-        row_maps = row_maps[:, own_rows, key_rows]
-        column_maps = column_maps[:, own_columns, key_columns]
+        row_maps = row_maps[:, query_rows, key_rows]
+        column_maps = column_maps[:, query_columns, key_columns]
         return soft_taps(x[:, :, key_rows, key_columns], row_maps, column_maps, filters)
 
     before = by_head(rows.inner, (0, left))

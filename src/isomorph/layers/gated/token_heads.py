@@ -16,9 +16,10 @@ from isomorph.layers.gated.positions import (
     image_axis,
     kronecker,
     mix_weights,
+    window_centres,
     without_subnormals,
 )
-from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window, window_centres
+from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window
 
 
 class TokenPositions(PositionHeads):

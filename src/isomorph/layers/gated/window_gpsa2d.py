@@ -78,6 +78,7 @@ class WindowGPSA2d(GPSA2d):
         self.window = self.content_window = odd_window(window)
 
     def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
+        """On a CPU without gradients attend strip by strip, otherwise tile by tile."""
         if not (on_cpu(x) and can_keep(x.detach(), *self.parameters()) and not in_functorch()):
             return super().without_maps(x, H, W)
         tiles = self.tiles(H, W, window_tiles.CPU_TILE)
@@ -92,6 +93,7 @@ class WindowGPSA2d(GPSA2d):
         return self.with_bias(position + content)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the part of the content heads, tile by tile. Shape: -> (B, C_out, Hq, Wq)"""
         heads = self.content_heads
         Hq, Wq = self.query_grid(H, W)
         tiles = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
@@ -120,10 +122,12 @@ class WindowGPSA2d(GPSA2d):
     def content_filters(self) -> Tensor:
         """Return the filters of the heads of content, by its share in the gate. Shape: -> (C_out, C / groups, heads)"""
         filters = self.weight.flatten(2) * torch.sigmoid(-self.gate)
-        own = self.content_heads - 1
-        if own == self.num_heads - 1:
+        last_head = self.content_heads - 1
+        if last_head == self.num_heads - 1:
             return filters
-        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], -1)
+        return torch.cat(
+            [filters[..., :last_head], filters[..., last_head:].sum(-1, keepdim=True)], -1
+        )
 
     def queries_keys_values_by_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of the heads of content, by sqrt(hd), and keys and values.
@@ -172,27 +176,29 @@ class WindowGPSA2d(GPSA2d):
         if self.content_heads < self.num_heads:
             return None
         maps = []
-        for axis, own, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
+        for axis, tile, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
             reach = axis.reach()
             if reach is None or reach > window // 2 or axis.interior(reach) != (0, axis.queries):
                 return None
-            near = axis.window(reach)  # (nh, 2 reach + 1)
-            before = (window // 2 - reach + axis.stride * query for query in range(own.size))
-            each = [F.pad(near, (n, own.length - n - near.shape[1])) for n in before]
-            maps.append(torch.stack(each, 1))  # (nh, t, keys)
+            taps = axis.window(reach)  # (nh, 2 reach + 1)
+            before = (window // 2 - reach + axis.stride * query for query in range(tile.size))
+            padded = [F.pad(taps, (n, tile.length - n - taps.shape[1])) for n in before]
+            maps.append(torch.stack(padded, 1))  # (nh, t, keys)
         rows, columns = maps
-        both = (
+        products = (
             rows[:, :, None, None, :] * columns[:, None, :, :, None]
         )  # (nh, t, t', columns, rows)
         share = mix_weights(self.gate)[0]
-        return without_subnormals((both.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype))
+        return without_subnormals(
+            (products.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype)
+        )
 
     def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
         """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
         sizes = zip(
             size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True
         )
-        rows, columns = (self._axis_tiles(*each) for each in sizes)
+        rows, columns = (self._axis_tiles(*axis_sizes) for axis_sizes in sizes)
         return rows, columns
 
     def _axis_tiles(

@@ -60,23 +60,24 @@ def _read_strip(image: Tensor, strip: int, tiles: Tiles) -> Tensor:
     """Return the keys and values of the tiles of a strip. Shape: image (width, height, rows) -> (S, m, rows)"""
     rows, columns = tiles
     first = strip * rows.step
-    near = image[:, first : first + rows.length].contiguous()  # (width, length, rows)
-    width = near.shape[2]
+    rows_of_strip = image[:, first : first + rows.length].contiguous()  # (width, length, rows)
+    width = rows_of_strip.shape[2]
     size = (columns.number, columns.length * rows.length, width)
-    return near.as_strided(size, (columns.step * rows.length * width, width, 1))
+    # neighbouring tiles share columns: each begins one step after the one before
+    return rows_of_strip.as_strided(size, (columns.step * rows.length * width, width, 1))
 
 
 def _add_strip(each_tile: Tensor, strip: int, tiles: Tiles, image: Tensor) -> None:
     """Add what every tile has for its keys to those of the image: the adjoint of `_read_strip`."""
     rows, columns = tiles
-    each = each_tile.unflatten(1, (columns.length, rows.length))  # (S, columns, rows, width)
+    by_tile = each_tile.unflatten(1, (columns.length, rows.length))  # (S, columns, rows, width)
     steps = -(-columns.length // columns.step)
-    near = image.new_zeros(columns.number - 1 + steps, columns.step, *each.shape[2:])
+    rows_of_strip = image.new_zeros(columns.number - 1 + steps, columns.step, *by_tile.shape[2:])
     for step in range(steps):
-        part = each[:, step * columns.step : (step + 1) * columns.step]
-        near[step : step + columns.number, : part.shape[1]].add_(part)
+        part = by_tile[:, step * columns.step : (step + 1) * columns.step]
+        rows_of_strip[step : step + columns.number, : part.shape[1]].add_(part)
     first = strip * rows.step
-    image[:, first : first + rows.length].add_(near.flatten(0, 1)[: len(image)])
+    image[:, first : first + rows.length].add_(rows_of_strip.flatten(0, 1)[: len(image)])
 
 
 def _filters_by_part(filters: Tensor, channels: int) -> Tensor:
@@ -94,9 +95,9 @@ def _filters_from_parts(taps: Tensor, heads: int) -> Tensor:
     return taps.unflatten(2, (heads, -1)).permute(1, 4, 3, 0, 2).flatten(3).flatten(0, 1)
 
 
-def _to_patches(read: Tensor, heads: int, groups: int) -> Tensor:
+def _to_patches(attended: Tensor, heads: int, groups: int) -> Tensor:
     """Arrange what heads read for their filters. Shape: (S, n h, C) -> (G, S n, h C / G)"""
-    by_query = read.view(-1, heads, groups, read.shape[2] // groups)  # (S n, h, G, C / G)
+    by_query = attended.view(-1, heads, groups, attended.shape[2] // groups)  # (S n, h, G, C / G)
     return by_query.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -115,13 +116,13 @@ def _strip_bias(rows: Tensor, columns: Tensor, heads: int) -> Tensor:
 
 def _strip_biases(row_bias: Tensor, column_bias: Tensor, tiles: Tiles, heads: int) -> list[Tensor]:
     """Return what is added to the scores of every strip: the same for all strips that no border cuts."""
-    made: dict[tuple[int, int], Tensor] = {}
+    by_cut: dict[tuple[int, int], Tensor] = {}
     biases = []
     for strip, rows in enumerate(row_bias):
         cut = tiles[0].cut(strip)
-        if cut not in made:
-            made[cut] = _strip_bias(rows, column_bias, heads)
-        biases.append(made[cut])
+        if cut not in by_cut:
+            by_cut[cut] = _strip_bias(rows, column_bias, heads)
+        biases.append(by_cut[cut])
     return biases
 
 
@@ -154,6 +155,7 @@ class _Parts(NamedTuple):
         column_bias: Tensor,
         tiles: Tiles,
     ) -> Self:
+        """Arrange filters, scales, offsets and biases by part: heads that are computed together."""
         nh, hd = q.shape[3:]
         heads = _heads_at_once(nh)
         scales: tuple[Tensor, ...] = ()
@@ -166,10 +168,12 @@ class _Parts(NamedTuple):
         biases = _strip_biases(row_bias, column_bias, tiles, heads)
         return cls(heads, heads * hd, taps, scales, offsets, biases)
 
-    def of_strip(self, near: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the keys of every part, and the values. Shape: near (S, m, nh hd + C)"""
+    def of_strip(self, keys_values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the keys of every part, and the values. Shape: keys_values (S, m, nh hd + C)"""
         parts = len(self.taps)
-        *keys, values = near.split([self.width] * parts + [near.shape[2] - parts * self.width], 2)
+        *keys, values = keys_values.split(
+            [self.width] * parts + [keys_values.shape[2] - parts * self.width], 2
+        )
         return keys, values
 
     def mix(self, content: Tensor, part: int) -> Tensor:
@@ -209,8 +213,8 @@ class _AttendStrips(torch.autograd.Function):
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
                 bias = shared.biases[row]
                 total = None
-                for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
-                    maps = shared.mix(_attend(own, k, bias), part)
+                for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
+                    maps = shared.mix(_attend(q_of_part, k, bias), part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
                     taps = shared.taps[part]
                     total = (
@@ -234,9 +238,9 @@ class _AttendStrips(torch.autograd.Function):
         by_tile = _by_tile(q, tiles)
         d_by_tile = []
         d_keys_values = torch.zeros_like(keys_values)
-        d_taps = [torch.zeros_like(each) for each in shared.taps]
-        d_scales = [torch.zeros_like(each[:, :1]) for each in shared.scales]
-        d_offsets = [torch.zeros_like(each) for each in shared.offsets]
+        d_taps = [torch.zeros_like(tensor) for tensor in shared.taps]
+        d_scales = [torch.zeros_like(tensor[:, :1]) for tensor in shared.scales]
+        d_offsets = [torch.zeros_like(tensor) for tensor in shared.offsets]
         for image, keys_values_of_image in enumerate(keys_values):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
@@ -247,17 +251,21 @@ class _AttendStrips(torch.autograd.Function):
                 d_v = None
                 d_queries = []
                 d_keys = []
-                for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
-                    content = _attend(own, k, shared.biases[row])  # (S, n h, m)
+                for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
+                    content = _attend(q_of_part, k, shared.biases[row])  # (S, n h, m)
                     maps = shared.mix(content, part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
                     d_taps[part].baddbmm_(patches.mT, dy)
                     d_patches = torch.bmm(dy, shared.taps[part].mT)
-                    d_read = _from_patches(d_patches, shared.heads, columns.number)  # (S, n h, C)
+                    d_attended = _from_patches(
+                        d_patches, shared.heads, columns.number
+                    )  # (S, n h, C)
                     d_v = (
-                        torch.bmm(maps.mT, d_read) if d_v is None else d_v.baddbmm_(maps.mT, d_read)
+                        torch.bmm(maps.mT, d_attended)
+                        if d_v is None
+                        else d_v.baddbmm_(maps.mT, d_attended)
                     )
-                    d_maps = torch.bmm(d_read, v.mT)
+                    d_maps = torch.bmm(d_attended, v.mT)
                     product = content * d_maps
                     sums = product.sum(-1, keepdim=True)
                     d_scores = torch.addcmul(product, content, sums, value=-1)  # but for the scale
@@ -267,9 +275,9 @@ class _AttendStrips(torch.autograd.Function):
                         d_scales[part].add_(sums.sum(0))
                         scale_of_row = shared.scales[part][:, :1]
                         d_q = d_q * scale_of_row
-                        own = own * scale_of_row
+                        q_of_part = q_of_part * scale_of_row
                     d_queries.append(d_q)
-                    d_keys.append(torch.bmm(d_scores.mT, own))
+                    d_keys.append(torch.bmm(d_scores.mT, q_of_part))
                 assert d_v is not None
                 d_by_tile.append(_collect(torch.stack(d_queries), by_tile.shape[2:]))
                 _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])

@@ -47,11 +47,11 @@ class AxisTiles(NamedTuple):
         stride = self.step // self.size
         reach = window // 2
         firsts = self.first + self.step * torch.arange(self.number, device=device)
-        near = firsts[:, None] + torch.arange(self.length, device=device)  # (number, length)
+        keys = firsts[:, None] + torch.arange(self.length, device=device)  # (number, length)
         last = stride * (self.size - 1)
-        queries = near[:, : last + 1 : stride] + reach  # (number, size)
-        in_window = (near[:, None] - queries[..., None]).abs() <= reach
-        in_map = (near >= -self.padding) & (near < self.keys + self.padding)
+        queries = keys[:, : last + 1 : stride] + reach  # (number, size)
+        in_window = (keys[:, None] - queries[..., None]).abs() <= reach
+        in_map = (keys >= -self.padding) & (keys < self.keys + self.padding)
         return in_window & in_map[:, None]
 
 
@@ -100,15 +100,17 @@ def attend_tiles(
     q = F.unfold(q, tile, stride=tile)  # (B, nh hd n, T)
     q = q.unflatten(1, (nh, -1, rows.size * columns.size))
     q = q.permute(0, 4, 1, 3, 2)  # (B, T, nh, n, hd)
-    near = F.unfold(keys_values, (rows.length, columns.length), stride=(rows.step, columns.step))
-    near = near.unflatten(1, (keys_values.shape[1], -1))
-    near = near.permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
-    k, v = near.split([width, near.shape[2] - width], 2)
+    keys_values_of_tile = F.unfold(
+        keys_values, (rows.length, columns.length), stride=(rows.step, columns.step)
+    )
+    keys_values_of_tile = keys_values_of_tile.unflatten(1, (keys_values.shape[1], -1))
+    keys_values_of_tile = keys_values_of_tile.permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
+    k, v = keys_values_of_tile.split([width, keys_values_of_tile.shape[2] - width], 2)
 
     scores = q @ k.unflatten(2, (nh, -1)) + bias
     maps = scores.softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
-    read = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
-    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3)  # (B, C, nh, T, n)
+    attended = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
+    patches = attended.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3)  # (B, C, nh, T, n)
     patches = patches.flatten(3).flatten(1, 2)
     groups = v.shape[2] // channels_of_group
     y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=groups)  # (B, C_out, T n)

@@ -68,8 +68,8 @@ class BranchLayout:
 
         Raises: UserError for any other name.
         """
-        given = name if isinstance(name, str) else ""
-        match = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
+        text = name if isinstance(name, str) else ""
+        match = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", text)
         if match is not None:
             pyramid, depth, naive, width, skip = match.groups()
             width = int(width)
@@ -77,11 +77,12 @@ class BranchLayout:
             if 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (naive and skip):
                 depths = tuple(range(1, width + 1)) if pyramid else (depth,) * width
                 return cls(depths, skip=bool(skip), last=not naive)
-        shown = f"of type {type(name).__name__}"
+        described = f"of type {type(name).__name__}"
         if isinstance(name, str):
-            shown = repr(name[:40])
+            described = repr(name[:40])
         raise UserError(
-            f"layout {shown} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to {MAX_UNITS})"
+            f"layout {described} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 "
+            f"(numbers from 1 to {MAX_UNITS})"
         )
 
 
@@ -156,12 +157,12 @@ class Parallel(KeepsInEval):
     def _check_input(self, x: Tensor) -> None:
         if self.window is None:
             fits = x.shape[-1] == self.in_features
-            wanted = f"(*, {self.in_features})"
+            expected = f"(*, {self.in_features})"
         else:
             fits = x.ndim == 4 and x.shape[1] == self.in_features
-            wanted = f"(B, {self.in_features}, H, W)"
+            expected = f"(B, {self.in_features}, H, W)"
         if not fits:
-            raise UserError(f"the input has shape {tuple(x.shape)}; a pyramid needs {wanted}")
+            raise UserError(f"the input has shape {tuple(x.shape)}; a pyramid needs {expected}")
 
     def _sources(self) -> tuple[Tensor, ...]:
         """Return all parameters and buffers, tied ones each time."""
@@ -233,8 +234,8 @@ class Parallel(KeepsInEval):
 
 
 def _computes_otherwise(part: nn.Module) -> bool:
-    known = Parallel.forward if isinstance(part, Pyramid) else nn.Linear.forward
-    return is_altered(part) or type(part).forward is not known
+    expected = Parallel.forward if isinstance(part, Pyramid) else nn.Linear.forward
+    return is_altered(part) or type(part).forward is not expected
 
 
 def _at_mean(linear: nn.Linear, moments: Moments) -> tuple[Tensor, Tensor]:
@@ -339,12 +340,12 @@ class Pyramid(Parallel):
     @property
     def scale_free_layers(self) -> list[nn.Module]:
         """The layers that a BatchNorm follows: the scale of each row of their weight has no effect."""
-        found = []
+        layers = []
         for chain in self.chains:
             for layer, after in pairwise(chain):
                 if isinstance(after, _BatchNorm):
-                    found.append(layer)
-        return found
+                    layers.append(layer)
+        return layers
 
     @property
     def output_scale(self) -> float:
@@ -383,15 +384,15 @@ class Pyramid(Parallel):
         if any(norm.momentum is None and norm.track_running_stats for norm in norms):
             return "branches"
         units = []
-        lasts = []
+        last_layers = []
         for branch in self.branches._modules.values():
             chain: list[Any] = list(branch._modules.values())
             pairs = zip(chain[::2], chain[1::2], strict=False)
             units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
             if len(chain) % 2:
-                lasts.append(_tensors(chain[-1]))
+                last_layers.append(_tensors(chain[-1]))
         skip = None if self.skip is None else _tensors(self.skip)
-        return Chains(units, lasts, skip, self.norm, self.output_scale)
+        return Chains(units, last_layers, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
         """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
@@ -440,14 +441,14 @@ class Pyramid(Parallel):
 
     def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
         """Yield each BatchNorm with the mean and variance of its input in eval mode. Shape: (G, out), (G, out)"""
-        read: list[tuple[_BatchNorm, tuple[Tensor, Tensor]]] = []
+        inputs: list[tuple[_BatchNorm, tuple[Tensor, Tensor]]] = []
         for chain in self.chains:
             for number, layer in enumerate(chain):
                 if isinstance(layer, _BatchNorm):
-                    read.append((layer, fold(chain[:number])))
+                    inputs.append((layer, fold(chain[:number])))
         if self.norm is not None:
-            read.append((self.norm, self.fold(rectified=False)))
-        for norm, (weight, bias) in read:
+            inputs.append((self.norm, self.fold(rectified=False)))
+        for norm, (weight, bias) in inputs:
             mean = bias + apply_matrix(weight, moments.mean)
             variance = (weight @ moments.covariance * weight).sum(-1)
             yield norm, mean, variance.clamp(min=0)

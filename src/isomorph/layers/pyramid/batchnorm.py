@@ -92,14 +92,15 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
             weight, bias = normalise(layer, weight, bias)
             continue
         matrix = weight_matrix(layer)  # type: ignore[arg-type]
-        own: Any = layer.bias
         shape = matrix.shape[:-1]
-        own = matrix.new_zeros(shape) if own is None else own.view(shape).to(matrix.dtype)
+        layer_bias = matrix.new_zeros(shape)
+        if layer.bias is not None:
+            layer_bias = layer.bias.view(shape).to(matrix.dtype)  # type: ignore[operator]
         if weight is None:
             weight = matrix
-            bias = own
+            bias = layer_bias
         else:
-            bias = own + apply_matrix(matrix, bias)
+            bias = layer_bias + apply_matrix(matrix, bias)
             weight = matrix @ weight
     return weight, bias
 

@@ -33,7 +33,7 @@ class Chains(NamedTuple):
     """The layers of a pyramid: units of every branch, last layers, skip, what rectifies, the factor of the sum."""
 
     units: list[list[Unit]]
-    lasts: list[LinearTensors]
+    last_layers: list[LinearTensors]
     skip: LinearTensors | None
     rectifier: _BatchNorm | None
     scale: float
@@ -60,12 +60,12 @@ class ChainSizes(NamedTuple):
     # Factor of the sum of the branches.
     scale: float
     # Further factor of the pyramids that are not rectified, where others are.
-    rest: float
+    unrectified_scale: float
     eps: float
     # Chains that reach each level.
     chains: tuple[int, ...]
     # Branches whose last layer reads each level.
-    ended: tuple[int, ...]
+    branches_ended: tuple[int, ...]
     # Rows that are normalised at each level, the rectified sums last.
     rows: tuple[int, ...]
 
@@ -92,7 +92,7 @@ def _join_tensors(
     parts = [*tensors[:first], *levels, *tensors[first:-norms]]
     # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
     if sizes.unrectified:
-        scale = sizes.rest * sizes.eps**0.5
+        scale = sizes.unrectified_scale * sizes.eps**0.5
         parts.append(constant(filled, like, sizes.groups * sizes.unrectified, scale, like.dtype))
     parts += tensors[-norms:]
     if sizes.groups > 1:
@@ -105,14 +105,15 @@ def _join_tensors(
 class _Cursor:
     """Takes one view after another from joined tensors."""
 
-    def __init__(self, joined: Tensor) -> None:
-        self.joined = joined
-        self.at = 0
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+        self.position = 0
 
     def take(self, *shape: int) -> Tensor:
-        start = self.at
-        self.at += math.prod(shape)
-        return self.joined[:, start : self.at].view(self.joined.shape[0], *shape)
+        """Return the next numbers as a view of this shape."""
+        start = self.position
+        self.position += math.prod(shape)
+        return self.row[:, start : self.position].view(self.row.shape[0], *shape)
 
 
 class ChainTensors:
@@ -143,17 +144,17 @@ class ChainTensors:
         self.z = cursor.take(rows, C)
         self.skip = cursor.take(skips, C)
         # the matrices that multiply the mean
-        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)
+        self.read = cursor.row[:, : cursor.position].view(sizes.groups, -1, C)
         self.inner = []
         for (_, before), unit in pairwise(units):
             self.inner.append(cursor.take(*unit, before))
-        self.lasts = []
-        for ended, width in zip(sizes.ended, sizes.widths, strict=True):
-            self.lasts.append([cursor.take(N, out, width) for _ in range(ended)])
+        self.last_layers = []
+        for num_branches, width in zip(sizes.branches_ended, sizes.widths, strict=True):
+            self.last_layers.append([cursor.take(N, out, width) for _ in range(num_branches)])
 
         self.read_biases = cursor.take(sizes.rows[0] + skips)
         self.inner_biases = [cursor.take(*unit) for unit in units[1:]]
-        self.last_biases = cursor.take(sum(sizes.ended), N * out)
+        self.last_biases = cursor.take(sum(sizes.branches_ended), N * out)
         self.scales = cursor.take(sum(sizes.rows) + sizes.unrectified)
         self.shifts = [cursor.take(*unit) for unit in units]
         self.rectified_shift = cursor.take(sizes.rectified * out)
@@ -169,4 +170,4 @@ class ChainTensors:
 
     def deeper(self, level: int) -> slice:
         """Return the chains that go on to the next level, of those that reach this one."""
-        return slice(self.sizes.ended[level] * self.sizes.pyramids, None)
+        return slice(self.sizes.branches_ended[level] * self.sizes.pyramids, None)

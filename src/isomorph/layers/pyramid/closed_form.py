@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import is_eager, saves_work, without_autocast
+from isomorph.layers.modes import is_arithmetic_bound, is_eager, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.chains import (
     Chains,
@@ -81,16 +81,16 @@ def _scale_rows_backward(
     gamma = gamma.reshape(-1).contiguous()
     mean = tensors.zeros[: len(v)]
     eps = tensors.sizes.eps
-    wanted = [True, True, False]
+    output_mask = [True, True, False]
     d_z, d_gamma, _ = torch.ops.aten.native_batch_norm_backward(
-        d_rows, rows, gamma, mean, v, None, None, False, eps, wanted
+        d_rows, rows, gamma, mean, v, None, None, False, eps, output_mask
     )
     return d_z.view_as(z), d_gamma.view(z.shape[:-1])
 
 
 def _row_variances(p: Tensor, z: Tensor) -> Tensor:
     """Return diag(Z S Z^T) from P = Z S. Shape: (G, R, C) -> (G, R)"""
-    if saves_work(z):
+    if is_arithmetic_bound(z):
         return (p * z).sum(-1)
     channels = z.shape[-1]
     products = torch.bmm(p.reshape(-1, 1, channels), z.reshape(-1, channels, 1))
@@ -154,13 +154,17 @@ def _add_branches(
     sizes = tensors.sizes
     beta = tensors.shifts[level]
     # the first product scales the skip too
-    kept = 1.0 if any(sizes.ended[:level]) else sizes.scale
-    for number, last in enumerate(tensors.lasts[level]):
-        own = tensors.branch(number)
+    old_factor = 1.0 if any(sizes.branches_ended[:level]) else sizes.scale
+    for number, last in enumerate(tensors.last_layers[level]):
+        branch = tensors.branch(number)
         matrix = _stack(last)
-        total = _add_product(total, matrix, _stack(a[:, own]), beta=kept, alpha=sizes.scale)
-        shift = _add_product(shift, matrix, _stack(beta[:, own]), beta=kept, alpha=sizes.scale)
-        kept = 1.0
+        total = _add_product(
+            total, matrix, _stack(a[:, branch]), beta=old_factor, alpha=sizes.scale
+        )
+        shift = _add_product(
+            shift, matrix, _stack(beta[:, branch]), beta=old_factor, alpha=sizes.scale
+        )
+        old_factor = 1.0
     return total, shift
 
 
@@ -199,12 +203,12 @@ def _run(
         beta = tensors.shifts[level]
         total, shift = _add_branches(tensors, level, a, total, shift)
         if level + 1 < depth:
-            rest = tensors.deeper(level)
+            deeper_branches = tensors.deeper(level)
             matrix = _stack(tensors.inner[level])
             biases = tensors.inner_biases[level]
-            deeper = torch.bmm(matrix, _stack(a[:, rest]))
+            deeper = torch.bmm(matrix, _stack(a[:, deeper_branches]))
             z.append(deeper.view(G, -1, C))
-            constants = _add_product(_stack(biases), matrix, _stack(beta[:, rest]))
+            constants = _add_product(_stack(biases), matrix, _stack(beta[:, deeper_branches]))
             means.append(constants.view(biases.shape))
 
     if sizes.last:
@@ -223,41 +227,47 @@ def _run(
     means.append(bias[:, rectified].unflatten(1, (-1, sizes.out)))
     if sizes.unrectified:
         variances.append(tensors.take_zeros(G, sizes.unrectified))
-    found = _Collapsed(total, bias, join(variances), means, total, z, p)
-    return _rectify(tensors, found, scale_rows)
+    collapsed = _Collapsed(total, bias, join(variances), means, total, z, p)
+    return _rectify(tensors, collapsed, scale_rows)
 
 
 def _rectify(
     tensors: ChainTensors,
-    found: _Collapsed,
+    collapsed: _Collapsed,
     scale_rows: Callable[..., Tensor],
 ) -> _Collapsed:
     """Apply the BatchNorms that rectify the first pyramids, and the further factor of the others, all at once."""
     sizes = tensors.sizes
     if sizes.unrectified:
-        rest = found.bias[:, -sizes.unrectified :] * sizes.rest
-        bias = torch.cat([tensors.rectified_shift, rest], 1)
+        unrectified = collapsed.bias[:, -sizes.unrectified :] * sizes.unrectified_scale
+        bias = torch.cat([tensors.rectified_shift, unrectified], 1)
     else:
         bias = tensors.rectified_shift.clone()
-    sums = slice(-found.total.shape[1], None)
-    weight = scale_rows(tensors, found.total, found.variances[:, sums], tensors.scales[:, sums])
-    return found._replace(weight=weight, bias=bias)
+    sums = slice(-collapsed.total.shape[1], None)
+    weight = scale_rows(
+        tensors, collapsed.total, collapsed.variances[:, sums], tensors.scales[:, sums]
+    )
+    return collapsed._replace(weight=weight, bias=bias)
 
 
 class _NormGradients:
     """Gradients of the scales and variances of all BatchNorms, collected from the last level to the first."""
 
-    def __init__(self, tensors: ChainTensors, found: _Collapsed, covariance: Tensor) -> None:
+    def __init__(self, tensors: ChainTensors, collapsed: _Collapsed, covariance: Tensor) -> None:
         sizes = tensors.sizes
         self.tensors = tensors
-        self.variances = found.variances
+        self.variances = collapsed.variances
         self.spans = [slice(*ends) for ends in pairwise([0, *accumulate(sizes.rows)])]
-        self.p = found.p or torch.split_with_sizes(torch.bmm(tensors.z, covariance), sizes.rows, 1)
+        self.p = collapsed.p or torch.split_with_sizes(
+            torch.bmm(tensors.z, covariance), sizes.rows, 1
+        )
         normalised = slice(0, sum(sizes.rows))
-        spread = torch.rsub(found.variances[:, normalised], -2 * sizes.eps, alpha=2)  # -2 (v + eps)
+        spread = torch.rsub(
+            collapsed.variances[:, normalised], -2 * sizes.eps, alpha=2
+        )  # -2 (v + eps)
         self.slope = tensors.scales[:, normalised] / spread
         units = slice(0, self.spans[len(sizes.widths) - 1].stop)
-        v = found.variances[:, units]
+        v = collapsed.variances[:, units]
         gamma = tensors.scales[:, units]
         self.scaled = _scale_rows(tensors, tensors.z[:, units], v, gamma)
         self.d_scales: list[Tensor] = []
@@ -269,15 +279,15 @@ class _NormGradients:
         rows = self.scaled[:, self.spans[level]]
         return rows.view(sizes.groups, sizes.chains[level], -1, sizes.reads)
 
-    def through(self, level: int, d: Tensor, read: Tensor, at: slice) -> Tensor:
+    def through(self, level: int, d: Tensor, z: Tensor, rows: slice) -> Tensor:
         """Return the gradient of what a level's BatchNorms read, of which the first rows are normalised.
 
         dgamma = rowsum(dA Z) / sqrt(v + eps),    dv = -gamma dgamma / (2 (v + eps)),    dZ = s dA + 2 dv P
         """
         sizes = self.tensors.sizes
-        v = self.variances[:, at]
-        gamma = self.tensors.scales[:, at]
-        d, d_scale = _scale_rows_backward(self.tensors, d, read, v, gamma)
+        v = self.variances[:, rows]
+        gamma = self.tensors.scales[:, rows]
+        d, d_scale = _scale_rows_backward(self.tensors, d, z, v, gamma)
         normalised = slice(0, sizes.rows[level])
         d_scale = d_scale[:, normalised]
         d_variance = self.slope[:, self.spans[level]] * d_scale
@@ -299,7 +309,7 @@ class _LevelGradients(NamedTuple):
     """
 
     inner: list[Tensor]
-    lasts: list[Tensor]
+    last_layers: list[Tensor]
     matrices: list[Tensor]
     shifts: list[Tensor]
 
@@ -323,19 +333,19 @@ def _through_layers(
         grads.matrices.extend([d.view(G, -1, C)] * sizes.branches)
         grads.shifts.extend([column.view(G, -1)] * sizes.branches)
         return grads
-    for number, last in enumerate(tensors.lasts[level]):
-        own = tensors.branch(number)
+    for number, last in enumerate(tensors.last_layers[level]):
+        branch = tensors.branch(number)
         matrix = _stack(last)
-        d_last = torch.bmm(d, _stack(a[:, own]).mT)
-        d_last = _add_product(d_last, column, _stack(beta[:, own]).mT)
-        grads.lasts.append(d_last)
+        d_last = torch.bmm(d, _stack(a[:, branch]).mT)
+        d_last = _add_product(d_last, column, _stack(beta[:, branch]).mT)
+        grads.last_layers.append(d_last)
         grads.matrices.append(torch.bmm(matrix.mT, d).view(G, -1, C))
         grads.shifts.append(_product(matrix.mT, column).view(G, -1))
     if level + 1 < len(sizes.widths):
-        rest = tensors.deeper(level)
+        deeper_branches = tensors.deeper(level)
         matrix = _stack(tensors.inner[level])
         d_z = d_z.reshape(-1, matrix.shape[1], C)
-        grads.inner.append(torch.bmm(d_z, _stack(a[:, rest]).mT))
+        grads.inner.append(torch.bmm(d_z, _stack(a[:, deeper_branches]).mT))
         grads.matrices.append(torch.bmm(matrix.mT, d_z).view(G, -1, C))
         grads.shifts.append(tensors.take_zeros(G, grads.matrices[-1].shape[1]))
     return grads
@@ -352,7 +362,7 @@ class _Gradients(NamedTuple):
 
 def _backward(
     tensors: ChainTensors,
-    found: _Collapsed,
+    collapsed: _Collapsed,
     mean: Tensor,
     covariance: Tensor,
     d_weight: Tensor,
@@ -367,14 +377,16 @@ def _backward(
     G = sizes.groups
     C = sizes.reads
     depth = len(sizes.widths)
-    norms = _NormGradients(tensors, found, covariance)
+    norms = _NormGradients(tensors, collapsed, covariance)
 
     d = d_weight
     d_shift = d_bias
     if sizes.rectified:
         rows = sizes.rows[depth]
-        d = norms.through(depth, d, found.total, slice(-sizes.pyramids * sizes.out, None))
-        d_shift = torch.cat([tensors.take_zeros(G, rows), d_shift[:, rows:] * sizes.rest], 1)
+        d = norms.through(depth, d, collapsed.total, slice(-sizes.pyramids * sizes.out, None))
+        d_shift = torch.cat(
+            [tensors.take_zeros(G, rows), d_shift[:, rows:] * sizes.unrectified_scale], 1
+        )
     if sizes.scale != 1:
         d = d * sizes.scale
         d_shift = d_shift * sizes.scale
@@ -385,13 +397,13 @@ def _backward(
     levels: list[_LevelGradients] = []
     for level in reversed(range(depth)):
         grads = _through_layers(tensors, level, norms.outputs(level), d, column, d_z)
-        read = norms.spans[level]
-        d_z = norms.through(level, join(grads.matrices), tensors.z[:, read], read)
+        rows_of_level = norms.spans[level]
+        d_z = norms.through(level, join(grads.matrices), tensors.z[:, rows_of_level], rows_of_level)
         levels.insert(0, grads)
 
     blocks = [d_z.reshape(-1, sizes.widths[0], C)]
     vectors = [tensors.take_zeros(G, sizes.rows[0])]  # biases before a BatchNorm have no effect
-    d_mean = _product(found.weight.mT, d_bias.unsqueeze(-1))
+    d_mean = _product(collapsed.weight.mT, d_bias.unsqueeze(-1))
     if sizes.skip:
         tokens = mean.unsqueeze(1).expand(G, sizes.pyramids, C).reshape(-1, 1, C)
         blocks.append(_add_product(d, column, tokens))
@@ -402,10 +414,10 @@ def _backward(
     for grads in levels:
         blocks += grads.inner
     for grads in levels:
-        blocks += grads.lasts
+        blocks += grads.last_layers
     for rows in sizes.rows[1:depth]:
         vectors.append(tensors.take_zeros(G, rows))
-    vectors += [d_shift] * sum(sizes.ended)
+    vectors += [d_shift] * sum(sizes.branches_ended)
     vectors += norms.d_scales
     for grads in levels:
         vectors += grads.shifts
@@ -450,19 +462,26 @@ class _Collapse(torch.autograd.Function):
         covariance: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        found = _run(ChainTensors(sizes, tensors, mean), mean, covariance)
-        bias = found.bias if centred else _move(found.weight, found.bias, mean)
-        z = found.z[1:]
-        p = found.p if sizes.reads >= KEPT_FROM else []
+        collapsed = _run(ChainTensors(sizes, tensors, mean), mean, covariance)
+        bias = collapsed.bias if centred else _move(collapsed.weight, collapsed.bias, mean)
+        z = collapsed.z[1:]
+        p = collapsed.p if sizes.reads >= KEPT_FROM else []
         ctx.sizes = sizes
         ctx.centred = centred
         ctx.kept = (len(z), len(p))
-        ctx.mark_non_differentiable(found.variances, *found.means)
+        ctx.mark_non_differentiable(collapsed.variances, *collapsed.means)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            mean, covariance, found.weight, found.total, found.variances, *z, *p, *tensors
+            mean,
+            covariance,
+            collapsed.weight,
+            collapsed.total,
+            collapsed.variances,
+            *z,
+            *p,
+            *tensors,
         )
-        return found.weight, bias, found.variances, *found.means
+        return collapsed.weight, bias, collapsed.variances, *collapsed.means
 
     @staticmethod
     @without_autocast
@@ -496,9 +515,9 @@ class _Collapse(torch.autograd.Function):
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
         if sizes.rectified:
             z = [*z, total[:, : sizes.rows[-1]]]
-        joined = ChainTensors(sizes, tensors, mean, levels=z)
-        found = _Collapsed(weight, d_bias, variances, [], total, z, p)
-        gradients = _backward(joined, found, mean, covariance, d_weight, d_bias)
+        chain_tensors = ChainTensors(sizes, tensors, mean, levels=z)
+        collapsed = _Collapsed(weight, d_bias, variances, [], total, z, p)
+        gradients = _backward(chain_tensors, collapsed, mean, covariance, d_weight, d_bias)
         d_tensors = _of_each_tensor(gradients, sizes.groups, tensors)
         return None, None, gradients.mean, gradients.covariance, *d_tensors
 
@@ -506,19 +525,22 @@ class _Collapse(torch.autograd.Function):
 def _differentiable_gradients(
     sizes: ChainSizes, centred: bool, inputs: Sequence[Tensor], d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, ...]:
-    own = []
+    """Return the gradients of all inputs so that they can be differentiated again."""
+    copies = []
     for tensor in inputs:  # tied ones apart
-        own.append(
+        copies.append(
             tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
         )
-    mean, covariance, *tensors = own
+    mean, covariance, *tensors = copies
     symmetric = (covariance + covariance.mT) / 2
-    found = _run(ChainTensors(sizes, tensors, mean), mean, symmetric, _scale_rows_differentiably)
-    moved = mean - mean.detach() if centred else mean
-    bias = _move(found.weight, found.bias, moved)
-    outputs = (found.weight, bias)
+    collapsed = _run(
+        ChainTensors(sizes, tensors, mean), mean, symmetric, _scale_rows_differentiably
+    )
+    offset = mean - mean.detach() if centred else mean
+    bias = _move(collapsed.weight, collapsed.bias, offset)
+    outputs = (collapsed.weight, bias)
     return torch.autograd.grad(
-        outputs, own, (d_weight, d_bias), create_graph=True, materialize_grads=True
+        outputs, copies, (d_weight, d_bias), create_graph=True, materialize_grads=True
     )
 
 
@@ -527,18 +549,18 @@ def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tens
 
     Shape: -> weight (G, sum of out, C), bias (G, sum of out) of `moments.source`
     """
-    alike: list[list[Chains]] = []
+    groups: list[list[Chains]] = []
     for chains in pyramids:
-        if alike and _joins(alike[-1][-1], chains):
-            alike[-1].append(chains)
+        if groups and _belong_together(groups[-1][-1], chains):
+            groups[-1].append(chains)
         else:
-            alike.append([chains])
-    maps = [_collapse_alike(part, moments) for part in alike]
+            groups.append([chains])
+    maps = [_collapse_alike(part, moments) for part in groups]
     return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
 
 
-def _joins(last: Chains, chains: Chains) -> bool:
-    """True for pyramids of one form: of one factor, or the first that is not rectified."""
+def _belong_together(last: Chains, chains: Chains) -> bool:
+    """True for pyramids that are computed together: of one form and factor, those without a rectifier last."""
     if _shape(last) != _shape(chains):
         return False
     if last.rectifier is not None and chains.rectifier is None:
@@ -551,7 +573,7 @@ def _shape(chains: Chains) -> tuple[Any, ...]:
     shapes: list[Any] = [chains.units[0][0].norm.eps]
     for branch in chains.units:
         shapes.append(tuple(unit.linear.weight.shape for unit in branch))
-    shapes += [last.weight.shape for last in chains.lasts]
+    shapes += [last.weight.shape for last in chains.last_layers]
     shapes.append(None if chains.skip is None else chains.skip.weight.shape)
     return tuple(shapes)
 
@@ -560,7 +582,7 @@ class _Layers(NamedTuple):
     """The layers of pyramids that are computed together, branch after branch, in ascending order of their depths."""
 
     levels: list[list[Unit]]
-    lasts: list[LinearTensors]
+    last_layers: list[LinearTensors]
     skips: list[LinearTensors]
     rectifiers: list[_BatchNorm]
 
@@ -569,9 +591,10 @@ class _Layers(NamedTuple):
         layers = [unit.linear for unit in self.levels[0]] + self.skips
         for level in self.levels[1:]:
             layers += [unit.linear for unit in level]
-        return layers + self.lasts
+        return layers + self.last_layers
 
     def norms(self) -> list[_BatchNorm]:
+        """Return the BatchNorms of the units, level by level, and those that rectify."""
         norms = []
         for level in self.levels:
             norms += [unit.norm for unit in level]
@@ -579,17 +602,18 @@ class _Layers(NamedTuple):
 
 
 def _gather_layers(pyramids: Sequence[Chains]) -> _Layers:
+    """Return the layers of pyramids level by level, those of shallow branches first."""
     first = pyramids[0]
     levels: list[list[Unit]] = [[] for _ in range(max(map(len, first.units)))]
-    lasts = []
+    last_layers = []
     for j in sorted(range(len(first.units)), key=lambda j: len(first.units[j])):
         for level in range(len(first.units[j])):
             levels[level] += [pyramid.units[j][level] for pyramid in pyramids]
-        if first.lasts:
-            lasts += [pyramid.lasts[j] for pyramid in pyramids]
+        if first.last_layers:
+            last_layers += [pyramid.last_layers[j] for pyramid in pyramids]
     skips = [pyramid.skip for pyramid in pyramids if pyramid.skip is not None]
     rectifiers = [pyramid.rectifier for pyramid in pyramids if pyramid.rectifier is not None]
-    return _Layers(levels, lasts, skips, rectifiers)
+    return _Layers(levels, last_layers, skips, rectifiers)
 
 
 def _sizes_of(
@@ -598,20 +622,21 @@ def _sizes_of(
     groups: int,
     channels: int,
 ) -> ChainSizes:
+    """Return what the pyramids have in common."""
     first = pyramids[0]
     depths = [len(branch) for branch in first.units]
     chains = tuple(len(level) for level in layers.levels)
     widths = tuple(len(level[0].linear.weight) // groups for level in layers.levels)
-    out = len(layers.lasts[0].weight) // groups if layers.lasts else widths[0]
-    ended = [0] * len(widths)
-    if layers.lasts:
-        ended = [depths.count(level + 1) for level in range(len(widths))]
+    out = len(layers.last_layers[0].weight) // groups if layers.last_layers else widths[0]
+    branches_ended = [0] * len(widths)
+    if layers.last_layers:
+        branches_ended = [depths.count(level + 1) for level in range(len(widths))]
     rows = [count * width for count, width in zip(chains, widths, strict=True)]
-    rest = 1.0
+    unrectified_scale = 1.0
     unrectified = 0
     if layers.rectifiers:
         rows.append(len(layers.rectifiers) * out)
-        rest = pyramids[-1].scale / first.scale
+        unrectified_scale = pyramids[-1].scale / first.scale
         unrectified = (len(pyramids) - len(layers.rectifiers)) * out
     return ChainSizes(
         pyramids=len(pyramids),
@@ -622,22 +647,23 @@ def _sizes_of(
         widths=widths,
         out=out,
         branches=len(depths),
-        last=bool(layers.lasts),
+        last=bool(layers.last_layers),
         skip=bool(layers.skips),
         scale=first.scale,
-        rest=rest,
+        unrectified_scale=unrectified_scale,
         eps=layers.levels[0][0].norm.eps,
         chains=chains,
-        ended=tuple(ended),
+        branches_ended=tuple(branches_ended),
         rows=tuple(rows),
     )
 
 
-def _filled(given: Tensor | None, size: int, value: float, like: Tensor) -> Tensor:
-    return like.new_full((size,), value) if given is None else given
+def _filled(tensor: Tensor | None, size: int, value: float, like: Tensor) -> Tensor:
+    return like.new_full((size,), value) if tensor is None else tensor
 
 
 def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
+    """Return pyramids of one layout as one map, and update their running statistics."""
     mean = moments.mean
     layers = _gather_layers(pyramids)
     linear = layers.linear()

@@ -90,6 +90,7 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
 
 
 def _draw_orthogonal(layer: nn.Linear | nn.Conv2d) -> None:
+    """Draw orthogonal weights, for each group apart."""
     groups = getattr(layer, "groups", 1)
     for group in layer.weight.view(groups, -1, *layer.weight.shape[1:]):
         nn.init.orthogonal_(group)

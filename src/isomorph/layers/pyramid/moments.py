@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from isomorph.layers.modes import (
     at_least_float32,
-    can_write_into,
     disable_autocast,
+    is_arithmetic_bound,
     is_eager,
-    saves_work,
+    is_functorch_tensor,
     without_autocast,
 )
 from isomorph.layers.patches import (
@@ -46,7 +46,12 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     Shape: (G, M, C) each -> (G, C, C)
     """
     groups, _, width = right.shape
-    if width < 2 * NARROWEST_BLOCK or groups > 1 or not saves_work(right) or not is_eager():
+    if (
+        width < 2 * NARROWEST_BLOCK
+        or groups > 1
+        or not is_arithmetic_bound(right)
+        or not is_eager()
+    ):
         return torch.bmm(left.mT, right)
     # from left: under vmap it is the one that always has a sample axis
     product = left.new_empty(1, width, width)
@@ -117,7 +122,7 @@ def _measure_tokens(
         centred = centred.to(work)
 
     # divided by the same operation
-    if total is None and count and centred.dtype == work and not saves_work(x):
+    if total is None and count and centred.dtype == work and not is_arithmetic_bound(x):
         covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
         return source, mean, covariance, None
     if centred.dtype == work:
@@ -128,6 +133,12 @@ def _measure_tokens(
         return source, mean, products / max(count, 1), None
     dist.all_reduce(products, group=group)
     return source, mean, products / total, total
+
+
+def _can_write_into(gradient: Tensor) -> bool:
+    """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
+    recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
+    return not recorded and gradient.is_contiguous()
 
 
 class MeasureMoments(torch.autograd.Function):
@@ -167,7 +178,7 @@ class MeasureMoments(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         source, mean, *totals = ctx.saved_tensors
         total = totals[0] if totals else max(ctx.count, 1)
-        if can_write_into(d_source) and ctx.window is None and not totals:
+        if _can_write_into(d_source) and ctx.window is None and not totals:
             # in place: the gradient comes from the one linear layer that reads the source, and
             # nothing else holds it
             tokens = source.view(-1, source.shape[-1])

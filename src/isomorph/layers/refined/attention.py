@@ -94,10 +94,10 @@ class RefinedAttention(AttentionBase):
         self.refine = refine
         self.recompute = recompute
         self.is_revertible = True
-        given = getattr(self.refine, "num_heads", num_heads)
-        if given != num_heads:
+        refiner_heads = getattr(self.refine, "num_heads", num_heads)
+        if refiner_heads != num_heads:
             raise ValueError(
-                f"refine is for {given} heads, num_heads is {num_heads}; give both the same number"
+                f"refine is for {refiner_heads} heads, num_heads is {num_heads}; give both the same number"
             )
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -116,10 +116,10 @@ class RefinedAttention(AttentionBase):
         k: Tensor,
         v: Tensor,
         token_mask: Tensor | None,
-        **more: Any,
+        **options: Any,
     ) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
-        return self.refined_maps(q, k, token_mask, **more) @ v
+        return self.refined_maps(q, k, token_mask, **options) @ v
 
     def forward(
         self,
@@ -223,7 +223,7 @@ class ExpandedAttention(RefinedAttention):
         k: Tensor,
         v: Tensor,
         token_mask: Tensor | None,
-        **more: Any,
+        **options: Any,
     ) -> Tensor:
         """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(
@@ -335,7 +335,7 @@ class LocalAttention(RefinedAttention):
         k: Tensor,
         v: Tensor,
         token_mask: Tensor | None,
-        **more: Any,
+        **options: Any,
     ) -> Tensor:
         """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
@@ -354,13 +354,13 @@ def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:
     """Return sum_b D[a, b] shift_-b(v) for every a. Shape: (B, H, N, hd), taps (H, k, k) -> (B, H, N, k hd)"""
     H, k, _ = taps.shape
     columns = taps.flip(-1).reshape(H * k, 1, k, 1)
-    moved = F.conv2d(v, columns, padding=(k // 2, 0), groups=H)  # (B, H k, N, hd)
-    return moved.unflatten(1, (H, k)).transpose(2, 3).flatten(3)
+    convolved = F.conv2d(v, columns, padding=(k // 2, 0), groups=H)  # (B, H k, N, hd)
+    return convolved.unflatten(1, (H, k)).transpose(2, 3).flatten(3)
 
 
-def _sum_shifted(wide: Tensor, width: int) -> Tensor:
-    """Sum the k parts of the width, part a shifted by a tokens. Shape: wide (B, H, N, k hd) -> (B, H, N, hd)"""
-    parts = wide.unflatten(-1, (-1, width))  # (B, H, N, k, hd)
+def _sum_shifted(concatenated: Tensor, width: int) -> Tensor:
+    """Sum the k parts of the width, part a shifted by a tokens. Shape: concatenated (B, H, N, k hd) -> (B, H, N, hd)"""
+    parts = concatenated.unflatten(-1, (-1, width))  # (B, H, N, k, hd)
     N, k = parts.shape[2:4]
     padded = F.pad(parts, (0, 0, 0, 0, k // 2, k // 2))
     total = padded[:, :, :N, 0]

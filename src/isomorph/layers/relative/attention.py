@@ -14,14 +14,18 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    attend_with_bias,
+    factory_kwargs,
+    plain_attention,
+    trains_bias,
+)
 from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
 from isomorph.layers.modes import (
     KeepsInEval,
     at_least_float32,
     constant,
-    is_eager,
-    is_functorch_tensor,
 )
 
 
@@ -78,44 +82,6 @@ def expand_table(
         flat = torch.cat([scalars.mT.to(flat.dtype), flat], 1)
     entries = constant(_entries, table, grid_size, prefix)
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
-
-
-def attend_with_bias(
-    bias: Tensor,
-    drop: float,
-    scale: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """Return softmax(scale q k^T + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
-
-    Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
-    The fast path of the kernel needs a bias with four axes.
-    """
-    forms_maps = trains_bias(bias) and not q.is_cuda
-    if not forms_maps and not is_functorch_tensor(bias):
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale
-        )
-        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with
-        # another memory layout
-        if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
-            return out.clone(memory_format=torch.contiguous_format)
-        return out
-
-    logits = (q * scale) @ k.mT  # (B, nh, N, N)
-    # in place where allowed: allocating another map for the sum is slow
-    scores = logits + bias if is_functorch_tensor(bias) else logits.add_(bias)
-    maps = scores.softmax(-1)
-    if drop:
-        maps = F.dropout(maps, drop)
-    return maps @ v
-
-
-def trains_bias(bias: Tensor) -> bool:
-    """True in eager mode if a bias, or the table of one, needs a gradient."""
-    return is_eager() and torch.is_grad_enabled() and bias.requires_grad
 
 
 @register_notrace_module

@@ -43,6 +43,7 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
 
 
 def _offset_entries(size: int, device: torch.device) -> Tensor:
+    """Return the entry of a table of offsets for every query and key. Shape: -> (size, size)"""
     positions = torch.arange(size, device=device)
     offsets = positions[:, None] - positions
     return offsets + size - 1
@@ -52,8 +53,8 @@ def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.de
     H, W = grid_size
     rows = torch.eye(H, dtype=dtype, device=device)
     columns = torch.eye(W, dtype=dtype, device=device)
-    both = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
-    return both.flatten(0, 1)  # (N, H + W)
+    positions = torch.cat([rows[:, None].expand(H, W, H), columns.expand(H, W, W)], -1)
+    return positions.flatten(0, 1)  # (N, H + W)
 
 
 @register_notrace_module

@@ -56,8 +56,10 @@ class InvertedBottleneck(nn.Module):
         if stride_on not in ("expand", "depthwise"):
             raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
         if stride not in (1, 2) or expand_ratio <= 0 or se_ratio <= 0:
-            given = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
-            raise ValueError(f"{given}: stride must be 1 or 2, expand_ratio and se_ratio above 0")
+            arguments = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
+            raise ValueError(
+                f"{arguments}: stride must be 1 or 2, expand_ratio and se_ratio above 0"
+            )
         dim_out = dim_out or dim
         width = int(expand_ratio * dim_out)
         first, second = (stride, 1) if stride_on == "expand" else (1, stride)
@@ -142,6 +144,7 @@ class LayerNormMBConv(InvertedBottleneck):
 
 
 def _fuse_inside(module: nn.Module) -> nn.Module:
+    """Fuse the outermost layers inside a module that have a method `fuse`, in place."""
     for name, child in module.named_children():
         fuse = getattr(child, "fuse", None)
         setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
@@ -149,6 +152,7 @@ def _fuse_inside(module: nn.Module) -> nn.Module:
 
 
 def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
+    """Return a convolution with the norm after it."""
     folded = fuse_conv_bn_eval(conv, norm)
     folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
     return folded

@@ -40,10 +40,10 @@ class FeatureBackbone(NamedTuple):
         """Keep the last map of each resolution; maps finer than stride 4 only if there are fewer than two others."""
         last = {reduction: position for position, reduction in enumerate(self.reductions)}
         coarse = [position for reduction, position in last.items() if reduction >= 4]
-        kept = sorted(coarse if len(coarse) > 1 else last.values())
-        indices = tuple(self.indices[position] for position in kept)
-        channels = tuple(self.channels[position] for position in kept)
-        reductions = tuple(self.reductions[position] for position in kept)
+        positions = sorted(coarse if len(coarse) > 1 else last.values())
+        indices = tuple(self.indices[position] for position in positions)
+        channels = tuple(self.channels[position] for position in positions)
+        reductions = tuple(self.reductions[position] for position in positions)
         return FeatureBackbone(self.module, indices, channels, reductions)
 
 
@@ -61,9 +61,9 @@ def build_backbone(
 
     Raises: UserError for a model without feature maps; what timm raises for others.
     """
-    given = _image_size_arguments(name, img_size) | dict(arguments or {})
+    model_arguments = _image_size_arguments(name, img_size) | dict(arguments or {})
     model = timm.create_model(
-        name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **given
+        name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **model_arguments
     )
     info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
     if not info or not hasattr(model, "forward_intermediates"):
@@ -102,7 +102,7 @@ def _model_class(name: str) -> type[nn.Module]:
 
 def _choose_indices(info: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     count = len(info)
-    if len({each["reduction"] for each in info}) == 1:
+    if len({level["reduction"] for level in info}) == 1:
         return tuple(max(0, round(count * part / 12) - 1) for part in (4, 6, 8, 12))
     return tuple(range(count))[-4:]
 
@@ -122,11 +122,11 @@ class BackboneNetwork(nn.Module):
         """Return a feature map for each index. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
         if self.indices is None:
             return self.backbone(x)
-        taken = sorted(set(self.indices))
+        unique_indices = sorted(set(self.indices))
         maps = self.backbone.forward_intermediates(
-            x, indices=taken, intermediates_only=True, output_fmt="NCHW"
+            x, indices=unique_indices, intermediates_only=True, output_fmt="NCHW"
         )
-        return [maps[taken.index(index)] for index in self.indices]
+        return [maps[unique_indices.index(index)] for index in self.indices]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of the `pretrained_cfg` that follow from the backbone's, which is `inner`."""
@@ -172,8 +172,8 @@ def create_network(
     """Build a network through timm. `pretrained` gives the backbone its public weights; the network has none."""
     overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
     model = build_variant(kind, name, False, backbone_pretrained=pretrained, **arguments)
-    own = model.own_cfg(spec_of(model.backbone).config)
-    record_config(model, {**spec_of(model).config, **own, **overlay})
+    own_config = model.own_cfg(spec_of(model.backbone).config)
+    record_config(model, {**spec_of(model).config, **own_config, **overlay})
     return model
 
 
@@ -194,24 +194,26 @@ def backbone_state(
         return state
     backbone = network.backbone
     convert = getattr(backbone, "convert_foreign", None)
-    given = convert(state) if convert else own_filter(type(backbone))(state, backbone)
-    own: State = backbone.state_dict()
-    if not own.keys() & given.keys():
+    weights = convert(state) if convert else own_filter(type(backbone))(state, backbone)
+    backbone_weights: State = backbone.state_dict()
+    if not backbone_weights.keys() & weights.keys():
         raise UserError(
             f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own",
         )
     last_names = (*fresh, "num_batches_tracked")
-    missing = own.keys() - given.keys()
-    kept = {name for name in missing if name.rpartition(".")[2] in last_names}
-    if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
-        given = {name: tensor for name, tensor in given.items() if name in own}
+    missing = backbone_weights.keys() - weights.keys()
+    names_kept = {name for name in missing if name.rpartition(".")[2] in last_names}
+    if (
+        backbone_weights.keys() <= weights.keys() | names_kept
+    ):  # complete: the others belong to later layers
+        weights = {name: tensor for name, tensor in weights.items() if name in backbone_weights}
     converted = {
         name: tensor
         for name, tensor in network.state_dict().items()
         if not name.startswith("backbone.")
     }
-    for name in kept:
-        converted[f"backbone.{name}"] = own[name]
-    for name, tensor in given.items():
+    for name in names_kept:
+        converted[f"backbone.{name}"] = backbone_weights[name]
+    for name, tensor in weights.items():
         converted[f"backbone.{name}"] = tensor
     return converted

@@ -146,16 +146,16 @@ def checkpoint_filter_fn(state_dict: State, model: nn.Module) -> State:
         return {f"unet.{name}": tensor for name, tensor in state.items()}
     if "head.weight" not in state:
         return state
-    own = model.state_dict()
+    model_state = model.state_dict()
     names: list[str] = []
     for part in _released_order(model.unet):
-        names += [name for name in own if name.startswith(f"unet.{part}.")]
+        names += [name for name in model_state if name.startswith(f"unet.{part}.")]
     parts = ("time_embedding", "head", "downblocks", "middleblocks", "upblocks", "tail")
     order = sorted(state, key=lambda name: parts.index(name.partition(".")[0]))
     renamed = renamed_in_order({name: state[name] for name in order}, names) or state
     converted = {}
     for name, tensor in renamed.items():
-        if name in own and own[name].ndim == 2 and tensor.shape[2:] == (1, 1):
+        if name in model_state and model_state[name].ndim == 2 and tensor.shape[2:] == (1, 1):
             tensor = tensor.flatten(1)
         converted[name] = tensor
     return converted

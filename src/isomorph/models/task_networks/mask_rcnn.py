@@ -125,10 +125,10 @@ class PyramidRoIAlign(nn.Module):
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
             own = regions[rows].to(features.dtype)
-            read = roi_align(
+            pooled = roi_align(
                 features, own, self.output_size, spatial_scale=1 / stride, aligned=True
             )
-            out = out.index_put((rows,), read.to(out.dtype))
+            out = out.index_put((rows,), pooled.to(out.dtype))
         return out
 
     def levels_of(self, boxes: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ class PyramidRoIAlign(nn.Module):
         left, top, right, bottom = boxes.unbind(1)
         sizes = ((right - left) * (bottom - top)).clamp(min=0).sqrt()
         octaves = torch.floor(torch.log2(sizes / 224 + 1e-6))
-        wanted = octaves + math.log2(16 / self.strides[0])
-        return wanted.clamp(0, len(self.strides) - 1).long()
+        levels = octaves + math.log2(16 / self.strides[0])
+        return levels.clamp(0, len(self.strides) - 1).long()
 
 
 def build_rpn(
@@ -503,15 +503,15 @@ class MaskRCNN(BackboneNetwork):
         # 0 is the background
         shifted = [{**target, "labels": target["labels"] + 1} for target in targets]
         proposals, losses = self.rpn(ImageList(x, sizes), maps, shifted)
-        _, more = self.roi_heads(maps, proposals, sizes, shifted)
-        return {**losses, **more}
+        _, roi_losses = self.roi_heads(maps, proposals, sizes, shifted)
+        return {**losses, **roi_losses}
 
     def _raw_outputs(self, x: Tensor, maps: OrderedDict[str, Tensor]) -> dict[str, Any]:
         objectness, anchor_deltas = self.rpn.head(list(maps.values()))
         boxes = [fixed_boxes(x)] * len(x)
         heads: Any = self.roi_heads
-        read = heads.box_roi_pool(maps, boxes)
-        logits, deltas = heads.box_predictor(heads.box_head(read))
+        features = heads.box_roi_pool(maps, boxes)
+        logits, deltas = heads.box_predictor(heads.box_head(features))
         out = {
             "objectness": objectness,
             "anchor_deltas": anchor_deltas,
@@ -519,8 +519,8 @@ class MaskRCNN(BackboneNetwork):
             "box_deltas": deltas,
         }
         if self.has_masks:
-            read = heads.mask_roi_pool(maps, boxes)
-            out["mask_logits"] = heads.mask_predictor(heads.mask_head(read))
+            features = heads.mask_roi_pool(maps, boxes)
+            out["mask_logits"] = heads.mask_predictor(heads.mask_head(features))
         return out
 
     @torch.no_grad()
@@ -545,7 +545,7 @@ class MaskRCNN(BackboneNetwork):
         with observing(self, after=lambda call: require_finite(call.output), names=heads):
             proposals, _ = self.rpn(ImageList(x, inside), maps)
             detections, _ = self.roi_heads(maps, proposals, inside)
-        return [{**each, "labels": each["labels"] - 1} for each in detections]
+        return [{**detection, "labels": detection["labels"] - 1} for detection in detections]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[str, Any]:

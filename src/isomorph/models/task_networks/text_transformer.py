@@ -177,15 +177,15 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        known = "bert, electra, roberta, distilbert or another that transformers trains with masked words"
+        examples = "bert, electra, roberta, distilbert or another that transformers trains with masked words"
         raise UserError(
-            f"family {family!r} is not an encoder of text with masked words; choose {known}",
+            f"family {family!r} is not an encoder of text with masked words; choose {examples}",
         )
     kind = CONFIG_MAPPING[family]
     names = [field.name for field in dataclasses.fields(kind)] + list(kind.attribute_map)
     for name in fields.keys() - names:
-        close = get_close_matches(name, names, n=1, cutoff=0)
-        raise UserError(f"{name} is not a field of {family}; did you mean {close[0]}?")
+        suggestions = get_close_matches(name, names, n=1, cutoff=0)
+        raise UserError(f"{name} is not a field of {family}; did you mean {suggestions[0]}?")
     if "use_cache" in names:
         fields = {"use_cache": False, **fields}
     return kind(**fields)

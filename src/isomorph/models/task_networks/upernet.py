@@ -38,8 +38,12 @@ class PlainNeck(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        once, again, twice = (nn.ConvTranspose2d(channels, channels, 2, 2) for _ in range(3))
-        four_times = nn.Sequential(once, nn.BatchNorm2d(channels), nn.GELU(), again)
+        first_upsampling, second_upsampling, twice = (
+            nn.ConvTranspose2d(channels, channels, 2, 2) for _ in range(3)
+        )
+        four_times = nn.Sequential(
+            first_upsampling, nn.BatchNorm2d(channels), nn.GELU(), second_upsampling
+        )
         half = nn.MaxPool2d(2, 2, ceil_mode=True)
         self.scales = nn.ModuleList([four_times, twice, nn.Identity(), half])
 
@@ -104,7 +108,7 @@ class UPerHead(nn.Module):
         self.pool_sizes = tuple(pool_sizes)
         self.pooled = nn.ModuleList(ConvNormAct(coarsest, width) for _ in self.pool_sizes)
         self.context = ConvNormAct(coarsest + len(self.pool_sizes) * width, width, 3)
-        self.lateral = nn.ModuleList(ConvNormAct(each, width) for each in finer)
+        self.lateral = nn.ModuleList(ConvNormAct(num_channels, width) for num_channels in finer)
         self.smooth = nn.ModuleList(ConvNormAct(width, width, 3) for _ in finer)
         self.join = ConvNormAct(len(channels) * width, width, 3)
         self.drop = nn.Dropout2d(drop_rate)
@@ -128,8 +132,8 @@ class UPerHead(nn.Module):
         ):
             y = lateral(x) + resize_map(y, x.shape[-2:])
             smoothed.append(resize_map(smooth(y), size))
-        joined = self.join(torch.cat([*reversed(smoothed[1:]), smoothed[0]], dim=1))
-        return self.classifier(self.drop(joined))
+        context = self.join(torch.cat([*reversed(smoothed[1:]), smoothed[0]], dim=1))
+        return self.classifier(self.drop(context))
 
 
 class FCNHead(nn.Module):

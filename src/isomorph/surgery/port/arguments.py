@@ -36,6 +36,7 @@ _NO_SETTINGS |= {"weight", "bias", "running_mean", "running_var"}
 
 @cache
 def _signature(function: Callable[..., Any] | None) -> inspect.Signature | None:
+    """Return the signature of a function, or None if it has none that Python knows."""
     if function is None:
         return None
     try:
@@ -51,9 +52,9 @@ def named_arguments(call: Call) -> dict[str, Any]:
         if bound is not None:
             return bound
     names = _POSITIONAL.get(call.name, _NUMBERED) + _MORE
-    given = dict(zip(names, call.args, strict=False))
+    by_position = dict(zip(names, call.args, strict=False))
     defaults = _DEFAULTS.get(call.name, {})
-    return {**defaults, **given, **call.kwargs}
+    return {**defaults, **by_position, **call.kwargs}
 
 
 def _bound(call: Call) -> dict[str, Any] | None:
@@ -74,29 +75,29 @@ def _bound(call: Call) -> dict[str, Any] | None:
 def bind(call: Call) -> dict[str, int]:
     """Return the values that a call reads by the name of its argument."""
     values: dict[str, int] = {}
-    for name, given in named_arguments(call).items():
-        if isinstance(given, Ref):
-            values[name] = given.number
-        elif isinstance(given, list | tuple):
-            for i, each in enumerate(given):
-                if isinstance(each, Ref):
-                    values[f"{name} {i}"] = each.number
+    for name, argument in named_arguments(call).items():
+        if isinstance(argument, Ref):
+            values[name] = argument.number
+        elif isinstance(argument, list | tuple):
+            for i, item in enumerate(argument):
+                if isinstance(item, Ref):
+                    values[f"{name} {i}"] = item.number
     return values
 
 
 def settings_of(call: Call) -> dict[str, Any]:
     """Return the arguments of a call that are not tensors: numbers, words and None."""
     settings = {}
-    for name, given in named_arguments(call).items():
-        if name not in _NO_SETTINGS and not isinstance(given, Ref):
-            settings[name] = plain(given)
+    for name, argument in named_arguments(call).items():
+        if name not in _NO_SETTINGS and not isinstance(argument, Ref):
+            settings[name] = plain(argument)
     return settings
 
 
 def plain(value: Any) -> Any:
     """Return a setting in one form: sides of equal size as one number."""
     if isinstance(value, list | tuple):
-        sides = [plain(each) for each in value]
+        sides = [plain(item) for item in value]
         if sides and all(side == sides[0] for side in sides):
             return sides[0]
         return tuple(sides)

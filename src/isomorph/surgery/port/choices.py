@@ -28,37 +28,37 @@ class Assignment:
 
 
 # What is tried, and how it changes an assignment.
-Choice = tuple[str, Callable[[Assignment], Assignment]]
+Attempt = tuple[str, Callable[[Assignment], Assignment]]
 
 
-def choices(pairing: Pairing, solution: Solution) -> Iterator[Choice]:
+def choices(pairing: Pairing, solution: Solution) -> Iterator[Attempt]:
     """Yield what to try where models are not equal: leftovers, other orders of parts, exchanges of steps."""
-    if solution.names_left() and solution.has_free_parameters:
-        what = "parameters that both models read in another way"
-        for which in range(_SHARING):
-            yield what, partial(replace, leftovers=which)
+    if solution.names_left() and any(map(solution.is_free, solution.target.record.names)):
+        description = "parameters that both models read in another way"
+        for leftovers in range(_SHARING):
+            yield description, partial(replace, leftovers=leftovers)
     yield from _orders(pairing)
     for group in pairing.alike:
         first = pairing.pairs[group[0]][0]
-        what = f"which of the steps like {first.module} are which"
+        description = f"which of the steps like {first.module} are which"
         orders = list(permutations(group))
-        for places in orders[1 : 1 + _ORDERS]:
-            yield what, partial(_exchange, group=group, places=places)
+        for order in orders[1 : 1 + _ORDERS]:
+            yield description, partial(_exchange, group=group, order=order)
 
 
-def _orders(pairing: Pairing) -> Iterator[Choice]:
+def _orders(pairing: Pairing) -> Iterator[Attempt]:
     """Yield other orders of the parts of layers, the same one for all layers that are like each other."""
     labels: dict[tuple[object, ...], list[Joint]] = {}
     counts: dict[tuple[object, ...], int] = {}
-    for one, other in pairing.pairs:
-        if len(one.parts) > 1 and not _is_clear(one, other):
-            alike = labels.setdefault(one.label, [])
-            alike.append(one)
-            counts[one.label] = len(part_orders(one, other))
+    for joint, other in pairing.pairs:
+        if len(joint.parts) > 1 and not _is_clear(joint, other):
+            similar = labels.setdefault(joint.label, [])
+            similar.append(joint)
+            counts[joint.label] = len(part_orders(joint, other))
     for label, joints in labels.items():
-        what = f"the order of the parts of {joints[0].module}"
+        description = f"the order of the parts of {joints[0].module}"
         for order in range(1, counts[label]):
-            yield what, partial(_reorder, joints=joints, order=order)
+            yield description, partial(_reorder, joints=joints, order=order)
 
 
 def _reorder(old: Assignment, joints: Sequence[Joint], order: int) -> Assignment:
@@ -67,15 +67,15 @@ def _reorder(old: Assignment, joints: Sequence[Joint], order: int) -> Assignment
     return replace(old, orders={**old.orders, **chosen})
 
 
-def _exchange(old: Assignment, group: Sequence[int], places: Sequence[int]) -> Assignment:
+def _exchange(old: Assignment, group: Sequence[int], order: Sequence[int]) -> Assignment:
     """Exchange the targets of pairs that look alike."""
     pairs = list(old.pairing.pairs)
-    for here, there in zip(group, places, strict=True):
-        pairs[here] = pairs[here][0], old.pairing.pairs[there][1]
+    for index, other_index in zip(group, order, strict=True):
+        pairs[index] = pairs[index][0], old.pairing.pairs[other_index][1]
     return replace(old, pairing=replace(old.pairing, pairs=pairs))
 
 
-def _is_clear(one: Joint, other: Joint) -> bool:
+def _is_clear(joint: Joint, other: Joint) -> bool:
     """True if what reads the parts of two layers tells which are the same."""
-    read = {part.read_by for part in one.parts}
-    return len(read) == len(one.parts) and read == {part.read_by for part in other.parts}
+    readers = {part.read_by for part in joint.parts}
+    return len(readers) == len(joint.parts) and readers == {part.read_by for part in other.parts}

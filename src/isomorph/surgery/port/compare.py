@@ -43,8 +43,8 @@ class Place:
     def __str__(self) -> str:
         target = self.target or "the model"
         source = self.source or "the model"
-        apart = "in shape" if math.isinf(self.difference) else f"by {self.difference:.2g}"
-        return f"{target} (source: {source}), {apart}: {self.what}"
+        size = "in shape" if math.isinf(self.difference) else f"by {self.difference:.2g}"
+        return f"{target} (source: {source}), {size}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -75,73 +75,76 @@ def _difference(value: Tensor, other: Tensor) -> float:
 
 
 def in_layout(
-    value: Tensor, like: Tensor, tolerance: float = TOLERANCE
+    value: Tensor, reference: Tensor, tolerance: float = TOLERANCE
 ) -> tuple[Tensor | None, float]:
     """Return a value with its axes in the order of another, and their relative difference; None if there is none.
 
     The first order by which they differ by at most the tolerance, else the one by which they differ least.
     """
-    best: Tensor | None = None
+    fitting: Tensor | None = None
     smallest = math.inf
-    for candidate in _layouts(value, like):
-        difference = _difference(candidate, like)
-        if best is None or difference < smallest:
-            best = candidate
+    for candidate in _layouts(value, reference):
+        difference = _difference(candidate, reference)
+        if fitting is None or difference < smallest:
+            fitting = candidate
             smallest = difference
         if smallest <= tolerance:
             break
-    return best, smallest
+    return fitting, smallest
 
 
-def _layouts(value: Tensor, like: Tensor) -> Iterator[Tensor]:
-    if value.numel() != like.numel():
+def _layouts(value: Tensor, reference: Tensor) -> Iterator[Tensor]:
+    """Yield a value in the shape of another, with its axes in every order."""
+    if value.numel() != reference.numel():
         return
-    if value.shape == like.shape:
+    if value.shape == reference.shape:
         yield value
     squeezed = value.squeeze()
     if squeezed.ndim <= _MOST_AXES:
         for order in permutations(range(squeezed.ndim)):
-            yield squeezed.permute(order).reshape(like.shape)
+            yield squeezed.permute(order).reshape(reference.shape)
 
 
-class _Step(NamedTuple):
+class _ForcedStep(NamedTuple):
     """What a call of the target gets of the source's: the number of the value that it reads, and values."""
 
     reads: int | None
-    wanted: Tensor | None
-    made: Tensor | None
+    input: Tensor | None
+    output: Tensor | None
 
 
 class _Forced:
     """Calls of the target in which steps read and make the values of the source's."""
 
-    def __init__(self, steps: dict[int, _Step]) -> None:
+    def __init__(self, steps: dict[int, _ForcedStep]) -> None:
         self.steps = steps  # by index of the call
         self.differences: dict[tuple[str, int], float] = {}
 
     def run(self, call: Call, value_of: Callable[[int], Tensor]) -> Any:
+        """Run a call of the target on the values of the source's step."""
         step = self.steps.get(call.index)
         if step is None:
             return call.run(value_of)
 
-        def given(number: int) -> Tensor:
+        def value_given(number: int) -> Tensor:
             value = value_of(number)
-            if step.wanted is None or number != step.reads:
+            if step.input is None or number != step.reads:
                 return value
-            return self._compare(("input", call.index), step.wanted, value)
+            return self._compare(("input", call.index), step.input, value)
 
-        out = call.run(given)
-        if step.made is None or not isinstance(out, Tensor):
+        out = call.run(value_given)
+        if step.output is None or not isinstance(out, Tensor):
             return out
-        return self._compare(("output", call.index), step.made, out)
+        return self._compare(("output", call.index), step.output, out)
 
-    def _compare(self, key: tuple[str, int], wanted: Tensor, value: Tensor) -> Tensor:
-        fitting, difference = in_layout(wanted, value)
+    def _compare(self, key: tuple[str, int], expected: Tensor, value: Tensor) -> Tensor:
+        """Return the expected value in place of one that differs, and keep the difference."""
+        fitting, difference = in_layout(expected, value)
         self.differences[key] = difference
         if fitting is None or difference <= TOLERANCE:
             return value
-        if wanted.shape == value.shape:  # of values that differ the nearest order says nothing
-            fitting = wanted
+        if expected.shape == value.shape:  # of values that differ the nearest order says nothing
+            fitting = expected
         return torch.empty_like(value).copy_(fitting)
 
 
@@ -163,15 +166,15 @@ def run_with(
     """Return the target's values with the source's settings; None if it does not run with them."""
 
     def run(call: Call, value_of: Callable[[int], Tensor]) -> Any:
-        theirs = settings.calls.get(call.index)
-        if theirs is None:
+        source_call = settings.calls.get(call.index)
+        if source_call is None:
             return call.run(value_of)
-        same = _same_arguments(theirs, call)
+        number_of = _same_arguments(source_call, call)
 
-        def given(number: int) -> Tensor:
-            return value_of(same[number]) if number in same else source.values[number]
+        def value_given(number: int) -> Tensor:
+            return value_of(number_of[number]) if number in number_of else source.values[number]
 
-        return theirs.run(given).reshape(target.values[call.outputs[0]].shape)
+        return source_call.run(value_given).reshape(target.values[call.outputs[0]].shape)
 
     try:
         return target.run(numbers, run=run, constants=settings.constants)
@@ -179,13 +182,13 @@ def run_with(
         return None
 
 
-def _same_arguments(one: Call, other: Call) -> dict[int, int]:
+def _same_arguments(call: Call, other: Call) -> dict[int, int]:
     """Return which values the arguments of one call are in another: by name, else in order."""
-    mine = bind(one)
-    theirs = bind(other)
-    if set(mine) == set(theirs):
-        return {mine[role]: theirs[role] for role in mine}
-    return dict(zip(mine.values(), theirs.values(), strict=True))
+    arguments = bind(call)
+    other_arguments = bind(other)
+    if set(arguments) == set(other_arguments):
+        return {arguments[role]: other_arguments[role] for role in arguments}
+    return dict(zip(arguments.values(), other_arguments.values(), strict=True))
 
 
 def compare_steps(
@@ -195,114 +198,127 @@ def compare_steps(
 
     And the settings of the source at these places, and the target's values for its numbers, the source's forced.
     """
-    forced: dict[int, _Step] = {}
+    forced: dict[int, _ForcedStep] = {}
     steps: dict[int, tuple[Step, Step]] = {}
     compared: set[tuple[int | None, int | None]] = set()
-    for one, other in pairing.pairs:
-        alone = len(one.steps) == len(other.steps) == 1
-        a = one.first
-        b = other.first
-        if b.call is None:
+    for source_joint, target_joint in pairing.pairs:
+        alone = len(source_joint.steps) == len(target_joint.steps) == 1
+        source_step = source_joint.first
+        target_step = target_joint.first
+        if target_step.call is None:
             continue
-        output = source.values[a.output] if alone else None
-        wanted = None
-        reordered = a.columns is not None or b.columns is not None
-        is_read = b.kind != "shift" and b.input is not None and not reordered
-        if a.input is not None and is_read and (a.input, b.input) not in compared:
-            wanted = source.values[a.input]
+        output = source.values[source_step.output] if alone else None
+        expected = None
+        reordered = source_step.columns is not None or target_step.columns is not None
+        is_read = target_step.kind != "shift" and target_step.input is not None and not reordered
+        if (
+            source_step.input is not None
+            and is_read
+            and (source_step.input, target_step.input) not in compared
+        ):
+            expected = source.values[source_step.input]
         if alone:
-            compared.add((a.output, b.output))
-        forced[b.call.index] = _Step(b.input, wanted, output)
-        steps[b.call.index] = a, b
+            compared.add((source_step.output, target_step.output))
+        forced[target_step.call.index] = _ForcedStep(target_step.input, expected, output)
+        steps[target_step.call.index] = source_step, target_step
     run = _Forced(forced)
     values = target.run(numbers, run=run.run)
-    places = []
+    differences = []
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
             if side == "output":
-                place = _compare_results(*steps[index], difference, settings)
+                difference_found = _compare_results(*steps[index], difference, settings)
             else:
-                place = _compare_inputs(source, target, *steps[index], difference, settings)
-            places.append(place)
-    return places, settings, values
+                difference_found = _compare_inputs(
+                    source, target, *steps[index], difference, settings
+                )
+            differences.append(difference_found)
+    return differences, settings, values
 
 
-def _compare_results(one: Step, other: Step, difference: float, settings: SourceSettings) -> Place:
+def _compare_results(
+    source_step: Step, target_step: Step, difference: float, settings: SourceSettings
+) -> Place:
     """Return the place where two steps give another result of the same values, and note the source's settings."""
-    found = differing(one.settings, other.settings)
-    what = f"the {other.kind} gives another result on the same values"
-    _note([(one.call, other.call)] if found else [], settings)
-    return Place(one.module, other.module, difference, what, found)
+    settings_found = differing(source_step.settings, target_step.settings)
+    message = f"the {target_step.kind} gives another result on the same values"
+    _note([(source_step.call, target_step.call)] if settings_found else [], settings)
+    return Place(source_step.module, target_step.module, difference, message, settings_found)
 
 
 def _compare_inputs(
     source: Graph,
     target: Graph,
-    one: Step,
-    other: Step,
+    source_step: Step,
+    target_step: Step,
     difference: float,
     settings: SourceSettings,
 ) -> Place:
     """Return the place where steps read other values, and note the source's settings of the operations before."""
-    mine = _between(source, one)
-    theirs = _between(target, other)
-    found = _differing_calls(source, target, mine, theirs)
-    rounded = tuple(map(_has_rounded_constants, (source, target), (mine, theirs)))
+    source_calls = _between(source, source_step)
+    target_calls = _between(target, target_step)
+    settings_found = _differing_calls(source, target, source_calls, target_calls)
+    rounded = tuple(map(_has_rounded_constants, (source, target), (source_calls, target_calls)))
     if difference < _SINGLE and any(rounded):
-        kinds = ["float32" if each else "float64" for each in rounded]
-        found = (("constants rounded to", kinds[0], kinds[1]),)
-        _note_constants(source, target, theirs, settings)
-    elif len(mine) == len(theirs):
-        _note([pair for pair in zip(mine, theirs, strict=True) if _differ(*pair)], settings)
-    what = f"the {other.kind} reads other values"
-    if mine or theirs:
-        shown = [", ".join(map(_described, calls)) or "nothing" for calls in (mine, theirs)]
-        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
-    return Place(one.module, other.module, difference, what, found)
+        precisions = ["float32" if is_rounded else "float64" for is_rounded in rounded]
+        settings_found = (("constants rounded to", precisions[0], precisions[1]),)
+        _note_constants(source, target, target_calls, settings)
+    elif len(source_calls) == len(target_calls):
+        pairs = zip(source_calls, target_calls, strict=True)
+        _note([pair for pair in pairs if _differ(*pair)], settings)
+    message = f"the {target_step.kind} reads other values"
+    if source_calls or target_calls:
+        descriptions = [
+            ", ".join(map(_described, calls)) or "nothing" for calls in (source_calls, target_calls)
+        ]
+        message = f"what the {target_step.kind} reads: {descriptions[0]} in the source, {descriptions[1]} in the target"
+    return Place(source_step.module, target_step.module, difference, message, settings_found)
 
 
-def _differ(one: Call, other: Call) -> bool:
-    return one.name.strip("_") != other.name.strip("_") or bool(
-        differing(settings_of(one), settings_of(other))
+def _differ(source_call: Call, target_call: Call) -> bool:
+    return source_call.name.strip("_") != target_call.name.strip("_") or bool(
+        differing(settings_of(source_call), settings_of(target_call))
     )
 
 
 def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSettings) -> None:
     """Note the source's calls for those of the target that read as many tensors."""
-    for one, other in pairs:
-        if one and other and len(bind(one)) == len(bind(other)):
-            settings.calls[other.index] = one
+    for source_call, other in pairs:
+        if source_call and other and len(bind(source_call)) == len(bind(other)):
+            settings.calls[other.index] = source_call
 
 
 def _note_constants(
     source: Graph, target: Graph, calls: list[Call], settings: SourceSettings
 ) -> None:
     """Note the source's constants for those of the target that are rounded otherwise."""
-    given = [source.values[number] for number in _constants_before(source, source.seen.calls)]
+    source_constants = [
+        source.values[number] for number in _constants_before(source, source.record.calls)
+    ]
     for number in _constants_before(target, calls):
-        own = target.values[number]
-        for value in given:
-            if value.numel() != own.numel() or not value.is_floating_point():
+        constant = target.values[number]
+        for value in source_constants:
+            if value.numel() != constant.numel() or not value.is_floating_point():
                 continue
-            fitting, difference = in_layout(value, own)
+            fitting, difference = in_layout(value, constant)
             if fitting is not None and 0 < difference < _SINGLE:
                 settings.constants[number] = fitting
 
 
 def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
     """Return the values that follow from neither images nor parameters, which calls are computed from."""
-    waiting = [number for call in calls for number in call.inputs]
-    found: dict[int, None] = {}
-    while waiting:
-        number = waiting.pop()
-        if number in found or number in graph.live or graph.content(number).terms:
+    stack = [number for call in calls for number in call.inputs]
+    constants: dict[int, None] = {}
+    while stack:
+        number = stack.pop()
+        if number in constants or number in graph.dependent or graph.content(number).terms:
             continue
-        found[number] = None
-        maker = graph.seen.makers.get(number)
-        if maker is not None:
-            waiting += maker.inputs
-    return list(found)
+        constants[number] = None
+        producer = graph.record.call_of.get(number)
+        if producer is not None:
+            stack += producer.inputs
+    return list(constants)
 
 
 def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
@@ -318,36 +334,44 @@ def _is_rounded(value: Tensor) -> bool:
     return bool((last_digits != 0).any())
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+def differing(settings: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Return the settings that both have with another value."""
-    both = [name for name in one if name in other]
-    return tuple((name, one[name], other[name]) for name in both if one[name] != other[name])
+    both = [name for name in settings if name in other]
+    return tuple(
+        (name, settings[name], other[name]) for name in both if settings[name] != other[name]
+    )
 
 
 def _between(graph: Graph, step: Step) -> list[Call]:
     """Return the operations between the steps before and what a step reads, without those that only move numbers."""
-    ends = {each.output for each in graph.steps} | set(graph.seen.inputs)
-    waiting = [] if step.input is None else [step.input]
-    found: dict[int, Call] = {}
+    borders = {other_step.output for other_step in graph.steps} | set(graph.record.inputs)
+    stack = [] if step.input is None else [step.input]
+    calls: dict[int, Call] = {}
     visited: set[int] = set()
-    while waiting:
-        number = waiting.pop()
-        call = graph.seen.makers.get(number)
-        if number in ends or call is None or call.index in visited or number not in graph.live:
+    while stack:
+        number = stack.pop()
+        call = graph.record.call_of.get(number)
+        if (
+            number in borders
+            or call is None
+            or call.index in visited
+            or number not in graph.dependent
+        ):
             continue
         visited.add(call.index)
         content = graph.content(number)
         if content.base == number and call.name not in ADDS:
-            found[call.index] = call
-        waiting += call.inputs
-    return [found[index] for index in sorted(found)][-8:]
+            calls[call.index] = call
+        stack += call.inputs
+    return [calls[index] for index in sorted(calls)][-8:]
 
 
 def _described(call: Call) -> str:
+    """Return a call as code would write it, with its settings alone."""
     name = call.name.strip("_")
-    given = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
-    shown = ", ".join(f"{key}={value}" for key, value in given.items())
-    return f"{name}({shown})"
+    plain_settings = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
+    arguments = ", ".join(f"{key}={value}" for key, value in plain_settings.items())
+    return f"{name}({arguments})"
 
 
 def _is_plain(value: Any) -> bool:
@@ -360,39 +384,43 @@ def _count_maps(graph: Graph, call: Call) -> int:
 
 
 def _differing_calls(
-    source: Graph, target: Graph, one: list[Call], other: list[Call]
+    source: Graph, target: Graph, source_calls: list[Call], target_calls: list[Call]
 ) -> tuple[tuple[str, Any, Any], ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
-    names = [call.name.strip("_") for call in one]
-    others = [call.name.strip("_") for call in other]
+    names = [call.name.strip("_") for call in source_calls]
+    others = [call.name.strip("_") for call in target_calls]
     if len(names) != len(others):
         return (("operations", ", ".join(names), ", ".join(others)),)
-    found: list[tuple[str, Any, Any]] = []
-    for a, b, mine, theirs in zip(one, other, names, others, strict=True):
-        if mine != theirs:
-            found.append(("operation", mine, theirs))
+    differences: list[tuple[str, Any, Any]] = []
+    for source_call, target_call, name, target_name in zip(
+        source_calls, target_calls, names, others, strict=True
+    ):
+        if name != target_name:
+            differences.append(("operation", name, target_name))
             continue
-        maps = _count_maps(source, a), _count_maps(target, b)
-        if mine == "softmax" and maps[0] != maps[1]:
+        maps = _count_maps(source, source_call), _count_maps(target, target_call)
+        if name == "softmax" and maps[0] != maps[1]:
             return (("heads or windows of attention", *maps),)
-        for name, given, wanted in differing(settings_of(a), settings_of(b)):
-            if _is_plain(given) and _is_plain(wanted):
-                found.append((f"{mine} {name}", given, wanted))
-    return tuple(found)
+        for setting, value, other_value in differing(
+            settings_of(source_call), settings_of(target_call)
+        ):
+            if _is_plain(value) and _is_plain(other_value):
+                differences.append((f"{name} {setting}", value, other_value))
+    return tuple(differences)
 
 
-def compare_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
+def compare_all_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
     """Return for every output the value of the other model that equals it most; `values` are the target's.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    a = _Values("source", source, source.values)
-    b = _Values("target", target, values)
-    rows = _rows_of(b, a)
+    source_values = _Values("source", source, source.values)
+    target_values = _Values("target", target, values)
+    rows = _rows_of(target_values, source_values)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
-    return rows + _rows_of(a, b)
+    return rows + _rows_of(source_values, target_values)
 
 
 class _Values(NamedTuple):
@@ -403,11 +431,12 @@ class _Values(NamedTuple):
     values: list[Tensor]
 
     def outputs(self) -> Iterator[tuple[str, Tensor]]:
-        for path, number in self.graph.seen.outputs.items():
+        for path, number in self.graph.record.outputs.items():
             yield f"output {path}".strip(), self.values[number]
 
     def inner(self) -> Iterator[tuple[str, Tensor]]:
-        for call in self.graph.seen.calls[::-1]:
+        """Yield the results of all operations, the last first."""
+        for call in self.graph.record.calls[::-1]:
             name = f"the result of {call.name.strip('_')} in {call.module or 'the model'}"
             for number in call.outputs:
                 yield name, self.values[number]
@@ -416,41 +445,42 @@ class _Values(NamedTuple):
         """Return the value that one is a moved part of, such as the tokens of which it is the first, or None."""
         content = self.graph.content(number)
         is_part = content.ids is not None and not content.terms
-        if not is_part or content.base is None or content.base in self.graph.seen.inputs:
+        if not is_part or content.base is None or content.base in self.graph.record.inputs:
             return None
-        whole = self.values[content.base]
-        return whole if whole.numel() > self.values[number].numel() else None
+        base_value = self.values[content.base]
+        return base_value if base_value.numel() > self.values[number].numel() else None
 
 
-def _rows_of(one: _Values, other: _Values) -> list[OutputRow]:
+def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
+    """Return which value of the other model each output of one equals best."""
     rows = []
-    for path, number in one.graph.seen.outputs.items():
-        value = one.values[number]
+    for path, number in values.graph.record.outputs.items():
+        value = values.values[number]
         if not value.is_floating_point():
             continue
-        found = [_nearest(one.own, path, value, other.outputs())]
-        if found[0].difference > TOLERANCE and not _is_constant(value):
-            found.append(_nearest(one.own, path, value, other.inner()))
-            whole = one.whole_of(number)
-            if whole is not None:
-                part = _nearest(one.own, path, whole, other.inner())
-                found.append(replace(part, other=f"a part of {part.other}"))
-        rows.append(min(found, key=lambda row: row.difference))
+        rows_found = [_nearest(values.own, path, value, other.outputs())]
+        is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
+        if rows_found[0].difference > TOLERANCE and not is_constant:
+            rows_found.append(_nearest(values.own, path, value, other.inner()))
+            base_value = values.whole_of(number)
+            if base_value is not None:
+                part = _nearest(values.own, path, base_value, other.inner())
+                rows_found.append(replace(part, other=f"a part of {part.other}"))
+        rows.append(min(rows_found, key=lambda row: row.difference))
     return rows
 
 
-def _is_constant(value: Tensor) -> bool:
-    return value.numel() > 1 and bool((value == value.flatten()[0]).all())
-
-
-def _nearest(own: str, name: str, value: Tensor, named: Iterable[tuple[str, Tensor]]) -> OutputRow:
-    best = OutputRow(own, name, "nothing", math.inf)
+def _nearest(
+    model: str, name: str, value: Tensor, named: Iterable[tuple[str, Tensor]]
+) -> OutputRow:
+    """Return the value among `named` that is nearest to an output."""
+    nearest = OutputRow(model, name, "nothing", math.inf)
     for other, candidate in named:
         if candidate.numel() != value.numel() or not candidate.is_floating_point():
             continue
         _, difference = in_layout(candidate.double(), value.double())
-        if difference < best.difference:
-            best = OutputRow(own, name, other, difference)
-        if best.difference <= TOLERANCE:
+        if difference < nearest.difference:
+            nearest = OutputRow(model, name, other, difference)
+        if nearest.difference <= TOLERANCE:
             break
-    return best
+    return nearest

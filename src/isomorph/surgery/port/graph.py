@@ -94,44 +94,44 @@ class Step:
 class Graph:
     """Steps of a run in order, and where the entries of every value come from."""
 
-    def __init__(self, seen: Watch) -> None:
-        self.seen = seen
+    def __init__(self, record: Watch) -> None:
+        self.record = record
         self.steps: list[Step] = []
         self.contents: dict[int, Content] = {}
         # The steps from which a value follows without another step between.
         self.sources: dict[int, frozenset[int]] = {}
         # Values that depend on the image or on a step.
-        self.live: set[int] = set()
+        self.dependent: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
         self.leaves: dict[int, list[tuple[int, Call, int]]] = {}
-        tensors = {number: seen.values[number] for number in seen.names}
+        tensors = {number: record.values[number] for number in record.names}
         self.entries = Entries({number: tensor.shape for number, tensor in tensors.items()})
         self.numbers = Numbers(self.entries, tensors)
         # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
         self.statistics: dict[int, Tensor] = {}
-        for number in seen.names:
-            entries = self.entries.of(number)
-            if number in seen.buffers:
+        for number in record.names:
+            entries = self.entries.of_parameter(number)
+            if number in record.buffers:
                 self.statistics[number] = entries
             else:
                 self.contents[number] = Content(terms=(entries,))
-        for number in seen.inputs:
+        for number in record.inputs:
             self._begin(number, frozenset())
-        for call in seen.calls:
+        for call in record.calls:
             self._follow(call)
-        for number in seen.outputs.values():
+        for number in record.outputs.values():
             self._read(number)
 
     @property
     def values(self) -> list[Tensor]:
         """All values by number."""
-        return self.seen.values
+        return self.record.values
 
     def run(
         self, numbers: Numbers, run: Run = Call.run, constants: Mapping[int, Tensor] = NO_VALUES
     ) -> list[Tensor]:
         """Return all values for other numbers of the parameters, and for other constants."""
-        return replay(self.seen, {**constants, **numbers.tensors}, run)
+        return replay(self.record, {**constants, **numbers.tensors}, run)
 
     @property
     def reads_computed(self) -> bool:
@@ -142,7 +142,7 @@ class Graph:
     def take(self, numbers: Numbers, values: list[Tensor]) -> None:
         """Take other numbers of the parameters, and the values of a run with them."""
         self.numbers = numbers
-        self.seen.values = values
+        self.record.values = values
         for step in self.steps:
             for operand in (*step.operands.values(), *step.terms):
                 if operand.entries is not None:
@@ -167,22 +167,23 @@ class Graph:
         """Make a value the base of what follows from it."""
         self.contents[number] = Content(number)
         self.sources[number] = sources
-        self.live.add(number)
+        self.dependent.add(number)
 
     def _follow(self, call: Call) -> None:
-        is_live = any(number in self.live for number in call.inputs)
+        """Follow a call: a view, a movement, a sum with parameters, a step, or another operation."""
+        is_live = any(number in self.dependent for number in call.inputs)
         reads = any(self.terms(number) for number in call.inputs)
         if not is_live and not reads:
             return
         if self._view(call):
             return
-        moved = positions(call, self.values)
-        if moved is not None and self._move(call, moved):
+        entries = positions(call, self.values)
+        if entries is not None and self._move(call, entries):
             return
         if call.name in ADDS and self._add(call):
             return
         if not self._step(call):
-            sources = [self._read(number, call, place) for place, number in enumerate(call.inputs)]
+            sources = [self._read(number, call, i) for i, number in enumerate(call.inputs)]
             for number in call.outputs:
                 self._begin(number, frozenset().union(*sources))
 
@@ -192,25 +193,25 @@ class Graph:
         value = self.values[number]
         if call.writes or {*call.inputs} != {number}:
             return False
-        for each in call.outputs:
-            made = self.values[each]
-            if made.dtype != value.dtype or not _share_memory(made, value):
+        for output in call.outputs:
+            output_value = self.values[output]
+            if output_value.dtype != value.dtype or not _share_memory(output_value, value):
                 return False
         content = self.content(number)
         layers = [content.ids, *content.terms]
         viewed = [_viewed(call, layer) for layer in layers if layer is not None]
-        if any(each is None for each in viewed):
+        if any(output is None for output in viewed):
             return False
-        for place, each in enumerate(call.outputs):
-            moved = [layer[place] for layer in viewed if layer is not None]
-            ids = None if content.ids is None else moved.pop(0)
-            self.contents[each] = Content(content.base, ids, self._present(moved))
-            self.sources[each] = self.sources.get(number, frozenset())
-            if number in self.live:
-                self.live.add(each)
+        for i, output in enumerate(call.outputs):
+            moved_layers = [layer[i] for layer in viewed if layer is not None]
+            ids = None if content.ids is None else moved_layers.pop(0)
+            self.contents[output] = Content(content.base, ids, self._present(moved_layers))
+            self.sources[output] = self.sources.get(number, frozenset())
+            if number in self.dependent:
+                self.dependent.add(output)
         return True
 
-    def _move(self, call: Call, moved: list[Tensor]) -> bool:
+    def _move(self, call: Call, movements: list[Tensor]) -> bool:
         """Follow a movement; False if its inputs have several bases."""
         floating = [n for n in dict.fromkeys(call.inputs) if self.values[n].is_floating_point()]
         contents = [self.content(number) for number in floating]
@@ -218,29 +219,33 @@ class Graph:
         if len(bases) > 1:
             return False
         depth = max(len(content.terms) for content in contents)
-        ids = self._joined(floating, [content.ids for content in contents])
+        ids = self._join_entries(floating, [content.ids for content in contents])
         layers = []
         for i in range(depth):
             parts = [content.terms[i] if i < len(content.terms) else None for content in contents]
-            layers.append(self._joined(floating, parts))
+            layers.append(self._join_entries(floating, parts))
         base = bases.pop() if bases else None
         sources = [self.sources.get(number, frozenset()) for number in floating]
-        for number, where in zip(call.outputs, moved, strict=True):
+        for number, where in zip(call.outputs, movements, strict=True):
             if bool((where == -1).all()):  # zeros
                 self.contents[number] = Content()
                 continue
             terms = self._present([layer[where] for layer in layers])
             self.contents[number] = Content(base, ids[where] if base is not None else None, terms)
             self.sources[number] = frozenset().union(*sources)
-            if any(each in self.live for each in floating):
-                self.live.add(number)
+            if any(source in self.dependent for source in floating):
+                self.dependent.add(number)
         return True
 
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the terms that have entries of parameters."""
-        return tuple(each for each in terms if self.entries.owner(each) or bool((each >= 0).any()))
+        return tuple(
+            entries
+            for entries in terms
+            if self.entries.owner(entries) or bool((entries >= 0).any())
+        )
 
-    def _joined(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
+    def _join_entries(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
         """Return the entries of several values one after the other, and -1 as the last, for none."""
         flat = []
         for number, part in zip(numbers, parts, strict=True):
@@ -254,38 +259,39 @@ class Graph:
             return False
         if not any(self.terms(number) for number in call.inputs):
             return False
-        one, other = (self.content(number) for number in call.inputs)
-        if one.base is not None and other.base is not None:
+        first, second = (self.content(number) for number in call.inputs)
+        if first.base is not None and second.base is not None:
             return False
         shape = self.values[call.outputs[0]].shape
-        base = one if one.base is not None else other
+        base = first if first.base is not None else second
         ids = None if base.ids is None else base.ids.expand(shape)
-        terms = tuple(each.expand(shape) for each in (*one.terms, *other.terms))
+        terms = tuple(entries.expand(shape) for entries in (*first.terms, *second.terms))
         number = call.outputs[0]
         self.contents[number] = Content(base.base, ids, terms)
-        sources = [self.sources.get(each, frozenset()) for each in call.inputs]
+        sources = [self.sources.get(n, frozenset()) for n in call.inputs]
         self.sources[number] = frozenset().union(*sources)
-        if any(each in self.live for each in call.inputs):
-            self.live.add(number)
+        if any(n in self.dependent for n in call.inputs):
+            self.dependent.add(number)
         return True
 
-    def _read(self, number: int, call: Call | None = None, place: int = 0) -> frozenset[int]:
+    def _read(self, number: int, call: Call | None = None, argument: int = 0) -> frozenset[int]:
         """Return the steps that a value follows from, after one for the parameters that are added to it."""
         content = self.contents.get(number, Content())
         if content.terms and not content.is_parameter:
             self._shift(number, content)
         elif content.base is not None and call is not None:
-            self.leaves.setdefault(content.base, []).append((number, call, place))
+            self.leaves.setdefault(content.base, []).append((number, call, argument))
         return self.sources.get(number, frozenset())
 
     def _shift(self, number: int, content: Content) -> None:
-        maker = self.seen.makers.get(number)
-        terms = tuple(Operand(self.numbers.pick(each), each) for each in content.terms)
+        """Add the step that adds parameters to a value."""
+        call = self.record.call_of.get(number)
+        terms = tuple(Operand(self.numbers.pick(entries), entries) for entries in content.terms)
         step = Step(
             index=len(self.steps),
             kind="shift",
-            module=maker.module if maker else "",
-            call=maker,
+            module=call.module if call else "",
+            call=call,
             operands={},
             input=content.base,
             output=number,
@@ -302,25 +308,25 @@ class Graph:
             return False
         bound = bind(call)
         operands: dict[str, Operand] = {}
-        live: list[int] = []
+        data: list[int] = []
         sources: list[frozenset[int]] = []
-        for place, (role, number) in enumerate(bound.items()):
+        for argument, (role, number) in enumerate(bound.items()):
             content = self.contents.get(number, Content())
             is_weight = call.name in LAYERS | TRANSPOSED | NORMS and role not in ("input", "x")
             if content.is_parameter:
                 operands[role] = Operand(self.values[number], content.terms[0], number)
                 continue
-            if number not in self.live and not content.terms:
+            if number not in self.dependent and not content.terms:
                 if is_weight:
                     entries = self.statistics.get(number)
                     operands[role] = Operand(self.values[number], entries, number)
                 continue
-            sources.append(self._read(number, call, place))
+            sources.append(self._read(number, call, argument))
             if is_weight:  # computed from parameters by steps of their own
                 operands[role] = Operand(self.values[number], None, number)
             else:
-                live.append(number)
-        if not any(each.entries is not None for each in operands.values()) and not (
+                data.append(number)
+        if not any(operand.entries is not None for operand in operands.values()) and not (
             call.name in LAYERS and "weight" in operands
         ):
             return False
@@ -330,7 +336,7 @@ class Graph:
             module=call.module,
             call=call,
             operands=operands,
-            input=live[0] if live else None,
+            input=data[0] if data else None,
             output=call.outputs[0],
             sources=frozenset().union(*sources),
             reads=bound.get("input", bound.get("first")),
@@ -366,22 +372,23 @@ class Graph:
             step.columns = order
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
     """Return entries as a call of a view function moves them; None if it does not take them."""
     try:
-        made = tensors_in(call.run(lambda number: entries))
+        views = tensors_in(call.run(lambda number: entries))
     except (RuntimeError, TypeError):
         return None
-    if len(made) != len(call.outputs) or any(each.dtype != entries.dtype for each in made):
+    if len(views) != len(call.outputs) or any(view.dtype != entries.dtype for view in views):
         return None
-    return made
+    return views
 
 
 def _kind(name: str) -> str:
+    """Return the kind of step that a function of this name is."""
     if name in LAYERS:
         return "layer"
     if name in TRANSPOSED:

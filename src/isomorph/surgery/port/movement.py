@@ -52,43 +52,43 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
             out: Any = call.run(value_of)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
-    made = tree_leaves(out)
-    if len(made) != len(call.outputs):
+    outputs = tree_leaves(out)
+    if len(outputs) != len(call.outputs):
         return None
     numbers = torch.cat([values[n].flatten().double() for n in floating])
     numbers = torch.cat([numbers, numbers.new_zeros(1)])
-    found = []
-    for each, number in zip(made, call.outputs, strict=True):
-        entries = _decode(each, count)
+    movements = []
+    for output, number in zip(outputs, call.outputs, strict=True):
+        entries = _decode(output, count)
         if entries is None:
             return None
         made_of = values[number].double()
         if not torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING):
             return None
-        found.append(entries)
-    return found
+        movements.append(entries)
+    return movements
 
 
 def _sample_is_known(call: Call, values: Sequence[Tensor], floating: list[int]) -> bool:
     """True if a few numbers of the outputs are among those of the inputs."""
     for number in call.outputs:
-        made = values[number]
-        if not made.is_floating_point() or not made.numel():
+        output = values[number]
+        if not output.is_floating_point() or not output.numel():
             return False
-        flat = made.flatten()
-        for place in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
-            wanted = flat[place]
-            known = any(_holds(values[each], wanted, call.name) for each in floating)
-            if not known and bool(wanted != 0):
+        flat = output.flatten()
+        for i in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
+            sample = flat[i]
+            is_input = any(_holds(values[n], sample, call.name) for n in floating)
+            if not is_input and bool(sample != 0):
                 return False
     return True
 
 
-def _holds(value: Tensor, wanted: Tensor, name: str) -> bool:
+def _holds(value: Tensor, number: Tensor, name: str) -> bool:
     """True if a number is among those of a value."""
     if name == "interpolate":
-        return bool(((value - wanted).abs() <= _ROUNDING * wanted.abs()).any())
-    return bool((value == wanted).any())
+        return bool(((value - number).abs() <= _ROUNDING * number.abs()).any())
+    return bool((value == number).any())
 
 
 def _decode(numbers: Any, count: int) -> Tensor | None:
@@ -98,9 +98,9 @@ def _decode(numbers: Any, count: int) -> Tensor | None:
     names = numbers.double() * (_COUNT / _LARGEST)
     if not bool(names.isfinite().all()):
         return None
-    whole = names.abs().round()
-    entries = whole.long()
-    if bool((names.abs() - whole).abs().gt(1e-3).any()) or bool((entries > count).any()):
+    rounded = names.abs().round()
+    entries = rounded.long()
+    if bool((names.abs() - rounded).abs().gt(1e-3).any()) or bool((entries > count).any()):
         return None
     is_negative = (names < 0) == ((entries & 1) == 1)
     return entries.sub_(1) if bool((is_negative | (entries == 0)).all()) else None

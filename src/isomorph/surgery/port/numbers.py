@@ -28,7 +28,7 @@ class Entries:
             self._by_memory[entries.untyped_storage().data_ptr()] = number
             count += shape.numel()
 
-    def of(self, number: int) -> Tensor:
+    def of_parameter(self, number: int) -> Tensor:
         """Return the entries of a parameter."""
         return self._whole[number]
 
@@ -43,9 +43,9 @@ class Entries:
             return [owner]
         numbers = list(self._first)
         first = torch.tensor(list(self._first.values()))
-        places = torch.searchsorted(first, entries.flatten().long(), right=True)
-        found = places.bincount(minlength=1).nonzero().flatten().tolist()
-        return [numbers[place - 1] for place in found if place]
+        ranks = torch.searchsorted(first, entries.flatten().long(), right=True)
+        ranks_present = ranks.bincount(minlength=1).nonzero().flatten().tolist()
+        return [numbers[rank - 1] for rank in ranks_present if rank]
 
     def is_whole(self, entries: Tensor) -> bool:
         """True for all entries of a parameter in order, in any shape."""
@@ -57,9 +57,9 @@ class Entries:
     def parts(self, entries: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the parameters of flat entries, which of these are of it, and their places in it."""
         for number in self.owners(entries):
-            places = entries - self._first[number]
-            inside = (places >= 0) & (places < self._whole[number].numel())
-            yield number, inside, places[inside]
+            positions = entries - self._first[number]
+            inside = (positions >= 0) & (positions < self._whole[number].numel())
+            yield number, inside, positions[inside]
 
 
 class Numbers:
@@ -78,16 +78,16 @@ class Numbers:
         if owner is not None:
             row = self.tensors[owner].contiguous().view(-1)
             return row.as_strided(entries.size(), entries.stride(), entries.storage_offset())
-        found: Tensor | None = None
+        picked: Tensor | None = None
         flat = entries.reshape(-1)
-        for number, inside, places in self.entries.parts(flat):
+        for number, inside, positions in self.entries.parts(flat):
             row = self.tensors[number].reshape(-1)
-            if found is None:
-                found = row.new_zeros(len(flat))
-            found[inside] = row[places].to(found.dtype)
-        if found is None:
-            found = torch.zeros(len(flat), dtype=torch.float64)
-        return found.view(entries.shape)
+            if picked is None:
+                picked = row.new_zeros(len(flat))
+            picked[inside] = row[positions].to(picked.dtype)
+        if picked is None:
+            picked = torch.zeros(len(flat), dtype=torch.float64)
+        return picked.view(entries.shape)
 
     def put(self, entries: Tensor, values: Tensor) -> None:
         """Write numbers at entries, as many as these."""
@@ -102,20 +102,20 @@ class Numbers:
             self.pick(entries).copy_(values.reshape(entries.shape))
             return
         values = values.reshape(-1)
-        for number, inside, places in self.entries.parts(entries.reshape(-1)):
+        for number, inside, positions in self.entries.parts(entries.reshape(-1)):
             row = self._copy_of(number)
-            row[places] = values[inside].to(row.dtype)
+            row[positions] = values[inside].to(row.dtype)
 
     def _copy_of(self, number: int) -> Tensor:
         """Return a parameter as a row that can be written to."""
         if number not in self._copied:
-            whole = self.tensors[number].clone(memory_format=torch.contiguous_format)
-            self.tensors[number] = whole
+            row = self.tensors[number].clone(memory_format=torch.contiguous_format)
+            self.tensors[number] = row
             self._copied.add(number)
         return self.tensors[number].view(-1)
 
 
-def noise(count: int, generator: torch.Generator) -> Tensor:
+def random_numbers(count: int, generator: torch.Generator) -> Tensor:
     """Return numbers from 0 to 1: random ones, which repeat after as many as a prime, since drawing them takes long."""
     block = torch.rand(min(count, _BLOCK), generator=generator, dtype=torch.float64)
     if count <= _BLOCK:

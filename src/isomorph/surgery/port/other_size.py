@@ -32,36 +32,38 @@ class FittedPair:
         note = self._note("target", self.source, new, images)
         return replace(report, model=new, notes=(*report.notes, note))
 
-    def _note(self, which: str, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
+    def _note(self, role: str, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
+        """Return the note that models are compared at one size, and by how much outputs move at the other."""
         shift = self.size.shift(original, resized, images)
-        moved = f"; outputs on these images move by {shift}" if shift else ""
+        movement = f"; outputs on these images move by {shift}" if shift else ""
         return (
-            f"the models are for {self.size.describe(images)}: compared at the first size; positions of the {which} "
-            f"are interpolated to the other, which is not exact{moved}"
+            f"the models are for {self.size.describe(images)}: compared at the first size; positions of the {role} "
+            f"are interpolated to the other, which is not exact{movement}"
         )
 
 
 def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair | None:
     """Fit the model that does not take the images; None if both take them, or none does."""
-    takes = [_takes(model, images) for model in (source, target)]
-    if all(takes) or not any(takes):
+    fits = [_fits(model, images) for model in (source, target)]
+    if all(fits) or not any(fits):
         return None
-    which = "target" if takes[0] else "source"
-    given, other = (target, source) if takes[0] else (source, target)
+    role = "target" if fits[0] else "source"
+    model_to_fit, other = (target, source) if fits[0] else (source, target)
     try:
-        size = OtherSize.of(given, images, _patch_of(other, images))
+        size = OtherSize.of(model_to_fit, images, _patch_of(other, images))
     except UserError as error:
         raise UserError(
-            f"the {which} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
+            f"the {role} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
             f"images of its own `size`; {error}"
         ) from error
-    if which == "target":
+    if role == "target":
         return FittedPair(source, size.model, size, None)
     return FittedPair(size.model, target, size, source)
 
 
 @torch.no_grad()
-def _takes(model: nn.Module, images: Tensor) -> bool:
+def _fits(model: nn.Module, images: Tensor) -> bool:
+    """True if a model runs on the images."""
     plain = copy_module(unwrap(model)).eval()
     try:
         run_model(plain, to_model(images[:1], plain))

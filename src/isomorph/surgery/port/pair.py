@@ -66,16 +66,17 @@ def joints_of(graph: Graph) -> list[Joint]:
         owner[step.index] = joint.index
     for joint in joints:
         joint.label = _label(joint)
-        read = {owner[each] for step in joint.steps for each in step.sources}
-        joint.sources = frozenset(read - {joint.index})
-        for each in joint.sources:
-            joints[each].readers.add(joint.index)
+        sources = {owner[source] for step in joint.steps for source in step.sources}
+        joint.sources = frozenset(sources - {joint.index})
+        for source in joint.sources:
+            joints[source].readers.add(joint.index)
         if joint.first.kind == "layer":
             joint.parts = [part for step in joint.steps for part in _parts(graph, step)]
     return joints
 
 
 def _key(step: Step) -> Any:
+    """Return what layers side by side have in common; of another step its own index."""
     if step.kind != "layer" or step.reads is None:
         return step.index
     window = tuple(sorted(step.settings.items(), key=lambda item: item[0]))
@@ -83,9 +84,10 @@ def _key(step: Step) -> Any:
 
 
 def _label(joint: Joint) -> tuple[Any, ...]:
+    """Return by what a joint is told from others before its neighbours are looked at."""
     step = joint.first
     if step.kind == "layer":
-        rows = sum(each.rows for each in joint.steps)
+        rows = sum(part.rows for part in joint.steps)
         return "layer", step.weight[0].numel(), rows, "input" in step.operands
     if step.kind == "shift":
         return ("shift",)
@@ -97,9 +99,9 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     """Yield the outputs of a layer in parts that are read apart."""
     count = step.rows
     views: list[tuple[Tensor, Call, int]] = []
-    for number, call, place in graph.leaves.get(step.output, []):
+    for number, call, argument in graph.leaves.get(step.output, []):
         if number == step.output:
-            views.append((torch.arange(count), call, place))
+            views.append((torch.arange(count), call, argument))
             continue
         ids = graph.content(number).ids
         assert ids is not None
@@ -109,21 +111,21 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
             last = int(entries.max())
             inside = (entries >= last - last % count) & (entries <= last)
         channels = channels_of(graph, step, entries[inside])
-        views.append((_in_order(channels, count), call, place))
-    left = torch.ones(count, dtype=torch.bool)
+        views.append((_in_order(channels, count), call, argument))
+    is_unread = torch.ones(count, dtype=torch.bool)
     views.sort(key=lambda view: -len(view[0]))
-    found: list[tuple[Tensor, tuple[Any, ...]]] = []
+    parts: list[tuple[Tensor, tuple[Any, ...]]] = []
     for rows, _, _ in views:
-        if bool(left[rows].all()):
-            left[rows] = False
-            own = set(rows.tolist())
-            reading = [view for view in views if own.issuperset(view[0].tolist())]
-            found.append((rows, _signature(graph, reading)))
-    rest = left.nonzero().flatten()
-    if len(rest):
-        found.append((rest, ()))
-    found.sort(key=lambda part: int(part[0].min()))
-    for rows, signature in found:
+        if bool(is_unread[rows].all()):
+            is_unread[rows] = False
+            own_rows = set(rows.tolist())
+            reading = [view for view in views if own_rows.issuperset(view[0].tolist())]
+            parts.append((rows, _signature(graph, reading)))
+    remaining = is_unread.nonzero().flatten()
+    if len(remaining):
+        parts.append((remaining, ()))
+    parts.sort(key=lambda part: int(part[0].min()))
+    for rows, signature in parts:
         yield Part(step, rows, signature)
 
 
@@ -148,37 +150,38 @@ def _in_order(channels: Tensor, count: int) -> Tensor:
 
 def _signature(graph: Graph, reading: Sequence[tuple[Tensor, Call, int]]) -> tuple[Any, ...]:
     """Return the products that a part reaches: its place in them, and whether a softmax follows."""
-    found = set()
-    waiting = [(call, place) for _, call, place in reading]
-    seen: set[tuple[int, int]] = set()
-    while waiting and len(seen) < _FAR * len(reading):
-        call, place = waiting.pop(0)
-        if (call.index, place) in seen:
+    products = set()
+    queue = [(call, argument) for _, call, argument in reading]
+    visited: set[tuple[int, int]] = set()
+    while queue and len(visited) < _FAR * len(reading):
+        call, argument = queue.pop(0)
+        if (call.index, argument) in visited:
             continue
-        seen.add((call.index, place))
+        visited.add((call.index, argument))
         if call.name in PRODUCTS:
-            found.add((place, _reaches_softmax(graph, call)))
+            products.add((argument, _reaches_softmax(graph, call)))
             continue
         if call.name in ("linear", "conv2d", "conv1d", "softmax"):
             continue
         for output in call.outputs:
-            for reader in graph.seen.readers.get(output, []):
-                waiting.append((reader, reader.inputs.index(output)))
-    return tuple(sorted(found))
+            for reader in graph.record.readers.get(output, []):
+                queue.append((reader, reader.inputs.index(output)))
+    return tuple(sorted(products))
 
 
 def _reaches_softmax(graph: Graph, product: Call) -> bool:
-    waiting = [product]
+    """True if a softmax follows from a product before another product does."""
+    queue = [product]
     for _ in range(_FAR):
-        if not waiting:
+        if not queue:
             return False
-        call = waiting.pop(0)
+        call = queue.pop(0)
         if call.name == "softmax":
             return True
         if call is not product and call.name in PRODUCTS:
             continue
         for output in call.outputs:
-            waiting += graph.seen.readers.get(output, [])
+            queue += graph.record.readers.get(output, [])
     return False
 
 
@@ -200,22 +203,22 @@ def pair(source: list[Joint], target: list[Joint]) -> Pairing:
     First by colours of the whole graph; what those leave by colours of what lies before, then of what lies after, and
     last by order.
     """
-    found: dict[int, int] = {}
-    alike: list[list[int]] = []
+    matches: dict[int, int] = {}
+    similar: list[list[int]] = []
     for before, after in ((True, True), (True, False), (False, True)):
         colours = _colours(source, target, before, after)
-        _match_classes(source, target, colours, found, alike)
-        if len(found) == len(source) == len(target):
+        _match_classes(source, target, colours, matches, similar)
+        if len(matches) == len(source) == len(target):
             break
-    _match_in_order(source, target, found)
-    pairs = [(source[one], target[other]) for one, other in sorted(found.items())]
-    place = {one.index: i for i, (one, _) in enumerate(pairs)}
-    taken = set(found.values())
+    _match_in_order(source, target, matches)
+    pairs = [(source[one], target[other]) for one, other in sorted(matches.items())]
+    position = {one.index: i for i, (one, _) in enumerate(pairs)}
+    matched_targets = set(matches.values())
     return Pairing(
         pairs,
-        [[place[each] for each in group] for group in alike],
-        [each for each in source if each.index not in found],
-        [each for each in target if each.index not in taken],
+        [[position[joint] for joint in group] for group in similar],
+        [joint for joint in source if joint.index not in matches],
+        [joint for joint in target if joint.index not in matched_targets],
     )
 
 
@@ -228,17 +231,17 @@ def _colours(
     def colour(description: Any) -> int:
         return names.setdefault(description, len(names))
 
-    both = [source, target]
-    colours = [[colour(joint.label) for joint in each] for each in both]
+    models = [source, target]
+    colours = [[colour(joint.label) for joint in joints_of_model] for joints_of_model in models]
     for _ in range(len(source) + len(target)):
         names = {}
         new = []
-        for joints, old in zip(both, colours, strict=True):
+        for joints, old in zip(models, colours, strict=True):
             described = []
             for joint in joints:
-                read = _sorted_colours(old, joint.sources) if before else ()
+                sources = _sorted_colours(old, joint.sources) if before else ()
                 readers = _sorted_colours(old, joint.readers) if after else ()
-                described.append(colour((old[joint.index], read, readers)))
+                described.append(colour((old[joint.index], sources, readers)))
             new.append(described)
         is_stable = len({*new[0], *new[1]}) == len({*colours[0], *colours[1]})
         colours = new
@@ -248,41 +251,42 @@ def _colours(
 
 
 def _sorted_colours(colours: list[int], joints: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(colours[each] for each in joints))
+    return tuple(sorted(colours[i] for i in joints))
 
 
 def _match_classes(
     source: list[Joint],
     target: list[Joint],
     colours: tuple[list[int], list[int]],
-    found: dict[int, int],
-    alike: list[list[int]],
+    matches: dict[int, int],
+    similar: list[list[int]],
 ) -> None:
     """Match the joints of a colour that both have equally often, in order."""
-    taken = set(found.values())
+    matched_targets = set(matches.values())
     classes: dict[int, tuple[list[Joint], list[Joint]]] = defaultdict(lambda: ([], []))
     for joint in source:
-        if joint.index not in found:
+        if joint.index not in matches:
             classes[colours[0][joint.index]][0].append(joint)
     for joint in target:
-        if joint.index not in taken:
+        if joint.index not in matched_targets:
             classes[colours[1][joint.index]][1].append(joint)
     for ones, others in classes.values():
         if len(ones) != len(others):
             continue
         ones.sort(key=lambda joint: joint.start)
         others.sort(key=lambda joint: joint.start)
-        found.update((one.index, other.index) for one, other in zip(ones, others, strict=True))
+        matches.update((one.index, other.index) for one, other in zip(ones, others, strict=True))
         if len(ones) > 1:
-            alike.append([one.index for one in ones])
+            similar.append([one.index for one in ones])
 
 
-def _match_in_order(source: list[Joint], target: list[Joint], found: dict[int, int]) -> None:
-    taken = set(found.values())
-    ones = [joint for joint in source if joint.index not in found]
-    others = [joint for joint in target if joint.index not in taken]
-    labels = [[joint.label for joint in each] for each in (ones, others)]
+def _match_in_order(source: list[Joint], target: list[Joint], matches: dict[int, int]) -> None:
+    """Match the remaining joints with equal labels in their order."""
+    matched_targets = set(matches.values())
+    ones = [joint for joint in source if joint.index not in matches]
+    others = [joint for joint in target if joint.index not in matched_targets]
+    labels = [[joint.label for joint in joints] for joints in (ones, others)]
     matcher = SequenceMatcher(None, labels[0], labels[1], autojunk=False)
     for block in matcher.get_matching_blocks():
         for i in range(block.size):
-            found[ones[block.a + i].index] = others[block.b + i].index
+            matches[ones[block.a + i].index] = others[block.b + i].index

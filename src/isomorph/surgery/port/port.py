@@ -23,7 +23,7 @@ from isomorph.surgery.port.compare import (
     OutputRow,
     Place,
     SourceSettings,
-    compare_outputs,
+    compare_all_outputs,
     compare_steps,
     run_with,
 )
@@ -104,44 +104,48 @@ class _Port:
         image = cast_floats(first, torch.float64)
         self.source = Side("source", source, image)
         self.target = Side("target", target, image)
-        self.a = self.source.graph
-        self.b = self.target.graph
-        self.assignment = Assignment(pair(joints_of(self.a), joints_of(self.b)))
-        self.tried: dict[str, None] = {}
+        self.source_graph = self.source.graph
+        self.target_graph = self.target.graph
+        self.assignment = Assignment(
+            pair(joints_of(self.source_graph), joints_of(self.target_graph))
+        )
+        self.tried_choices: dict[str, None] = {}
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
-        drawn = self._try_all(self._draw())
-        explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
-        self.source.check(self.a.numbers, self.a.values)
-        self.target.check(drawn.solution.numbers, drawn.values)
-        kept = self.target.own_numbers()
-        final = self._with_own_numbers(kept, drawn)
-        equal = self._is_equal(drawn) and self._is_equal(final)
+        random_trial = self._try_all(self._draw())
+        explained = not self._is_equal(random_trial) and self._is_setting_alone(random_trial)
+        self.source.check(self.source_graph.numbers, self.source_graph.values)
+        self.target.check(random_trial.solution.numbers, random_trial.values)
+        own_numbers = self.target.own_numbers()
+        final = self._with_own_numbers(own_numbers, random_trial)
+        equal = self._is_equal(random_trial) and self._is_equal(final)
         solution = final.solution
         pairing = self.assignment.pairing
         if not equal and pairing.only_target:
-            solution = self._solve(kept, neutral=False)
-        model = copy_module(self.target.given)
-        write(self.b, model, solution.numbers)
-        rows = max(drawn, final, key=lambda trial: _largest(trial.rows)).rows
-        own = "target"
+            solution = self._solve(own_numbers, neutral=False)
+        model = copy_module(self.target.original)
+        write(self.target_graph, model, solution.numbers)
+        rows = max(random_trial, final, key=lambda trial: _largest(trial.rows)).rows
+        model_name = "target"
         if equal and not is_equal(rows, "target"):
-            own = "source"
-        compared = [row for row in rows if row.own == own]
-        explained = explained and not solution.lost and self._is_paired()
+            model_name = "source"
+        compared = [row for row in rows if row.own == model_name]
+        are_heads = self._are_heads(self.source_graph, pairing.only_source)
+        is_paired = are_heads and not pairing.only_target
+        explained = explained and not solution.lost and is_paired
         return PortReport(
             model=model,
             equal=equal,
             difference=_largest(compared),
             outputs=tuple(compared),
-            tensors=ways_of(self.a, self.b, solution),
+            tensors=ways_of(self.source_graph, self.target_graph, solution),
             left=solution.names_left(),
             kept=solution.names_kept(),
-            settings=() if equal else settings_in(drawn.places),
+            settings=() if equal else settings_in(random_trial.places),
             explained=explained,
-            places=() if equal else tuple(drawn.places),
-            ambiguous=tuple(self.tried),
+            places=() if equal else tuple(random_trial.places),
+            ambiguous=tuple(self.tried_choices),
             notes=(*dict.fromkeys(solution.lost), *self._further_notes(equal, rows)),
         )
 
@@ -161,44 +165,53 @@ class _Port:
 
     def _draw(self) -> Solution:
         """Give the source random numbers, and return the target's; its own stay where the target cannot hold others."""
-        numbers = draw(self.a)
-        self.a.take(numbers, self.a.run(numbers))
-        solution = self._solve(self.b.numbers)
+        numbers = draw(self.source_graph)
+        self.source_graph.take(numbers, self.source_graph.run(numbers))
+        solution = self._solve(self.target_graph.numbers)
         if not solution.unplaced:
             return solution
         entries = torch.cat(solution.unplaced)
         numbers.put(entries, self.source.own_numbers().pick(entries))
-        self.a.take(numbers, self.a.run(numbers))
-        return self._solve(self.b.numbers)
+        self.source_graph.take(numbers, self.source_graph.run(numbers))
+        return self._solve(self.target_graph.numbers)
 
     def _solve(self, start: Numbers, neutral: bool = True) -> Solution:
         """Return the target's numbers for those of the source; those of `start` where that has none."""
-        now = self.assignment
-        solution = solve(self.a, self.b, now.pairing, start, now.orders, neutral)
-        if now.leftovers is not None:
-            fill_leftovers(solution, now.leftovers)
+        assignment = self.assignment
+        solution = solve(
+            self.source_graph,
+            self.target_graph,
+            assignment.pairing,
+            start,
+            assignment.orders,
+            neutral,
+        )
+        if assignment.leftovers is not None:
+            fill_leftovers(solution, assignment.leftovers)
         return solution
 
     def _trial(self, solution: Solution) -> _Trial:
         """Compare steps and outputs of the source with those of the target that has its numbers."""
         numbers = solution.numbers
         pairing = self.assignment.pairing
-        places, settings, values = compare_steps(self.a, self.b, pairing, numbers)
-        if places:  # the values are in part those of the source
-            values = self.b.run(numbers)
-        rows = compare_outputs(self.a, self.b, values)
-        return _Trial(solution, values, rows, places, settings)
+        differences, settings, values = compare_steps(
+            self.source_graph, self.target_graph, pairing, numbers
+        )
+        if differences:  # the values are in part those of the source
+            values = self.target_graph.run(numbers)
+        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
+        return _Trial(solution, values, rows, differences, settings)
 
     def _try_all(self, solution: Solution) -> _Trial:
         """Return the best trial; what structure cannot tell is tried where the first is not equal."""
         best = self._trial(solution)
         if self._is_equal(best):
             return best
-        for what, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
+        for description, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
-            self.tried[what] = None
+            self.tried_choices[description] = None
             self.assignment = change(before)
-            trial = self._trial(self._solve(self.b.numbers))
+            trial = self._trial(self._solve(self.target_graph.numbers))
             if self._is_equal(trial):
                 return trial
             if len(trial.places) < len(best.places):
@@ -207,48 +220,54 @@ class _Port:
                 self.assignment = before
         return best
 
-    def _with_own_numbers(self, kept: Numbers, drawn: _Trial) -> _Trial:
+    def _with_own_numbers(self, target_numbers: Numbers, random_trial: _Trial) -> _Trial:
         """Compare the outputs once more with the source's own numbers.
 
         The models themselves are called. All values are needed only where outputs are not outputs of the other, or
         where tensors are carried that are computed.
         """
-        has_inner = any(not row.other.startswith("output") for row in drawn.rows)
-        own = self.source.own_numbers()
-        values = self.source.call(own)
-        if has_inner or self.a.reads_computed:
-            values = self.a.run(own)
-            self.source.check(own, values)
-        self.a.take(own, values)
-        solution = self._solve(kept)
+        has_inner = any(not row.other.startswith("output") for row in random_trial.rows)
+        source_numbers = self.source.own_numbers()
+        values = self.source.call(source_numbers)
+        if has_inner or self.source_graph.reads_computed:
+            values = self.source_graph.run(source_numbers)
+            self.source.check(source_numbers, values)
+        self.source_graph.take(source_numbers, values)
+        solution = self._solve(target_numbers)
         values = self.target.call(solution.numbers)
         if has_inner:
-            values = self.b.run(solution.numbers)
+            values = self.target_graph.run(solution.numbers)
             self.target.check(solution.numbers, values)
-        return _Trial(solution, values, compare_outputs(self.a, self.b, values))
+        return _Trial(
+            solution, values, compare_all_outputs(self.source_graph, self.target_graph, values)
+        )
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
         if not trial.settings.calls and not trial.settings.constants:
             return False
-        values = run_with(trial.settings, self.a, self.b, trial.solution.numbers)
+        values = run_with(
+            trial.settings, self.source_graph, self.target_graph, trial.solution.numbers
+        )
         if values is None:
             return False
-        rows = compare_outputs(self.a, self.b, values)
+        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
         return is_equal(rows, "target")
 
     def _is_equal(self, trial: _Trial) -> bool:
         """True if all outputs are equal; a head that only one side has is no part of the other's function."""
         if is_equal(trial.rows, "target"):
             inner = any(not row.other.startswith("output") for row in trial.rows)
-            return not inner or self._are_heads(self.a, self.assignment.pairing.only_source)
+            return not inner or self._are_heads(
+                self.source_graph, self.assignment.pairing.only_source
+            )
         if not is_equal(trial.rows, "source"):
             return False
         if _are_outputs(trial.rows):
             return True
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
-        return has_head and self._are_heads(self.b, only)
+        return has_head and self._are_heads(self.target_graph, only)
 
     def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
         """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
@@ -262,16 +281,11 @@ class _Port:
         inner = {joint.index for joint in layers}
         return not any(joint.sources & inner for joint in layers)
 
-    def _is_paired(self) -> bool:
-        """True if neither model has a step that the other has not, apart from heads."""
-        mine = self._are_heads(self.a, self.assignment.pairing.only_source)
-        return mine and not self.assignment.pairing.only_target
-
 
 def _are_outputs(rows: list[OutputRow]) -> bool:
     """True if every output of the source is one of the target's, which may have more."""
-    mine = [row for row in rows if row.own == "source"]
-    return bool(mine) and all(row.other.startswith("output") for row in mine)
+    source_rows = [row for row in rows if row.own == "source"]
+    return bool(source_rows) and all(row.other.startswith("output") for row in source_rows)
 
 
 def _largest(rows: list[OutputRow]) -> float:

@@ -66,10 +66,10 @@ class PortReport:
     """The way of every tensor of the target that has the source's numbers."""
 
     left: tuple[str, ...]
-    """Tensors of the source that the target cannot hold."""
+    """SourcedTensor of the source that the target cannot hold."""
 
     kept: tuple[str, ...]
-    """Tensors of the target that keep their own numbers."""
+    """SourcedTensor of the target that keep their own numbers."""
 
     settings: tuple[Setting, ...] = ()
     """Settings that are not weights, and differ: eps, a kind of activation, a scale."""
@@ -90,31 +90,33 @@ class PortReport:
         """One sentence: equal or not, by how much, and which setting would make the models equal."""
         count = f"{len(self.tensors)} tensors carried"
         if self.equal:
-            own = f", {len(self.kept)} keep their own numbers" if self.kept else ""
-            return f"equal in float64 (relative difference {self.difference:.2g}): {count}{own}"
-        apart = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
+            own_numbers = f", {len(self.kept)} keep their own numbers" if self.kept else ""
+            return f"equal in float64 (relative difference {self.difference:.2g}): {count}{own_numbers}"
+        verdict = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
         if self.explained:
             values = "; ".join(setting.values for setting in self.settings)
-            return f"{apart}; with the source's settings they are equal, which was tried: {values}"
+            return (
+                f"{verdict}; with the source's settings they are equal, which was tried: {values}"
+            )
         alone = [note for note in self.notes if "alone" in note]
         if alone:  # says more than the first place where the models part
             return "; ".join(["NOT equal: one model computes more than the other", *alone])
         if self.places:
-            return f"{apart}, first at {self.places[0]}"
-        return apart
+            return f"{verdict}, first at {self.places[0]}"
+        return verdict
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, without the model."""
         fields = {name: value for name, value in vars(self).items() if name != "model"}
         rows = ("outputs", "tensors", "settings", "places")
-        plain = {name: [asdict(each) for each in fields[name]] for name in rows}
+        plain = {name: [asdict(row) for row in fields[name]] for name in rows}
         return {**fields, **plain}
 
     def __str__(self) -> str:
         lines = [self.verdict]
         lines += [f"  {row}" for row in self.outputs]
-        lines += [f"  setting: {each}" for each in self.settings]
-        lines += [f"  parts at {each}" for each in self.places[:_SHOWN]]
+        lines += [f"  setting: {item}" for item in self.settings]
+        lines += [f"  parts at {item}" for item in self.places[:_SHOWN]]
         if len(self.places) > _SHOWN:
             lines.append(f"  parts at {len(self.places) - _SHOWN} more places")
         if self.left:
@@ -143,69 +145,74 @@ class NotPorted(UserError):
     """
 
     def __init__(self, report: PortReport, advice: str | None = None) -> None:
-        whole = f"{report}\npartial=True returns the target with what could be carried"
-        super().__init__(whole if advice is None else report.verdict + advice)
+        text = f"{report}\npartial=True returns the target with what could be carried"
+        super().__init__(text if advice is None else report.verdict + advice)
         self.report = report
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = [name or "the model" for name in names[:_SHOWN]]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(shown) + more
+    listed = [name or "the model" for name in names[:_SHOWN]]
+    suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(listed) + suffix
 
 
-def settings_in(places: Sequence[Place]) -> tuple[Setting, ...]:
+def settings_in(differences: Sequence[Place]) -> tuple[Setting, ...]:
     """Return the settings that differ, each once, with the modules where they do."""
+    # by their text, as values need not be hashable
     modules: dict[str, list[str]] = {}
     values: dict[str, tuple[str, Any, Any]] = {}
-    for place in places:
-        for setting in place.settings:
+    for difference in differences:
+        for setting in difference.settings:
             values[repr(setting)] = setting
-            modules.setdefault(repr(setting), []).append(place.target)
+            modules.setdefault(repr(setting), []).append(difference.target)
     return tuple(Setting(*values[key], tuple(dict.fromkeys(modules[key]))) for key in values)
 
 
 def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay, ...]:
     """Return the way of every tensor of the target that gets numbers."""
-    ways = []
-    for number, names in target.seen.names.items():
+    tensor_ways = []
+    for number, names in target.record.names.items():
         origins = solution.origins.tensors[number]
         if number not in solution.origins.written or not origins.numel():
             continue
-        given, how = _way(source, sorted(solution.givers[number]), origins)
+        names_of_sources, how = _way(source, sorted(solution.sources_of[number]), origins)
         for name in names:
-            ways.append(TensorWay(name, given, how))
-    return tuple(ways)
+            tensor_ways.append(TensorWay(name, names_of_sources, how))
+    return tuple(tensor_ways)
 
 
 def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str, ...], str]:
     """Return the names of the tensors that numbers come from, and how they do."""
     in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
-    names = tuple(source.seen.names[each][0] for each in numbers)
+    names = tuple(source.record.names[number][0] for number in numbers)
     if bool((origins == NEUTRAL).all()):
         return names, "a number that changes nothing, as the source has none"
     steps = []
     if not in_order:
-        kinds = {
+        descriptions = {
             COMPUTED: "computed",
             NEUTRAL: "zeros where the source has none",
             OWN: "in part its own",
         }
-        steps = [what for kind, what in kinds.items() if bool((origins == kind).any())]
+        steps = [
+            description
+            for kind, description in descriptions.items()
+            if bool((origins == kind).any())
+        ]
     if len(numbers) > 1:
         steps.append(f"joined from {len(numbers)}")
     if len(numbers) == 1:
-        given = source.values[numbers[0]]
-        if given.numel() > origins.numel():
+        tensor = source.values[numbers[0]]
+        if tensor.numel() > origins.numel():
             steps.append("a part of it")
-        elif not in_order and given.numel() == origins.numel():
+        elif not in_order and tensor.numel() == origins.numel():
             steps.append("in another order")
-        elif given.shape != origins.shape:
-            steps.append(f"{tuple(given.shape)} as {tuple(origins.shape)}")
+        elif tensor.shape != origins.shape:
+            steps.append(f"{tuple(tensor.shape)} as {tuple(origins.shape)}")
     return names, ", ".join(steps) or "unchanged"
 
 
-def is_equal(rows: Sequence[OutputRow], own: str) -> bool:
+def is_equal(rows: Sequence[OutputRow], model: str) -> bool:
     """True if all outputs of a model are values of the other."""
-    mine = [row for row in rows if row.own == own]
-    return bool(mine) and all(row.difference <= TOLERANCE for row in mine)
+    own_rows = [row for row in rows if row.own == model]
+    return bool(own_rows) and all(row.difference <= TOLERANCE for row in own_rows)

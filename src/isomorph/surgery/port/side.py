@@ -8,7 +8,7 @@ from isomorph.operations import copy_module, leaves, unwrap
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
 from isomorph.surgery.port.graph import Graph
-from isomorph.surgery.port.numbers import Numbers, noise
+from isomorph.surgery.port.numbers import Numbers, random_numbers
 from isomorph.surgery.port.watch import entries_of, watch
 
 
@@ -21,20 +21,20 @@ class Side:
 
     def __init__(self, name: str, model: nn.Module, image: Inputs) -> None:
         self.name = name
-        self.given = unwrap(model)
+        self.original = unwrap(model)
         self.image = image
-        self.model = _exact_copy(self.given)
+        self.model = _exact_copy(self.original)
         _perturb(self.model)
         clear_caches(self.model)
         self.graph = Graph(watch(self.model, image))
 
     def own_numbers(self) -> Numbers:
         """Return the numbers of the given model."""
-        tensors = entries_of(self.given)
-        own = {}
-        for number, names in self.graph.seen.names.items():
-            own[number] = tensors[names[0]].detach().cpu().double()
-        return Numbers(self.graph.entries, own)
+        tensors = entries_of(self.original)
+        own_tensors = {}
+        for number, names in self.graph.record.names.items():
+            own_tensors[number] = tensors[names[0]].detach().cpu().double()
+        return Numbers(self.graph.entries, own_tensors)
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
@@ -43,18 +43,18 @@ class Side:
         write(self.graph, self.model, numbers)
         values = list(self.graph.values)
         result = run_model(self.model, self.image)
-        found = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
-        outputs = self.graph.seen.outputs
-        if len(found) != len(outputs):
+        tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
+        outputs = self.graph.record.outputs
+        if len(tensors) != len(outputs):
             self._cannot_be_followed()
-        for number, value in zip(outputs.values(), found, strict=True):
+        for number, value in zip(outputs.values(), tensors, strict=True):
             values[number] = value
         return values
 
     def check(self, numbers: Numbers, values: list[Tensor]) -> None:
         """Raise UserError if the model itself gives other outputs than the recorded operations."""
         called = self.call(numbers)
-        for number in self.graph.seen.outputs.values():
+        for number in self.graph.record.outputs.values():
             if not _is_same(called[number], values[number]):
                 self._cannot_be_followed()
 
@@ -66,6 +66,7 @@ class Side:
 
 
 def _exact_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in float64, in eval mode, whose operations are not in place."""
     exact = copy_module(model).eval().requires_grad_(False)
     exact = exact.to(torch.device("cpu")).double()
     for module in exact.modules():
@@ -80,10 +81,11 @@ def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
         if tensor.is_floating_point():
-            tensor.add_(noise(tensor.numel(), generator).view(tensor.shape), alpha=0.01)
+            tensor.add_(random_numbers(tensor.numel(), generator).view(tensor.shape), alpha=0.01)
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
+    """True if two values are equal but for rounding."""
     if value.shape != other.shape or value.dtype != other.dtype:
         return False
     if not value.is_floating_point() or not value.numel():
@@ -96,7 +98,7 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
 def write(graph: Graph, model: nn.Module, numbers: Numbers) -> None:
     """Write numbers of all entries into a model's parameters and buffers."""
     state = model.state_dict(keep_vars=True)
-    for number, names in graph.seen.names.items():
+    for number, names in graph.record.names.items():
         state[names[0]].copy_(numbers.tensors[number])
     clear_caches(model)
 

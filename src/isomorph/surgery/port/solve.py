@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
-from isomorph.surgery.port.numbers import Numbers, noise
+from isomorph.surgery.port.numbers import Numbers, random_numbers
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channels_of
 
 # Where a number of the target comes from if it is not from a parameter of the source.
@@ -21,44 +21,44 @@ _NEUTRAL = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0,
 
 
 @dataclass(frozen=True, eq=False)
-class Tensors:
+class SourcedTensor:
     """Numbers, and which entries of the source's parameters they are (COMPUTED, NEUTRAL, or an entry)."""
 
     value: Tensor
     entries: Tensor
 
     @classmethod
-    def neutral(cls, shape: Any, number: float) -> "Tensors":
+    def neutral(cls, shape: Any, number: float) -> "SourcedTensor":
         """Return a number that changes nothing, for every entry of a shape."""
         value = torch.full(tuple(shape), number, dtype=torch.float64)
         return cls(value, torch.full(tuple(shape), NEUTRAL))
 
     @classmethod
-    def cat(cls, parts: "list[Tensors]") -> "Tensors":
+    def cat(cls, parts: "list[SourcedTensor]") -> "SourcedTensor":
         """Return several along their first axis."""
         return cls(torch.cat([x.value for x in parts]), torch.cat([x.entries for x in parts]))
 
-    def __getitem__(self, where: Any) -> "Tensors":
-        return Tensors(self.value[where], self.entries[where])
+    def __getitem__(self, where: Any) -> "SourcedTensor":
+        return SourcedTensor(self.value[where], self.entries[where])
 
-    def rows(self, rows: Tensor) -> "Tensors":
+    def rows(self, rows: Tensor) -> "SourcedTensor":
         """Return some rows, without a copy where they follow each other."""
         first = int(rows[0])
         if torch.equal(rows, torch.arange(first, first + len(rows))):
             return self[first : first + len(rows)]
         return self[rows]
 
-    def computed(self, value: Tensor) -> "Tensors":
+    def computed(self, value: Tensor) -> "SourcedTensor":
         """Return numbers that are computed from these."""
-        return Tensors(value, torch.full_like(self.entries, COMPUTED))
+        return SourcedTensor(value, torch.full_like(self.entries, COMPUTED))
 
-    def scaled(self, gain: Tensor) -> "Tensors":
+    def scaled(self, gain: Tensor) -> "SourcedTensor":
         """Return the numbers times one for each row."""
         return self.computed(self.value * gain.reshape(-1, *[1] * (self.value.ndim - 1)))
 
-    def reshape(self, *shape: int) -> "Tensors":
+    def reshape(self, *shape: int) -> "SourcedTensor":
         """Return the same numbers in another shape."""
-        return Tensors(self.value.reshape(*shape), self.entries.reshape(*shape))
+        return SourcedTensor(self.value.reshape(*shape), self.entries.reshape(*shape))
 
 
 class Solution:
@@ -68,10 +68,11 @@ class Solution:
         self.source = source
         self.target = target
         self.numbers = Numbers(target.entries, start.tensors)
-        own = {number: _own(x.shape) for number, x in start.tensors.items()}
-        self.origins = Numbers(target.entries, own)
+        own = torch.tensor(OWN, dtype=torch.int32)
+        own_origins = {number: own.expand(x.shape) for number, x in start.tensors.items()}
+        self.origins = Numbers(target.entries, own_origins)
         # The source's parameters whose numbers a parameter of the target has.
-        self.givers: dict[int, dict[int, None]] = {number: {} for number in start.tensors}
+        self.sources_of: dict[int, dict[int, None]] = {number: {} for number in start.tensors}
         # What the source has and the target has no parameter for.
         self.lost: list[str] = []
         # The source's entries that the target cannot hold.
@@ -79,7 +80,7 @@ class Solution:
         # The source's entries that others of the target's hold too.
         self.merged: list[Tensor] = []
         # Further terms of shifts of the target, by step.
-        self.added: dict[int, list[Tensors]] = {}
+        self.added: dict[int, list[SourcedTensor]] = {}
 
     def is_free(self, number: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
@@ -87,73 +88,70 @@ class Solution:
             return True
         return bool((self.origins.tensors[number] <= NEUTRAL).all())
 
-    @property
-    def has_free_parameters(self) -> bool:
-        """True if some of the target's parameters have none of the source's numbers."""
-        return any(map(self.is_free, self.target.seen.names))
-
     def names_left(self) -> tuple[str, ...]:
         """Return the names of the source's tensors that no tensor of the target has numbers of."""
         used: set[int] = set()
-        for givers in self.givers.values():
-            used.update(givers)
+        for sources in self.sources_of.values():
+            used.update(sources)
         for entries in self.merged:
             used.update(self.source.entries.owners(entries))
-        names = self.source.seen.names
+        names = self.source.record.names
         return tuple(names[number][0] for number in names if number not in used)
 
     def names_kept(self) -> tuple[str, ...]:
         """Return the names of the target's tensors that keep their own numbers."""
-        kept = []
-        for number, names in self.target.seen.names.items():
+        names_with_own = []
+        for number, names in self.target.record.names.items():
             if number not in self.origins.written and self.target.values[number].numel():
-                kept.append(names[0])
-        return tuple(kept)
+                names_with_own.append(names[0])
+        return tuple(names_with_own)
 
-    def of(self, operand: Operand) -> Tensors:
+    def source_numbers(self, operand: Operand) -> SourcedTensor:
         """Return the numbers of an operand of the source."""
         value = operand.value.detach().double()
         if operand.entries is None:
-            return Tensors(value, torch.full(value.shape, COMPUTED))
+            return SourcedTensor(value, torch.full(value.shape, COMPUTED))
         if self.source.entries.owner(operand.entries) is not None:
-            return Tensors(value, operand.entries)
-        return Tensors(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
+            return SourcedTensor(value, operand.entries)
+        return SourcedTensor(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
 
-    def lose(self, given: Tensors, what: str) -> None:
+    def note_lost(self, tensors: SourcedTensor, message: str) -> None:
         """Note numbers that the target cannot hold."""
-        self.lost.append(what)
-        self.unplaced.append(given.entries[given.entries >= 0])
+        self.lost.append(message)
+        self.unplaced.append(tensors.entries[tensors.entries >= 0])
 
-    def put(self, entries: Tensor | None, given: Tensors, module: str) -> None:
+    def put(self, entries: Tensor | None, tensors: SourcedTensor, module: str) -> None:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
         if entries is None:
             return
         if self._is_free_view(entries):
-            self.carry(entries, given)
+            self.carry(entries, tensors)
             return
         entries = entries.reshape(-1)
-        value = given.value.reshape(-1)
-        origins = given.entries.reshape(-1)
+        value = tensors.value.reshape(-1)
+        origins = tensors.entries.reshape(-1)
         inside = entries >= 0
         if not bool(inside.all()):
             if bool(value[~inside].any()):
-                what = f"{module}: the target has a constant 0"
-                self.lose(Tensors(value, origins)[~inside], what)
+                message = f"{module}: the target has a constant 0"
+                self.note_lost(SourcedTensor(value, origins)[~inside], message)
             entries = entries[inside]
             value = value[inside]
             origins = origins[inside]
-        known = self.origins.pick(entries) != OWN
-        if bool(known.any()) and bool((known & (self.numbers.pick(entries) != value)).any()):
+        is_written = self.origins.pick(entries) != OWN
+        if bool(is_written.any()) and bool(
+            (is_written & (self.numbers.pick(entries) != value)).any()
+        ):
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.carry(entries, Tensors(value, origins))
+        self.carry(entries, SourcedTensor(value, origins))
 
-    def carry(self, entries: Tensor, given: Tensors) -> None:
+    def carry(self, entries: Tensor, tensors: SourcedTensor) -> None:
         """Write numbers into the target's entries, whatever is there."""
-        self.numbers.put(entries, given.value)
-        self.origins.put(entries, given.entries)
-        givers = dict.fromkeys(self.source.entries.owners(given.entries))
+        self.numbers.put(entries, tensors.value)
+        self.origins.put(entries, tensors.entries)
+        sources = dict.fromkeys(self.source.entries.owners(tensors.entries))
         for number in self.target.entries.owners(entries):
-            self.givers[number].update(givers)
+            self.sources_of[number].update(sources)
 
     def _is_free_view(self, entries: Tensor) -> bool:
         """True for entries side by side, of one parameter, that have no number of the source's yet."""
@@ -161,11 +159,6 @@ class Solution:
         if owner is None or not entries.is_contiguous():
             return False
         return owner not in self.origins.written or bool((self.origins.pick(entries) == OWN).all())
-
-
-def _own(shape: torch.Size) -> Tensor:
-    """Return OWN for all entries of a parameter, as one number that is expanded."""
-    return torch.tensor(OWN, dtype=torch.int32).expand(shape)
 
 
 def solve(
@@ -183,47 +176,51 @@ def solve(
     has become 1 and 0.
     """
     solution = Solution(source, target, start)
-    for one, other in pairing.pairs:
-        if one.first.kind == "layer":
-            _solve_layer(one, other, solution, pairing, orders.get(one.index, 0))
-        elif one.first.kind == "shift":
-            _solve_shift(one.first, other.first, solution)
+    for source_joint, target_joint in pairing.pairs:
+        if source_joint.first.kind == "layer":
+            _solve_layer(
+                source_joint, target_joint, solution, pairing, orders.get(source_joint.index, 0)
+            )
+        elif source_joint.first.kind == "shift":
+            _solve_shift(source_joint.first, target_joint.first, solution)
         else:
-            _solve_operands(one.first, other.first, solution)
+            _solve_operands(source_joint.first, target_joint.first, solution)
     for joint in pairing.only_target if neutral else ():
         _solve_alone(joint.first, solution)
     return solution
 
 
-def _rows(part: Part, role: str, tensors_of: Callable[[Operand], Tensors]) -> Tensors | None:
+def _rows(
+    part: Part, role: str, tensors_of: Callable[[Operand], SourcedTensor]
+) -> SourcedTensor | None:
     """Return the rows of a part's weight or bias in the order in which they are read."""
     operand = part.step.operands.get(role)
     if operand is None:
         return None
-    found = tensors_of(operand)
+    tensors = tensors_of(operand)
     if role == "weight":
         columns = part.step.columns
         weight = part.step.weight
         if columns is not None and weight.shape[1] == len(columns):
-            found = found.reshape(*weight.shape)[:, columns]
-        found = found.reshape(part.step.rows, -1)
-        if columns is not None and found.value.shape[1] == len(columns) != weight.shape[1]:
-            found = found[:, columns]
-    return found.rows(part.rows)
+            tensors = tensors.reshape(*weight.shape)[:, columns]
+        tensors = tensors.reshape(part.step.rows, -1)
+        if columns is not None and tensors.value.shape[1] == len(columns) != weight.shape[1]:
+            tensors = tensors[:, columns]
+    return tensors.rows(part.rows)
 
 
-def _place(operand: Operand) -> Tensors:
+def _target_tensors(operand: Operand) -> SourcedTensor:
     """Return the entries of an operand of the target, none for a tensor that is computed."""
     if operand.entries is None:
-        return Tensors(operand.value, torch.full(operand.value.shape, -1))
-    return Tensors(operand.value, operand.entries)
+        return SourcedTensor(operand.value, torch.full(operand.value.shape, -1))
+    return SourcedTensor(operand.value, operand.entries)
 
 
-def part_orders(one: Joint, other: Joint) -> list[tuple[int, ...]]:
+def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
     """Return in which orders the source's parts may stand for the target's, the most likely first."""
-    signed = [part.read_by for part in one.parts], [part.read_by for part in other.parts]
-    count = len(one.parts)
-    sizes = [len(part.rows) for part in one.parts]
+    signed = [part.read_by for part in joint.parts], [part.read_by for part in other.parts]
+    count = len(joint.parts)
+    sizes = [len(part.rows) for part in joint.parts]
     others = [len(part.rows) for part in other.parts]
     if count != len(others) or sorted(sizes) != sorted(others):
         return []
@@ -232,20 +229,20 @@ def part_orders(one: Joint, other: Joint) -> list[tuple[int, ...]]:
         return [tuple(range(count))] if sizes == others else []
     for order in permutations(range(count)):
         if [sizes[i] for i in order] == others:
-            same = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
-            fitting.append((-same, order))
+            num_equal = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
+            fitting.append((-num_equal, order))
     fitting.sort()
     return [order for _, order in fitting]
 
 
-def _gain_after(one: Joint, pairing: Pairing, solution: Solution) -> Tensors | None:
+def _gain_after(layer: Joint, pairing: Pairing, solution: Solution) -> SourcedTensor | None:
     """Return the scale of its outputs that follows a layer of the source and has no counterpart in the target."""
-    if len(one.parts) != 1 or len(one.readers) != 1:
+    if len(layer.parts) != 1 or len(layer.readers) != 1:
         return None
     for joint in pairing.only_source:
-        if joint.index in one.readers and joint.first.kind == "scale":
-            scale = solution.of(joint.first.operands["scale"]).reshape(-1)
-            if joint.sources == {one.index} and len(scale.value) == len(one.parts[0].rows):
+        if joint.index in layer.readers and joint.first.kind == "scale":
+            scale = solution.source_numbers(joint.first.operands["scale"]).reshape(-1)
+            if joint.sources == {layer.index} and len(scale.value) == len(layer.parts[0].rows):
                 return scale
     return None
 
@@ -258,214 +255,233 @@ def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
             continue
         if len(other.steps) > 1 or step.input != other.first.output:
             continue
-        held = torch.zeros(step.ids.shape, dtype=torch.bool)
+        has_entry = torch.zeros(step.ids.shape, dtype=torch.bool)
         for term in step.terms:
-            held |= _place(term).entries >= 0
-        if bool(held[step.ids >= 0].all()):
+            has_entry |= _target_tensors(term).entries >= 0
+        if bool(has_entry[step.ids >= 0].all()):
             return step
     return None
 
 
 def _solve_layer(
-    one: Joint, other: Joint, solution: Solution, pairing: Pairing, choice: int
+    joint: Joint, other: Joint, solution: Solution, pairing: Pairing, choice: int
 ) -> None:
     """Write weights and biases of layers side by side, part by part."""
-    orders = part_orders(one, other)
-    parts = [one.parts[i] for i in orders[choice]] if orders else one.parts
-    gain = _gain_after(one, pairing, solution)
+    orders = part_orders(joint, other)
+    parts = [joint.parts[i] for i in orders[choice]] if orders else joint.parts
+    gain = _gain_after(joint, pairing, solution)
     counts = [len(part.rows) for part in other.parts]
     for role in ("weight", "bias"):
-        given = [_given(part, role, solution) for part in parts]
+        source_rows = [_source_rows(part, role, solution) for part in parts]
         if gain is not None:
-            solution.merged += [given[0].entries, gain.entries]
-            given = [given[0].scaled(gain.value[parts[0].rows])]
-        for part, rows in zip(other.parts, _in_parts(given, counts), strict=True):
+            solution.merged += [source_rows[0].entries, gain.entries]
+            source_rows = [source_rows[0].scaled(gain.value[parts[0].rows])]
+        for part, rows in zip(other.parts, _in_parts(source_rows, counts), strict=True):
             _solve_part(rows, part, role, solution, partial(_shift_after, other, pairing))
-    if "input" in one.first.operands and "input" in other.first.operands:
-        _put(one.first.operands["input"], other.first.operands["input"], solution, other.module)
+    if "input" in joint.first.operands and "input" in other.first.operands:
+        _put(joint.first.operands["input"], other.first.operands["input"], solution, other.module)
 
 
-def _given(part: Part, role: str, solution: Solution) -> Tensors:
+def _source_rows(part: Part, role: str, solution: Solution) -> SourcedTensor:
     """Return the rows of a part of the source, 0 for a bias that it has not."""
-    rows = _rows(part, role, solution.of)
-    return rows or Tensors.neutral((len(part.rows),), 0.0)
+    rows = _rows(part, role, solution.source_numbers)
+    return rows or SourcedTensor.neutral((len(part.rows),), 0.0)
 
 
-def _in_parts(given: list[Tensors], counts: list[int]) -> list[Tensors]:
+def _in_parts(tensors: list[SourcedTensor], counts: list[int]) -> list[SourcedTensor]:
     """Return rows in parts of other numbers of rows."""
-    if [len(rows.value) for rows in given] == counts:
-        return given
-    whole = Tensors.cat(given)
+    if [len(rows.value) for rows in tensors] == counts:
+        return tensors
+    all_rows = SourcedTensor.cat(tensors)
     parts = []
     start = 0
     for count in counts:
-        parts.append(whole[start : start + count])
+        parts.append(all_rows[start : start + count])
         start += count
     return parts
 
 
 def _solve_part(
-    given: Tensors,
+    source_rows: SourcedTensor,
     part: Part,
     role: str,
     solution: Solution,
     find_shift: Callable[[], Step | None],
 ) -> None:
     """Write the rows of a part; a bias for which there is no place into what is added after it, or it is lost."""
-    place = _rows(part, role, _place)
-    if place is not None:
+    target_rows = _rows(part, role, _target_tensors)
+    if target_rows is not None:
         if part.step.operands[role].entries is not None:
-            solution.put(place.entries, given, part.step.module)
+            solution.put(target_rows.entries, source_rows, part.step.module)
         return
-    if not bool(given.value.any()):
+    if not bool(source_rows.value.any()):
         return
     shift = find_shift()
     if shift is None:
-        solution.lose(given, f"{part.step.module}: the target has no bias there")
+        solution.note_lost(source_rows, f"{part.step.module}: the target has no bias there")
     else:
-        _merge_bias(given, part, shift, solution)
+        _merge_bias(source_rows, part, shift, solution)
 
 
-def _merge_bias(given: Tensors, part: Part, shift: Step, solution: Solution) -> None:
+def _merge_bias(source_rows: SourcedTensor, part: Part, shift: Step, solution: Solution) -> None:
     """Let the parameters that are added to a layer's outputs hold its bias, as positions do that of patches."""
     assert shift.ids is not None
     bias = torch.zeros(part.step.rows, dtype=torch.float64)
-    bias[part.rows] = given.value
+    bias[part.rows] = source_rows.value
     channels = channels_of(solution.target, part.step, shift.ids)
     added = bias[channels].masked_fill(shift.ids < 0, 0.0)
     origins = torch.where(added != 0, COMPUTED, NEUTRAL)
-    solution.added.setdefault(shift.index, []).append(Tensors(added, origins))
-    solution.merged.append(given.entries)
+    solution.added.setdefault(shift.index, []).append(SourcedTensor(added, origins))
+    solution.merged.append(source_rows.entries)
 
 
-def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
+def _solve_shift(step: Step, other: Step, solution: Solution) -> None:
     """Write added parameters: one by one if both have as many, else their sum into the first of the target's."""
     shape = other.terms[0].value.shape
-    if one.terms[0].value.numel() != shape.numel():
+    if step.terms[0].value.numel() != shape.numel():
         solution.lost.append(f"{other.module}: parameters of another size are added there")
         return
-    given = [solution.of(each).reshape(*shape) for each in one.terms]
-    given += solution.added.get(other.index, [])
-    places = [_place(each).entries for each in other.terms]
-    if _have_same_places(given, places):
-        for each, entries in zip(given, places, strict=True):
-            solution.put(entries, each, other.module)
+    source_terms = [solution.source_numbers(term).reshape(*shape) for term in step.terms]
+    source_terms += solution.added.get(other.index, [])
+    target_entries = [_target_tensors(term).entries for term in other.terms]
+    if _have_same_positions(source_terms, target_entries):
+        for term, entries in zip(source_terms, target_entries, strict=True):
+            solution.put(entries, term, other.module)
         return
-    solution.merged += [each.entries for each in given]
+    solution.merged += [term.entries for term in source_terms]
     total = torch.zeros(shape, dtype=torch.float64)
     origins = torch.full(shape, NEUTRAL)
-    for each in given:
-        total += each.value
+    for term in source_terms:
+        total += term.value
         is_first = origins == NEUTRAL
-        joined = torch.where(is_first, each.entries, COMPUTED)
-        origins = torch.where(each.entries == NEUTRAL, origins, joined)
-    left = torch.ones(shape, dtype=torch.bool)
-    for entries in places:
-        here = entries >= 0
-        value = total.masked_fill(~(here & left), 0.0)
-        solution.put(entries, Tensors(value, origins), other.module)
-        left &= ~here
-    if bool(total[left].any()):
+        merged_origins = torch.where(is_first, term.entries, COMPUTED)
+        origins = torch.where(term.entries == NEUTRAL, origins, merged_origins)
+    is_open = torch.ones(shape, dtype=torch.bool)
+    for entries in target_entries:
+        is_held = entries >= 0
+        value = total.masked_fill(~(is_held & is_open), 0.0)
+        solution.put(entries, SourcedTensor(value, origins), other.module)
+        is_open &= ~is_held
+    if bool(total[is_open].any()):
         solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
 
 
-def _have_same_places(given: list[Tensors], places: list[Tensor]) -> bool:
+def _have_same_positions(terms: list[SourcedTensor], target_entries: list[Tensor]) -> bool:
     """True if there are as many added parameters as places for them, each at the same positions."""
-    if len(given) != len(places):
+    if len(terms) != len(target_entries):
         return False
-    pairs = zip(given, places, strict=True)
-    return all(torch.equal(each.entries < 0, entries < 0) for each, entries in pairs)
+    pairs = zip(terms, target_entries, strict=True)
+    return all(torch.equal(term.entries < 0, entries < 0) for term, entries in pairs)
 
 
-def _solve_operands(one: Step, other: Step, solution: Solution) -> None:
+def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     """Write the operands of a norm, scale or other step, by role."""
-    roles = list(one.operands)
-    if set(roles) != set(other.operands) and one.kind not in NORMS:
-        matched = list(zip(one.operands.values(), other.operands.values(), strict=False))
-        for operand, place in matched:
-            _put(operand, place, solution, other.module)
+    roles = list(step.operands)
+    if set(roles) != set(other.operands) and step.kind not in NORMS:
+        matched = list(zip(step.operands.values(), other.operands.values(), strict=False))
+        for operand, target_operand in matched:
+            _put(operand, target_operand, solution, other.module)
         return
-    for role, place in other.operands.items():
-        given = one.operands.get(role)
-        if given is not None:
-            _put(given, place, solution, other.module, one.columns, other.columns)
-        elif place.entries is not None and role in _NEUTRAL:
-            neutral = Tensors.neutral(place.value.shape, _NEUTRAL[role])
-            solution.put(place.entries, neutral, other.module)
-    for role, operand in one.operands.items():
+    for role, target_operand in other.operands.items():
+        operand_of_source = step.operands.get(role)
+        if operand_of_source is not None:
+            _put(
+                operand_of_source,
+                target_operand,
+                solution,
+                other.module,
+                step.columns,
+                other.columns,
+            )
+        elif target_operand.entries is not None and role in _NEUTRAL:
+            neutral = SourcedTensor.neutral(target_operand.value.shape, _NEUTRAL[role])
+            solution.put(target_operand.entries, neutral, other.module)
+    for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
         if role not in other.operands and bool((operand.value != number).any()):
-            solution.lose(solution.of(operand), f"{other.module}: the target has no {role} there")
+            solution.note_lost(
+                solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
+            )
 
 
 def _put(
-    given: Operand,
-    place: Operand,
+    operand: Operand,
+    target_operand: Operand,
     solution: Solution,
     module: str,
     columns: Tensor | None = None,
     other_columns: Tensor | None = None,
 ) -> None:
-    if place.entries is None:
+    """Write an operand of the source into one of the target, entry by entry in the order in which they are read."""
+    if target_operand.entries is None:
         return
-    one = solution.of(given).reshape(-1)
-    entries = place.entries.reshape(-1)
-    if len(one.value) != len(entries):
+    tensors = solution.source_numbers(operand).reshape(-1)
+    entries = target_operand.entries.reshape(-1)
+    if len(tensors.value) != len(entries):
         solution.lost.append(f"{module}: a tensor of another size")
         return
     if columns is not None and len(columns) == len(entries):
-        one = one[columns]
+        tensors = tensors[columns]
     if other_columns is not None and len(other_columns) == len(entries):
         entries = entries[other_columns]
-    solution.put(entries, one, module)
+    solution.put(entries, tensors, module)
 
 
 def _solve_alone(step: Step, solution: Solution) -> None:
     """Let a scale or shift that only the target has change nothing."""
     if step.kind == "scale":
-        place = step.operands["scale"]
-        if place.entries is not None:
-            solution.put(place.entries, Tensors.neutral(place.value.shape, 1.0), step.module)
+        operand = step.operands["scale"]
+        if operand.entries is not None:
+            solution.put(
+                operand.entries, SourcedTensor.neutral(operand.value.shape, 1.0), step.module
+            )
     if step.kind == "shift":
-        for place in step.terms:
-            solution.put(place.entries, Tensors.neutral(place.value.shape, 0.0), step.module)
+        for operand in step.terms:
+            solution.put(
+                operand.entries, SourcedTensor.neutral(operand.value.shape, 0.0), step.module
+            )
 
 
-def fill_leftovers(solution: Solution, which: int) -> None:
+def fill_leftovers(solution: Solution, choice: int) -> None:
     """Give parameters of the target that no step fills those of the source that no step has placed, by size in order.
 
-    Where one model has k for each of the other's, every k-th is taken, from `which` on. Whether that is right only a
+    Where one model has k for each of the other's, every k-th is taken, from `choice` on. Whether that is right only a
     comparison of outputs shows.
     """
     source = solution.source
     target = solution.target
-    left = solution.names_left()
-    given = _by_size(source, [x for x, names in source.seen.names.items() if names[0] in left])
-    wanted = _by_size(target, [number for number in target.seen.names if solution.is_free(number)])
-    for size, numbers in wanted.items():
-        others = given.get(size, [])
+    names_left = solution.names_left()
+    free_source = _by_size(
+        source, [x for x, names in source.record.names.items() if names[0] in names_left]
+    )
+    free_target = _by_size(
+        target, [number for number in target.record.names if solution.is_free(number)]
+    )
+    for size, numbers in free_target.items():
+        others = free_source.get(size, [])
         if not others:
             continue
         several = len(others) // len(numbers)
         shared = len(numbers) // len(others)
         if several > 1:
-            others = others[which::several]
+            others = others[choice::several]
         elif shared > 1:
-            numbers = numbers[which::shared]
+            numbers = numbers[choice::shared]
         if len(others) != len(numbers):
             continue
         for number, other in zip(numbers, others, strict=True):
-            theirs = source.entries.of(other)
-            carried = Tensors(source.numbers.pick(theirs), theirs)
-            solution.carry(target.entries.of(number), carried)
+            source_entries = source.entries.of_parameter(other)
+            carried = SourcedTensor(source.numbers.pick(source_entries), source_entries)
+            solution.carry(target.entries.of_parameter(number), carried)
 
 
 def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    """Return parameters by their number of entries, without buffers."""
+    by_size: dict[int, list[int]] = {}
     for number in numbers:
-        if number not in graph.seen.buffers:
-            found.setdefault(graph.values[number].numel(), []).append(number)
-    return found
+        if number not in graph.record.buffers:
+            by_size.setdefault(graph.values[number].numel(), []).append(number)
+    return by_size
 
 
 @torch.no_grad()
@@ -480,24 +496,27 @@ def draw(graph: Graph, seed: int = 0) -> Numbers:
         entries = operand.entries
         if entries is None:
             continue
-        drawn = noise(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)  # -1 to 1
+        values = (
+            random_numbers(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)
+        )  # -1 to 1
         if step.kind == "layer" and role == "weight":
-            drawn *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
+            values *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
         elif role in ("bias", "term"):
-            drawn *= 0.5
+            values *= 0.5
         elif role == "running_mean":
-            drawn *= 0.2
+            values *= 0.2
         elif role == "running_var":
-            drawn += 1.5
+            values += 1.5
         elif role in ("weight", "scale") and step.kind != "product":
-            drawn = 1 + 0.5 * drawn
+            values = 1 + 0.5 * values
         else:
-            drawn = operand.value + 0.2 * drawn
-        numbers.put(entries, drawn)
+            values = operand.value + 0.2 * values
+        numbers.put(entries, values)
     return numbers
 
 
 def _operands(graph: Graph) -> Iterator[tuple[Step, str, Operand]]:
+    """Yield every operand of all steps, with its step and role."""
     for step in graph.steps:
         for role, operand in step.operands.items():
             yield step, role, operand

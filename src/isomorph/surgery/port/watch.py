@@ -54,14 +54,14 @@ class Call:
         """Run the function again, on other values, which it does not change."""
         assert self.function is not None
 
-        def given(ref: Ref) -> Tensor:
+        def argument_of(ref: Ref) -> Tensor:
             value = value_of(ref.number)
             if self.writes and ref.number == self.inputs[0]:
                 return value.clone()
             return value
 
         return self.function(
-            *map_nested(Ref, given, self.args), **map_nested(Ref, given, self.kwargs)
+            *map_nested(Ref, argument_of, self.args), **map_nested(Ref, argument_of, self.kwargs)
         )
 
 
@@ -70,9 +70,9 @@ def map_nested(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)([map_nested(kind, change, each) for each in value])
+        return type(value)([map_nested(kind, change, item) for item in value])
     if type(value) is dict:
-        return {name: map_nested(kind, change, each) for name, each in value.items()}
+        return {name: map_nested(kind, change, item) for name, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | Ref | Tensor):
         return value
     return tree_map_only(kind, change, value)  # torch knows further containers
@@ -100,6 +100,7 @@ def _written_through(before: Tensor, written: Tensor, write: _Write, start: int)
 
 
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Return a copy of a tensor in which an item is set."""
     new = tensor.clone()
     new[index] = value
     return new
@@ -117,7 +118,8 @@ class Watch(TorchFunctionMode):
         self.model = model
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
-        self.makers: dict[int, Call] = {}
+        # The call that makes a value, and the calls that read it, by its number.
+        self.call_of: dict[int, Call] = {}
         self.readers: dict[int, list[Call]] = defaultdict(list)
         self.running = Running()
         # The names of every parameter and buffer, by the number of its value.
@@ -140,10 +142,10 @@ class Watch(TorchFunctionMode):
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a value: of a tensor at its version."""
-        known = self._numbers.get(id(tensor))
-        if known is None:
+        entry = self._numbers.get(id(tensor))
+        if entry is None:
             return self._add(tensor)
-        number, version = known
+        number, version = entry
         if version == tensor._version:
             return number
         writes = [x for x in self._writes.get(_storage(tensor), []) if x.version > version]
@@ -158,9 +160,9 @@ class Watch(TorchFunctionMode):
         before = self.values[number]
         self.values[new] = function(before, self.values[write.number])
         args = Ref(number), Ref(write.number)
-        read = number, write.number
+        numbers = number, write.number
         module = self.running.innermost
-        self._record(Call(len(self.calls), "write", function, module, args, {}, read, (new,)))
+        self._record(Call(len(self.calls), "write", function, module, args, {}, numbers, (new,)))
         return new
 
     def _add(self, tensor: Tensor) -> int:
@@ -172,25 +174,27 @@ class Watch(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         explicit = EXPLICIT.get(func)
-        if explicit and (form := explicit(*args, **given)):
+        if explicit and (form := explicit(*args, **keywords)):
             with self:
                 return form()
         name = name_of(func)
-        read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
-        inputs = tuple(map(self.number_of, read))
-        kept = map_nested(
-            Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": given}
+        tensors_read = tensors_in(args[:1] if name in LIKE_SECOND else (args, keywords))
+        inputs = tuple(map(self.number_of, tensors_read))
+        references = map_nested(
+            Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": keywords}
         )
-        writes = bool(read) and _writes(name, args, given)
+        writes = bool(tensors_read) and _writes(name, args, keywords)
         if writes:
-            self._keep(read[0])
-        out = func(*args, **given)
-        made = [args[0]] if name == "__setitem__" else tensors_in(out)
-        is_new = bool(made) and name not in _FRESH
-        if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
-            outputs = tuple(map(self._add, made))
+            self._keep(tensors_read[0])
+        out = func(*args, **keywords)
+        tensors_made = [args[0]] if name == "__setitem__" else tensors_in(out)
+        is_new = bool(tensors_made) and name not in _FRESH
+        if is_new and not all(
+            any(x is y for y in tensors_read) and self._is_known(x) for x in tensors_made
+        ):
+            outputs = tuple(map(self._add, tensors_made))
             function = _set_item if name == "__setitem__" else func
             module = self.running.innermost
             changes = writes and name != "__setitem__"
@@ -200,21 +204,21 @@ class Watch(TorchFunctionMode):
                 name,
                 function,
                 module,
-                **kept,
+                **references,
                 inputs=inputs,
                 outputs=outputs,
                 writes=changes,
             )
             self._record(call)
-            if writes and made[0] is read[0]:
-                self._note_write(made[0], outputs[0])
+            if writes and tensors_made[0] is tensors_read[0]:
+                self._note_write(tensors_made[0], outputs[0])
         return out
 
     def _record(self, call: Call) -> None:
         self.calls.append(call)
         for number in dict.fromkeys(call.inputs):
             self.readers[number].append(call)
-        self.makers |= dict.fromkeys(call.outputs, call)
+        self.call_of |= dict.fromkeys(call.outputs, call)
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the numbers of all values in the memory of a tensor that is written to."""
@@ -229,8 +233,8 @@ class Watch(TorchFunctionMode):
         self._writes[_storage(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
-        known = self._numbers.get(id(tensor))
-        return known is not None and known[1] == tensor._version
+        entry = self._numbers.get(id(tensor))
+        return entry is not None and entry[1] == tensor._version
 
     def watch(self, inputs: Inputs) -> None:
         """Run the model and record what happens."""
@@ -249,10 +253,11 @@ def _writes(name: str, args: Any, kwargs: Any) -> bool:
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
-    return bool(kwargs.get("inplace")) or any(each is True for each in args[1:])
+    return bool(kwargs.get("inplace")) or any(argument is True for argument in args[1:])
 
 
 def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Return fused attention as a softmax between two products."""
     call = FusedCall(*args, **kwargs)
 
     def form() -> Tensor:
@@ -271,6 +276,8 @@ def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
 def _add_product(
     input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 ) -> Callable[[], Any]:
+    """Return `addcmul` as a product and a sum."""
+
     def form() -> Tensor:
         product = tensor1 * tensor2
         return input + (product if value == 1 else value * product)
@@ -279,33 +286,34 @@ def _add_product(
 
 
 def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    """Return torch's multi-head attention as projections and fused attention, or None with further arguments."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments = bound.arguments
     unusual = ("bias_k", "bias_v", "attn_mask", "key_padding_mask", "static_k", "static_v")
-    if any(given[name] is not None for name in unusual) or given["add_zero_attn"]:
+    if any(arguments[name] is not None for name in unusual) or arguments["add_zero_attn"]:
         return None
-    if given["query"].ndim != 3:
+    if arguments["query"].ndim != 3:
         return None
-    return partial(_explicit_multi_head, given)
+    return partial(_explicit_multi_head, arguments)
 
 
-def _explicit_multi_head(given: dict[str, Any]) -> tuple[Tensor, None]:
+def _explicit_multi_head(arguments: dict[str, Any]) -> tuple[Tensor, None]:
     """Shape: query (Nq, B, C), key and value (Nk, B, C) -> (Nq, B, C)"""
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    if arguments["use_separate_proj_weight"]:
+        weights = [arguments[f"{name}_proj_weight"] for name in "qkv"]
     else:
-        weights = given["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    tokens = (given["query"], given["key"], given["value"])
+        weights = arguments["in_proj_weight"].chunk(3)
+    biases = [None] * 3 if arguments["in_proj_bias"] is None else arguments["in_proj_bias"].chunk(3)
+    tokens = (arguments["query"], arguments["key"], arguments["value"])
     heads = []
     for x, weight, bias in zip(tokens, weights, biases, strict=True):
         y = F.linear(x, weight, bias)  # (N, B, C)
-        y = y.unflatten(-1, (given["num_heads"], -1))  # (N, B, nh, hd)
+        y = y.unflatten(-1, (arguments["num_heads"], -1))  # (N, B, nh, hd)
         heads.append(y.permute(1, 2, 0, 3))  # (B, nh, N, hd)
     out = F.scaled_dot_product_attention(*heads)
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, C)
-    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
+    return F.linear(out, arguments["out_proj_weight"], arguments["out_proj_bias"]), None
 
 
 # Functions that are run as the operations that they stand for, where these are known for their arguments.
@@ -325,9 +333,9 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
 
 def watch(model: nn.Module, inputs: Inputs) -> Watch:
     """Return what happens in a call of a model, in the mode that it is in."""
-    seen = Watch(model)
-    seen.watch(inputs)
-    return seen
+    record = Watch(model)
+    record.watch(inputs)
+    return record
 
 
 Run = Callable[[Call, Callable[[int], Tensor]], Any]
@@ -335,21 +343,21 @@ Run = Callable[[Call, Callable[[int], Tensor]], Any]
 
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
-def replay(seen: Watch, given: Mapping[int, Tensor], run: Run = Call.run) -> list[Tensor]:
+def replay(record: Watch, values_given: Mapping[int, Tensor], run: Run = Call.run) -> list[Tensor]:
     """Return all values again where some have other numbers: only the calls that follow from these are run.
 
     `run`: what is done instead of a call; it gets the call and a function that returns the values it reads.
     """
-    values = list(seen.values)
-    changed = set(given)
-    for number, value in given.items():
+    values = list(record.values)
+    changed = set(values_given)
+    for number, value in values_given.items():
         values[number] = value
-    for call in seen.calls:
+    for call in record.calls:
         if changed.isdisjoint(call.inputs):
             continue
-        made = tensors_in(run(call, values.__getitem__))
-        for number, value in zip(call.outputs, made, strict=True):
-            if number not in given:
+        outputs = tensors_in(run(call, values.__getitem__))
+        for number, value in zip(call.outputs, outputs, strict=True):
+            if number not in values_given:
                 values[number] = value
                 changed.add(number)
     return values

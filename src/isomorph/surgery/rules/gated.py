@@ -83,15 +83,17 @@ class GatedRule(Rule):
     def accepted_difference(self) -> float:
         return NEAR_TOLERANCE if self.init == "near" else self.atol
 
-    def gating(self) -> tuple[float, float]:
-        """Return the initial locality and gate. Raises: UserError for a field that is out of range."""
+    def __post_init__(self) -> None:
         check_choice("init", self.init, self.named_gating)
+        check_gating(*self.gating())
+
+    def gating(self) -> tuple[float, float]:
+        """Return the initial locality and gate of every head."""
         locality, gate = self.named_gating[self.init]
         if self.locality is not None:
             locality = self.locality
         if self.gate is not None:
             gate = self.gate
-        check_gating(locality, gate)
         return locality, gate
 
 
@@ -135,7 +137,7 @@ class ConvToGPSA(GatedRule):
     named_gating: ClassVar[NamedGating] = CONV_GATING
 
     def __post_init__(self) -> None:
-        self.gating()
+        super().__post_init__()
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(

@@ -46,9 +46,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
         projection: Any = getattr(module, name)
         if isinstance(projection, nn.Linear):
             continue
-        stands_in = describe_stand_in(projection)
-        if stands_in is not None:
-            return f"its {name} {stands_in}"
+        stand_in = describe_stand_in(projection)
+        if stand_in is not None:
+            return f"its {name} {stand_in}"
         kind = class_name(projection)
         return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
     if type(module.attn_drop) is not nn.Dropout:
@@ -117,7 +117,7 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
     named_gating: ClassVar[NamedGating] = ATTENTION_GATING
 
     def __post_init__(self) -> None:
-        self.gating()
+        super().__post_init__()
         self.check_grid_fields()
 
     def reason(self, site: Site) -> str | None:

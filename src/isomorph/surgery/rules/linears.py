@@ -6,7 +6,6 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
-from isomorph.surgery.modules import call_joint_projection
 from isomorph.surgery.plain_layers import (
     class_name,
     describe_stand_in,
@@ -15,7 +14,7 @@ from isomorph.surgery.plain_layers import (
     override_reason,
 )
 from isomorph.surgery.rule import Rule, register_rule
-from isomorph.surgery.site import Site
+from isomorph.surgery.site import Site, call_joint_projection
 
 
 @register_rule
@@ -75,6 +74,7 @@ class AttentionToLinears(Rule):
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
+    """Return how a module differs from nn.MultiheadAttention, or None."""
     reason = override_reason(module, nn.MultiheadAttention, "nn.MultiheadAttention")
     if reason is not None:
         return reason

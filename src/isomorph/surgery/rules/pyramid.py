@@ -19,7 +19,6 @@ from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
-from isomorph.surgery.modules import SEPARATE_BIAS, call_joint_projection
 from isomorph.surgery.plain_layers import (
     conv_padding,
     is_plain_norm,
@@ -30,7 +29,13 @@ from isomorph.surgery.plain_layers import (
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
-from isomorph.surgery.site import JOINT_PARTS, Site, part_names
+from isomorph.surgery.site import (
+    JOINT_PARTS,
+    SEPARATE_BIAS,
+    Site,
+    call_joint_projection,
+    part_names,
+)
 
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
 _LOGIT_PROJECTIONS = {
@@ -61,6 +66,7 @@ def _rectify_by_name(rectify: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+    """Return a joint projection as one linear layer for each part."""
     width = joint.out_features // parts
     layers = []
     for _ in range(parts):
@@ -93,6 +99,7 @@ def _split_mismatch(site: Site) -> str | None:
 
 
 def _never_called(site: Site) -> str | None:
+    """Return that the parent reads a layer's weight without calling it, or None."""
     parent = site.parent
     adds_bias = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
     packs_weights = (
@@ -177,7 +184,8 @@ class LinearToPyramid(Rule):
 
     def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        unknown = self._names_of_layers() - site.once(_last_names)
+        named = set(_rectify_by_name(self.rectify)) - {""}
+        unknown = named - site.once(_last_names)
         if unknown:
             return f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name"
         module = site.module
@@ -194,10 +202,8 @@ class LinearToPyramid(Rule):
             return self._pair_mismatch(module)
         return linear_mismatch(plain_layer(module)) or _never_called(site)
 
-    def _names_of_layers(self) -> set[str]:
-        return set(_rectify_by_name(self.rectify)) - {""}
-
     def _pair_mismatch(self, pair: AnnealedPair) -> str | None:
+        """Return why a pair of convolutions is not one linear layer, or None."""
         if type(pair) is not AnnealedPair or type(pair.act) is not AnnealedReLU:
             return f"{type(pair).__name__} may compute something else than AnnealedPair"
         if self.keeps_function and not pair.act.is_identity:
@@ -251,6 +257,7 @@ class LinearToPyramid(Rule):
     def _pyramid(
         self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = ""
     ) -> PyramidLinear | PyramidConv2d:
+        """Return the pyramid of one layer, initialised from its weights unless init is "paper"."""
         options: Any = {
             "rectify": self._rectification(name, joint),
             "layout": self.layout,
@@ -279,11 +286,11 @@ class LinearToPyramid(Rule):
 
     def _rectification(self, name: str, joint: str) -> str:
         """Return the rectification of a layer with this last name, in a joint projection or alone."""
-        given = _rectify_by_name(self.rectify)
+        by_name = _rectify_by_name(self.rectify)
         for key in (name, joint, ""):
-            if key in given:
-                if given[key] != "paper":
-                    return given[key]
+            if key in by_name:
+                if by_name[key] != "paper":
+                    return by_name[key]
                 break
         gets_norm = name in _LOGIT_PROJECTIONS or name in JOINT_PARTS
         return "batchnorm" if gets_norm else "rescale"

@@ -104,9 +104,9 @@ class AttentionToRefined(AnyAttentionRule):
                 f"kernel {self.kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)"
             )
         if self.ratio == 0 and (self.span != "map" or not self.reduce):
-            given = f"span={self.span!r}" if self.span != "map" else "reduce=False"
+            argument = f"span={self.span!r}" if self.span != "map" else "reduce=False"
             raise UserError(
-                f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads"
+                f"{argument} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads"
             )
         if self.span != "map" and not self.reduce:
             raise UserError(
@@ -127,6 +127,7 @@ class AttentionToRefined(AnyAttentionRule):
         return reason
 
     def _edits_map(self, site: Site) -> bool:
+        """True if the layer keeps its class and gets an edit of its map."""
         if not isinstance(site.module, Attention):
             return True
         if self.span != "spatial":
@@ -135,6 +136,7 @@ class AttentionToRefined(AnyAttentionRule):
         return grid.from_image and grid.size is None
 
     def _edit_mismatch(self, module: nn.Module) -> str | None:
+        """Return why the map of a layer that is not timm's Attention cannot be refined, or None."""
         name = type(module).__name__
         if not self.reduce:
             return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
@@ -152,11 +154,11 @@ class AttentionToRefined(AnyAttentionRule):
             return edit_map(
                 site.module, self._new_edit, grid.size, grid.prefix_tokens, self.recompute
             )
-        place: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.span == "spatial":
             grid = self.grid_at(site)
-            place = {"grid_size": grid.size, "prefix_tokens": grid.prefix_tokens}
-        refined = like_attention(site.module, self.new_layer, **place)
+            options = {"grid_size": grid.size, "prefix_tokens": grid.prefix_tokens}
+        refined = like_attention(site.module, self.new_layer, **options)
         if isinstance(refined, ExpandedAttention):
             refined.expand_projection()
         return refined
@@ -165,6 +167,7 @@ class AttentionToRefined(AnyAttentionRule):
         return RefinedMap(self._refiner(heads, device, dtype))
 
     def _refiner(self, heads: int, device: Any, dtype: Any) -> Any:
+        """Return the refiner of a layer with this number of heads."""
         form: dict[str, Any] = {
             "kernel_size": self.kernel,
             "init": self.init,

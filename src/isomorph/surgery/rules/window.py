@@ -39,7 +39,7 @@ class _Attend(FollowMaps):
         super().__init__()
         self.layer = layer
         self.shapes = shapes
-        self.seen = False
+        self.has_scores = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SOFTMAX:
@@ -52,19 +52,20 @@ class _Attend(FollowMaps):
             return args
         scores = args[0]
         grid, prefix = fit_grid(scores.shape[-1], self.shapes, self.layer.prefix_tokens)
-        self.seen = True
+        self.has_scores = True
         if self.layer._is_global:
             return args
         windows = TokenWindows(grid, self.layer.window, prefix)
         return scores + windows.log_share(self.layer.share, scores), *args[1:]
 
     def at_fused(self, call: FusedCall) -> Tensor:
+        """Compute fused attention within the windows."""
         layer = self.layer
         if call.is_causal or call.query.shape[:-1] != call.key.shape[:-1]:
             needs = "windows need self-attention that is not causal, with keys of its own for each token and head"
             raise ValueError(f"{layer.original.__name__}: {needs}; leave it out of where")
         grid, prefix = fit_grid(call.query.shape[-2], self.shapes, layer.prefix_tokens)
-        self.seen = True
+        self.has_scores = True
         if layer._is_global:
             return super().at_fused(call)
         out = self._attend_in(_with_four_axes(call), grid, prefix)
@@ -119,7 +120,7 @@ class WindowAttention(AlteredAttention):
     window: int
     share: Tensor
     _is_global: bool
-    _share_seen: TensorVersion
+    _last_share: TensorVersion
     _is_checked: bool
     pruned: bool
     fused_scale: float | None
@@ -128,7 +129,7 @@ class WindowAttention(AlteredAttention):
         "window",
         "share",
         "_is_global",
-        "_share_seen",
+        "_last_share",
         "_is_checked",
         "pruned",
         "fused_scale",
@@ -145,28 +146,28 @@ class WindowAttention(AlteredAttention):
         """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
         self.share.fill_(share)
         self._is_global = share == 1  # without waiting for a GPU
-        self._share_seen = value_of(self.share)
+        self._last_share = value_of(self.share)
 
     def _is_open(self) -> bool:
         """Whether the share is 1, also after averages or copies of the model wrote the buffer."""
         if torch.compiler.is_compiling() or self.share.is_meta:
             return self._is_global
-        if self._share_seen != value_of(self.share):
-            self._share_seen = value_of(self.share)
+        if self._last_share != value_of(self.share):
+            self._last_share = value_of(self.share)
             self._is_global = bool(self.share == 1)
         return self._is_global
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
         if self._is_open() and (self._is_checked or torch.compiler.is_compiling()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        mode = _Attend(self, self.shapes(grid_size, self.given(args, kwargs)))
+        mode = _Attend(self, self.shapes(grid_size, self.arguments_by_name(args, kwargs)))
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not mode.seen:
-            said = f"the scores of {self.original.__name__} were not seen in this call, so it has no windows"
+        if not mode.has_scores:
+            problem = f"the scores of {self.original.__name__} were not seen in this call, so it has no windows"
             if self.facts.interface:
-                said += '; call model.set_attn_implementation("sdpa")'
-            raise ValueError(said)
+                problem += '; call model.set_attn_implementation("sdpa")'
+            raise ValueError(problem)
         self._is_checked = True
         return out
 
@@ -245,9 +246,9 @@ class AttentionToWindow(AnyAttentionRule):
         if reason is not None:
             return reason
         grid = self.grid_at(site)
-        own = own_shapes(module, {})
-        if own and grid.size and own[0] != grid.size:
-            return f"it attends in windows of {own[0][0]} x {own[0][1]} already"
+        window_sizes = own_shapes(module, {})
+        if window_sizes and grid.size and window_sizes[0] != grid.size:
+            return f"it attends in windows of {window_sizes[0][0]} x {window_sizes[0][1]} already"
         config = getattr(module, "config", None)
         if getattr(config, "num_key_value_heads", None) not in (
             None,
@@ -274,7 +275,7 @@ class AttentionToWindow(AnyAttentionRule):
         layer.pruned = False
         layer._is_global = True
         layer._is_checked = False
-        layer._share_seen = (0, 0)
+        layer._last_share = (0, 0)
         return layer
 
 

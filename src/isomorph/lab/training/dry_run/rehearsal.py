@@ -26,7 +26,7 @@ from isomorph.lab.training.dry_run.synthetic import SyntheticData
 from isomorph.lab.training.optim import build_optimizer, describe_groups
 from isomorph.lab.training.parallel import prepare_model
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.run.loop import train_step
+from isomorph.lab.training.run.loop import slow_average, train_step
 from isomorph.lab.training.run.resume import find_snapshot
 from isomorph.lab.training.run.state import Run, check_model_given
 from isomorph.lab.training.task import Objective, Task
@@ -243,7 +243,10 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
         seconds=measured.seconds,
         measured_images=measured.images,
         measured_memory=measured.memory,
-        notes=[*filter(None, [recipe.shortened]), *measured.notes],
+        notes=[
+            *filter(None, [recipe.shortened, slow_average(recipe.ema, total)]),
+            *measured.notes,
+        ],
     )
 
 

@@ -4,18 +4,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from isomorph.errors import UserError, unknown_field
+from isomorph.errors import describe_value, invalid_fields, unknown_field
 from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe import fields
 from isomorph.lab.training.recipe.fields import Part, part_of
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.recipe.tasks import task_names
-from isomorph.terminal_tables import count_of
 
 P = TypeVar("P", bound=Part)
+
+PLAIN = {"int", "float", "bool", "literal"}
+"""Types of pydantic's schemas that a table can hold."""
 
 
 class Recipe(Part):
@@ -226,8 +235,7 @@ def check_part(part: type[P], title: str, values: fields.Fields) -> P:
         return part.model_validate(values)
     except ValidationError as error:
         problems = [_describe_problem(problem, part) for problem in error.errors()]
-        count = count_of(len(problems), "problem")
-        raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
+        raise invalid_fields(title, problems) from None
 
 
 def _describe_problem(problem: Any, part: type[Part]) -> str:
@@ -240,14 +248,9 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     if problem["type"] == "model_type":
         names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] != "value_error":
-        message = message[0].lower() + message[1:]
-    if isinstance(problem["input"], dict):
-        if problem["loc"]:
-            return f"{field}: {message}"
-        return message
-    return f"{field}: {message} (given {repr(problem['input'])[:80]})"
+    if not problem["loc"]:  # of all fields together
+        return problem["msg"].removeprefix("Value error, ")
+    return describe_value(field, problem)
 
 
 def _fields_of(groups: list[str], part: type[Part]) -> fields.Fields:
@@ -266,6 +269,27 @@ def closed_groups(part: type[Part] = Recipe, path: str = "") -> dict[str, list[s
         if group:
             groups |= closed_groups(group, f"{path}.{name}".lstrip("."))
     return groups
+
+
+def plain_values(part: type[Part] = Recipe, path: str = "") -> dict[str, Any]:
+    """Return pydantic's schemas of numbers, flags and choices by the path of their field.
+
+    Fields with a check of their own are left out.
+    """
+    checks = part.__pydantic_decorators__.field_validators.values()
+    checked = {name for check in checks for name in check.info.fields}
+    schemas: dict[str, Any] = {}
+    for name, field in part.model_fields.items():
+        place = f"{path}.{name}".lstrip(".")
+        group = part_of(field.annotation)
+        if group:
+            schemas |= plain_values(group, place)
+        elif name not in checked:
+            annotation: Any = Annotated[field.annotation, *field.metadata, None]
+            schema: Any = TypeAdapter(annotation).core_schema
+            if schema.get("schema", schema)["type"] in PLAIN:
+                schemas[place] = schema
+    return schemas
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:

@@ -180,6 +180,9 @@ def _print_start(run: Run, journal: Journal) -> None:
         journal.say(run.start)
     if recipe.shortened:
         journal.say(recipe.shortened)
+    average = slow_average(recipe.ema, run.iterations)
+    if average:
+        journal.say(average)
     if recipe.augment.crop_padding == "auto":
         padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:
@@ -506,6 +509,22 @@ def _raise_if_stopped(run: Run, number: int) -> None:
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
+
+
+# Largest share of the weights after the first step in an average at the end of a run.
+_FIRST_WEIGHTS = 0.1
+
+
+def slow_average(decay: float | None, steps: int) -> str:
+    """Return that an average of weights is too slow for the steps of a run; empty if it is not, or there is none."""
+    share = (decay or 0.0) ** (steps - 1)
+    if share <= _FIRST_WEIGHTS or steps == 1:
+        return ""
+    fast = math.floor(1000 * _FIRST_WEIGHTS ** (1 / (steps - 1))) / 1000
+    return (
+        f"ema {decay:g} is too slow for {steps:,} steps: {share:.0%} of the averaged weights, which are evaluated and "
+        f"saved, are those after the first step; give ema={fast:g} or less, or train longer"
+    )
 
 
 # Smallest change of a gate, a share of the attention, that counts: the log has three decimals.
