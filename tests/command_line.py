@@ -20,7 +20,13 @@ MODULES = [
     if "__main__" not in module.name
 ]
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "timm", "torchvision", "sklearn.datasets", *MODULES])
+EXPORT = [
+    "onnxscript.function_libs.torch_lib",
+    "torch.export._trace",
+]  # what exporting imports late
+SERVER.set_forkserver_preload(
+    ["torch", "timm", "torchvision", "sklearn.datasets", *MODULES, *EXPORT]
+)
 LONGEST = 300
 """Seconds."""
 

@@ -142,6 +142,10 @@ class TestOptim:
                 assert group["lr_scale"] == pytest.approx(scale * own, rel=1e-2)
 
 
+FEW_BLOCKS = dict(name="cifar_resnet20", kwargs=dict(depth=8))
+"""A ResNet of three blocks."""
+
+
 class TestRun:
     def test_leaves_what_it_says(self, ended):
         folder, result = ended
@@ -267,7 +271,8 @@ class TestRun:
             batch_size=40,
             workers=2,
         )
-        values = dict(data=data, log_every=1, scale=dict(accumulate=2), epochs=1)
+        scale = dict(accumulate=2)
+        values = dict(model=FEW_BLOCKS, data=data, log_every=1, scale=scale, epochs=1)
         iso.train(tiny(tmp_path / "whole", **values), show=False)
         stopped_run(tmp_path / "part", 4, {**TINY, **values})
         iso.train(tiny(tmp_path / "part", **values), show=False)

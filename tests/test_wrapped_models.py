@@ -25,8 +25,9 @@ RULES = {
 
 
 def plain(name):
-    model = "cifar_resnet20" if name == "ConvToGPSA" else "vit_tiny_patch16_224"
-    return timm.create_model(model, **({} if name == "ConvToGPSA" else VIT)).eval()
+    if name == "ConvToGPSA":
+        return timm.create_model("cifar_resnet20", depth=8).eval()
+    return timm.create_model("vit_tiny_patch16_224", **VIT).eval()
 
 
 def parts_of(model):
@@ -101,7 +102,7 @@ def test_surgery_takes_the_model_inside(how):
 def test_files_and_measurements_are_those_of_the_model_inside(how, tmp_path):
     model = plain("ConvToGPSA")
     x = torch.randn(2, 3, 32, 32)
-    tcnn = iso.recast(model, iso.ConvToGPSA(), "layer3.2.conv2").eval()
+    tcnn = iso.recast(model, iso.ConvToGPSA(), "layer3.0.conv2").eval()
     y = tcnn(x)
     wrapped = WRAPPED[how](copy.deepcopy(tcnn))
     iso.save(wrapped, tmp_path / "m.safetensors")

@@ -5,7 +5,7 @@ A checkpoint is rebuilt from them: create the base model, apply the edits, load 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -426,9 +426,12 @@ def float32_on(original: nn.Module) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     parameter = next(original.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
+    # a device as context costs time in every operation
+    is_default = torch.get_default_device() == device
+    on_device = nullcontext() if is_default else device
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), device:
+        with torch.inference_mode(False), on_device:
             yield
     finally:
         torch.set_default_dtype(dtype)

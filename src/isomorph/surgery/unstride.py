@@ -84,23 +84,20 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     new = apply_rule(new, Unstride(), where)
     example = own_example(new)
     if example is not None:
-        _check_resolution(copy_model(model), copy_model(new), example)  # a call may leave traces
+        _check_resolution(model, copy_model(new), example)  # a call may leave traces
     return new
 
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
     """Run a model without strides. Raises: UserError if a module still reduces the resolution or does not run."""
-    with (
-        eval_mode(model),
-        eval_mode(new),
-        observing(new, after=_check_stage, names=edits(new)[-1].names),
-    ):
+    with eval_mode(new), observing(new, after=_check_stage, names=edits(new)[-1].names):
         try:
             run_model(new, example)
         except DoesNotRun as error:
+            own = copy_model(model).eval()
             with suppress(DoesNotRun):  # the model itself may not take the size in its config
-                run_model(model, example)
+                run_model(own, example)
                 raise UserError(
                     f"without these strides {error}; select others, or unstride before recasting"
                 ) from None
