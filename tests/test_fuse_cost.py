@@ -14,7 +14,7 @@ import isomorph as iso
 # Most forward passes of one example in float64 that `fuse` may take, with all trials and comparisons.
 MOST_PASSES = 11
 SMALL = ["test_resnet", "test_efficientnet", "test_byobnet"]
-LARGE = ["resnet18", "efficientnet_b0", "fastvit_t8", "mobileone_s0"]
+LARGE = ["resnet18", "resnet50", "efficientnet_b0", "fastvit_t8", "mobileone_s0"]
 
 
 def _passes(name: str) -> float:

@@ -149,9 +149,8 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert report.write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
-@pytest.mark.parametrize(
-    ("where", "layout"), [("blocks.*.mlp.fc1", "P-W3S"), ("blocks.*.attn.qkv", "R-D1W3")]
-)
+@pytest.mark.parametrize("layout", ["P-W3S", "R-D1W3"])
+@pytest.mark.parametrize("where", ["blocks.*.mlp.fc1", "blocks.*.attn.qkv"])
 def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layout):
     """Every two branches of a pyramid but the skip (TDRL Fig. 2c), and what grows before a collapse (Fig. 3a, b)."""
     torch.manual_seed(0)
