@@ -6,10 +6,12 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import isomorph as iso
 from isomorph.layers import modes
 from isomorph.models.input_sizes import random_inputs
+from isomorph.surgery.calls import run_model
 from isomorph.surgery.reference_calls import own_example
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
@@ -54,6 +56,18 @@ MODES = {
     "bfloat16 by default": in_bfloat16,
     "meta by default": under(lambda: torch.device("meta")),
 }
+
+
+class Operations(TorchDispatchMode):
+    """Mode that lists the operations of a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
 
 
 class MakesFloat32(nn.Module):
@@ -125,6 +139,24 @@ def test_surgery_does_not_depend_on_the_caller_s_mode(rule, mode):
     iso.verify(model, back, IMAGES)
     for each in (new, back):
         each.train()(IMAGES).square().sum().backward()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_call_in_float64_leaves_no_constants_of_its_own(rule):
+    """Small constants are made once for all layers and calls, so also for those in float32 that come later."""
+    make, where = RULES[rule]
+    new = iso.recast(make(), rule, where)
+    runs = []
+    for double_first in (False, True):
+        modes._cached_constant.cache_clear()
+        if double_first:
+            run_model(copy.deepcopy(new).double(), IMAGES.double())
+        model = copy.deepcopy(new).train()
+        model(IMAGES)
+        with Operations() as operations:
+            model(IMAGES)
+        runs.append(operations.names)
+    assert runs[0] == runs[1]
 
 
 def test_random_inputs_are_drawn_on_the_cpu():

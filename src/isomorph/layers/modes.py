@@ -98,6 +98,17 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any, **named: Any) -
     return checkpoint(function, *arguments, use_reentrant=False, **named)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which tensors that are made without a dtype have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 # Bytes of the largest constant that is kept.
 LARGEST_CONSTANT = 2**23
 
@@ -108,8 +119,17 @@ def _cached_constant(
     device: torch.device,
     arguments: tuple[Hashable, ...],
 ) -> Tensor | None:
-    """Return a constant on a device, made once; None if it is too large to keep."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    """Return a constant on a device, made once; None if it is too large to keep.
+
+    Others get it later, so nothing around this call has a part in it: no mode of torch and no default of float64.
+    """
+    with (
+        default_dtype(torch.float32),
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         tensor = make(*arguments, device=torch.device("cpu"))
         # complete on return, for every stream
         return tensor.to(device) if tensor.nbytes <= LARGEST_CONSTANT else None

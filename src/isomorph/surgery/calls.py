@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
-from isomorph.layers.modes import first_float
+from isomorph.layers.modes import default_dtype, first_float
 from isomorph.operations import leaves
 
 # A batch of images or other tensor, or the keyword arguments of a model.
@@ -90,13 +90,8 @@ def in_own_precision(model: nn.Module) -> Iterator[None]:
     if first_float(model).dtype != torch.float64:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Float64():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.float64), _Float64():
+        yield
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from isomorph.errors import NotFinite, UserError
+from isomorph.layers.modes import default_dtype
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.modules import list_names
@@ -423,18 +424,13 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
 @contextmanager
 def float32_on(original: nn.Module) -> Iterator[None]:
     """Context in which layers are made for an original, whatever defaults of torch the caller has changed."""
-    dtype = torch.get_default_dtype()
     parameter = next(original.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     # a device as context costs time in every operation
     is_default = torch.get_default_device() == device
     on_device = nullcontext() if is_default else device
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), on_device:
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
+    with default_dtype(torch.float32), torch.inference_mode(False), on_device:
+        yield
 
 
 # The parents of every module of a model, with the names of the module in each.
