@@ -331,6 +331,8 @@ def rows() -> dict[str, Row]:
     for name, make in NETWORKS.items():
         for kind in ("inference", "step"):
             found[f"network/{name}/{kind}/2"] = Row(partial(of_modules, make, 2, kind))
+        inference = partial(of_modules, make, 32, "inference")
+        found[f"network/{name}/inference/32"] = Row(inference)
         found[f"network/{name}/memory/2"] = Row(partial(of_modules, make, 2, "memory"), memory=True)
     found["network/ResNet-18, windows/inference/8"] = Row(
         partial(of_modules, NETWORKS["ResNet-18, windows"], 8, "inference")
@@ -345,6 +347,9 @@ def rows() -> dict[str, Row]:
     found["command/wrong name"] = Row(partial(processes, [*program, "recats"], 2))
     found["command/wrong model"] = Row(
         partial(processes, [*program, "export", "resnet5O", "--out", "x.onnx"], 2)
+    )
+    found["command/wrong value"] = Row(
+        partial(processes, [*program, "train", "digits_cnn", "--optim.lr", "-1"], 2)
     )
     found["command/wrong field"] = Row(
         partial(processes, [*program, "train", "digits_cnn", "--optim.lrr", "3"], 2)
