@@ -719,7 +719,7 @@ TDRL = Study(
             ("plain", "fused start"), 10_000, 15, (1e-3, 2e-3, 4e-3)
         ),  # as long as 10 with pyramids on a GPU
         SAME_TIME,
-        replace(SAME_TIME, images=10_000, epochs=47, longer={"BatchNorm only": 30, "P-W2S": 27}),
+        replace(SAME_TIME, images=10_000, epochs=47, longer={"BatchNorm only": 30}),
         Setting(
             ("BatchNorm only", "plain"),
             images=45_000,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.errors import unknown_model
 from refusals import refused
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -168,3 +169,8 @@ def test_every_batch_that_is_given_has_to_run(name, model):
 def test_no_batch_is_an_error(name, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused("there is no batch", (SEVERAL | LOADERS)[name], model, [])
+
+
+def test_a_misspelt_model_is_not_taken_for_a_class():
+    assert unknown_model("resnet5O", ["resnet50"]).endswith("did you mean resnet50?")
+    assert "package.module:SmallNet" in unknown_model("SmallNet", ["resnet50"])

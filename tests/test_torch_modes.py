@@ -6,13 +6,13 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import isomorph as iso
 from isomorph.layers import modes
 from isomorph.models.input_sizes import random_inputs
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.reference_calls import own_example
+from test_operations import Launched
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -56,18 +56,6 @@ MODES = {
     "bfloat16 by default": in_bfloat16,
     "meta by default": under(lambda: torch.device("meta")),
 }
-
-
-class Operations(TorchDispatchMode):
-    """Mode that lists the operations of a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.names.append(str(operation))
-        return operation(*args, **(kwargs or {}))
 
 
 class MakesFloat32(nn.Module):
@@ -153,7 +141,7 @@ def test_a_call_in_float64_leaves_no_constants_of_its_own(rule):
             run_model(copy.deepcopy(new).double(), IMAGES.double())
         model = copy.deepcopy(new).train()
         model(IMAGES)
-        with Operations() as operations:
+        with Launched() as operations:
             model(IMAGES)
         runs.append(operations.names)
     assert runs[0] == runs[1]

@@ -68,15 +68,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def names_class(name: str) -> bool:
-    """True for text such as SmallNet, networks.SmallNet or SmallNet(): no model of timm has capital letters.
+    """True for text such as SmallNet, networks.SmallNet or SmallNet(): names of models begin with small letters.
 
     >>> from isomorph.errors import names_class
-    >>> names_class("SmallNet()"), names_class("resnet18"), names_class("networks:SmallNet")
+    >>> names_class("SmallNet()"), names_class("resnet5O"), names_class("networks:SmallNet")
     (True, False, False)
     """
     bare = name.removesuffix("()")
     last = bare.rpartition(".")[2]
-    return bare.replace(".", "_").isidentifier() and last != last.lower()
+    return bare.replace(".", "_").isidentifier() and last[:1].isupper()
 
 
 def describe_value(field: str, problem: Any) -> str:
