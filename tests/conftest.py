@@ -3,6 +3,7 @@
 import gc
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,18 @@ def unfilled_meta_tensors():
         patch.setattr(weight_init, "_trunc_normal_", unless_meta(weight_init._trunc_normal_))
         for name in ("kaiming_normal_", "kaiming_uniform_", "uniform_", "xavier_uniform_"):
             patch.setattr(init, name, unless_meta(getattr(init, name)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_list_of_onnx_operators():
+    """Read the sources of ONNX's operators once a process: torch reads them again for every file."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))
+        )
         yield
 
 

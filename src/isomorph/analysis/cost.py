@@ -4,7 +4,6 @@ Multiply-accumulates of convolutions and matrix products (1 MAC = 2 FLOPs) are c
 the batch per image, others, such as products of the weights of pyramids, per pass. Memory is what allocators count.
 """
 
-import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
+from isomorph.operations import copy_module
 from isomorph.surgery.calls import Inputs, call_model
 
 # size of the smaller of the two counted batches: enough for BatchNorm in training mode
@@ -89,7 +89,7 @@ def has_pyramids(model: nn.Module) -> bool:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).to("meta").eval()
+    return copy_module(model).to("meta").eval()
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """Speed of models in images per second; models are timed in turns, so that all see the same load of the machine."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.input_sizes import inputs_like
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.operations import tensors_in
+from isomorph.operations import copy_module, tensors_in
 from isomorph.surgery.calls import Inputs, call_model
 
 # What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked
@@ -72,7 +71,7 @@ def stepped_module(model: nn.Module, step: Step) -> nn.Module:
     """
     if step == "inference":
         return model
-    return _Pretraining(copy.deepcopy(model)) if step == "pretrain" else copy.deepcopy(model)
+    return _Pretraining(copy_module(model)) if step == "pretrain" else copy_module(model)
 
 
 def propagate_back(output: Any) -> None:

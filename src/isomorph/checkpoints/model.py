@@ -3,7 +3,6 @@
 Before a model is saved, the header is tried: the network that it builds must be the same but for its values.
 """
 
-import copy
 import dataclasses
 import json
 import warnings
@@ -21,7 +20,7 @@ from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_fil
 from isomorph.errors import DataWarning, UserError, short_reason
 from isomorph.models import arguments_before, arguments_to_record, create
 from isomorph.models.input_sizes import built_size, label_names
-from isomorph.operations import unwrap
+from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.insert import temporary_blocks
@@ -217,7 +216,7 @@ def _warn_of_temporary_blocks(all_edits: tuple[Edit, ...]) -> None:
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
     """Raise UserError unless the model's edits make it from the base."""
     with torch.device("meta"):
-        twin = copy.deepcopy(base).to("meta")
+        twin = copy_module(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
             twin = apply_edit(twin, edit)
     difference = find_difference(model, twin)

@@ -4,7 +4,6 @@ One way for all files: find the path (`local_file`), read tensors and header (`r
 they describe, load the tensors (`open_contents`).
 """
 
-import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from isomorph.checkpoints.model import (
 from isomorph.checkpoints.paths import HUB, is_function
 from isomorph.errors import UserError, names_class, short_reason
 from isomorph.models import create, require_registered
+from isomorph.operations import copy_module
 from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, update_record
 
@@ -139,7 +139,7 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
 
 def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
     """Return a copy of a base in the precision of a file, with the edits and the images that its header records."""
-    model = copy.deepcopy(base)
+    model = copy_module(base)
     if not contents.is_own:
         return cast_like(model, contents.tensors)
     header = read_parts(contents)

@@ -1,6 +1,5 @@
 """Export a model as a file that runs without isomorph, after running it and comparing it with the model."""
 
-import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize
+from isomorph.operations import copy_module
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
 from isomorph.surgery.comparison import (
@@ -184,7 +184,7 @@ def check_path(path: Any, call: str) -> Path:
 @torch.no_grad()
 def check_output(model: nn.Module, shapes: ExportShapes) -> None:
     """Raise UserError for a model that returns something else than one tensor, or another at each call."""
-    plain = copy.deepcopy(model).cpu().float().eval()
+    plain = copy_module(model).cpu().float().eval()
     first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
     if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
         raise UserError(
@@ -251,8 +251,8 @@ def _compare(
 ) -> VerifyReport:
     """Return the deviation from the model on the inputs to check; infinite on a near size that cannot be run."""
     artefact = load_artefact(contents, kind)
-    plain = copy.deepcopy(model).cpu().float().eval()
-    exact = copy.deepcopy(plain).double()
+    plain = copy_module(model).cpu().float().eval()
+    exact = copy_module(plain).double()
     rows: list[Difference] = []
     for shape, inputs in shapes.examples():
         double = _outputs(exact, cast_floats(inputs, torch.float64))

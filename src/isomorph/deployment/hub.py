@@ -1,6 +1,5 @@
 """Sharing models on the Hugging Face hub, in the files that timm reads: weights, config.json and a model card."""
 
-import copy
 import json
 import shutil
 import tempfile
@@ -34,7 +33,7 @@ from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
-from isomorph.operations import unwrap
+from isomorph.operations import copy_module, unwrap
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.comparison import relative_difference
@@ -262,7 +261,7 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
         return False
-    exact = copy.deepcopy(model).cpu().float()
+    exact = copy_module(model).cpu().float()
     state = exact.state_dict()
     loaded_state = loaded.state_dict()
     if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):

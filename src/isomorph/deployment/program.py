@@ -1,7 +1,6 @@
 """A model as one graph of torch operators (torch.export), and that graph in ONNX, by torch's exporter."""
 
 import ast
-import copy
 import io
 import json
 import logging
@@ -21,7 +20,7 @@ from torch.fx import GraphModule
 
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
-from isomorph.operations import unwrap
+from isomorph.operations import copy_module, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery import FuseReport, fuse_with_report
 
@@ -46,7 +45,7 @@ _GROWTH = 2
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
     """Return a copy to export (fused, eval mode, CPU, float32, no gradients) and what was fused."""
-    plain = copy.deepcopy(unwrap(model)).cpu().float().eval().requires_grad_(False)
+    plain = copy_module(unwrap(model)).cpu().float().eval().requires_grad_(False)
     prepared, report = fuse_with_report(plain, shapes.examples()[0][1], only_forward=True)
     return prepared.requires_grad_(False), report
 

@@ -29,6 +29,7 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
+from isomorph.operations import copy_module
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import batches_of
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
@@ -200,7 +201,7 @@ def quantize(
         shapes = encode(prepared, model, "onnx", shapes)[0]
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
-    verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2])
+    verify(copy_module(model).cpu(), prepared, batches[0][:2])
     progress("converting to onnx")
     metadata = describe(model, shapes)
     before = to_onnx(trace(prepared, shapes), shapes, metadata)

@@ -1,6 +1,5 @@
 """What a model takes: size, channels and normalisation of images, random inputs, and models fitted to another size."""
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, first_float
+from isomorph.operations import copy_module
 from isomorph.spec import ImageSize, image_size, spec_of
 from isomorph.surgery.calls import Inputs, cast, own_inputs
 from isomorph.surgery.rule import record
@@ -152,7 +152,7 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
     shape = (input_channels(model), *size)
     problem = input_size_problem(model, shape)
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
-        model = copy.deepcopy(model)
+        model = copy_module(model)
         try:
             # timm warns when it interpolates relative positions
             with warnings.catch_warnings(action="ignore"):

@@ -3,7 +3,6 @@
 The output projection of attention stays linear, as its weight merges with that of the values.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from isomorph.models.base import (
     unwrap_state_dict,
 )
 from isomorph.models.blockwise import AnySizeViT
+from isomorph.operations import copy_module
 from isomorph.surgery import AttentionToRelative, LinearToPyramid, fuse
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.recast import apply_rule
@@ -104,7 +104,7 @@ def checkpoint_filter_fn(state_dict: State, model: TDRLViT) -> State:
         name: tensor for name, tensor in items if not name.startswith(PRETRAINING_PREFIXES)
     }
     state_dict = _fit_tokens_and_tables(_with_own_pooling(state_dict, model), model)
-    plain = fuse(copy.deepcopy(model).eval(), norms=False)
+    plain = fuse(copy_module(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model).items():
         if f"{name}.weight" in state_dict:
@@ -162,7 +162,7 @@ def _relative_biases(model: nn.Module) -> State:
 
 def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> State:
     """Return the state of a pyramid (or of pyramids and linear layers side by side) that computes a plain layer."""
-    twin = copy.deepcopy(module).cpu()
+    twin: Any = copy_module(module).cpu()
     weights = weight.chunk(len(twin.parts))
     biases = bias.chunk(len(twin.parts))
     for part, own_weight, own_bias in zip(twin.parts, weights, biases, strict=True):

@@ -1,6 +1,5 @@
 """Two models in float32, float64 and other precisions, run on the same inputs."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,7 +12,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.operations import ModuleCall, leaves, observing, tensors_in
+from isomorph.operations import ModuleCall, copy_module, leaves, observing, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     call_model,
@@ -68,7 +67,7 @@ class ModelPair:
     def __init__(self, original: nn.Module, recast: nn.Module, atol: float) -> None:
         def prepared(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             return (
-                copy.deepcopy(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
+                copy_module(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
             )
 
         self.models = {
@@ -201,7 +200,7 @@ class ModelPair:
     def _redraw(self, batch: Inputs) -> list[Tensors]:
         """Return outputs of the original for other inputs, none for inputs without floating-point numbers."""
         generator = torch.Generator().manual_seed(0)
-        model = copy.deepcopy(self.models[torch.float64][0])  # a call may change it
+        model = copy_module(self.models[torch.float64][0])  # a call may change it
         outputs = []
         exact = cast_floats(batch, torch.float64)
         if not any(x.is_floating_point() for x in tensors_in(exact)):
@@ -237,7 +236,7 @@ class ModelPair:
         read_names: list[str] = []
         unused: list[str] = []
         for name in names:
-            model = copy.deepcopy(self.models[torch.float32][1])
+            model = copy_module(self.models[torch.float32][1])
             before = run_model(model, x)
             for parameter in _parameters_of_alone(model, model.get_submodule(name)):
                 parameter.fill_(math.nan)
@@ -338,7 +337,7 @@ def _call(run: _Run) -> Any:
 
 def _in_mode(model: nn.Module, x: Inputs, mode: str) -> _Run:
     """Return the run of a copy of a float32 model in another precision or memory format."""
-    model = copy.deepcopy(model)
+    model = copy_module(model)
     if mode == "float16":
         return _Run(model._apply(partial(cast, dtype=torch.float16)), cast_floats(x, torch.float16))
     if mode == "channels_last":

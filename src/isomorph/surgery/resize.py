@@ -5,7 +5,6 @@ of B. Then w' . y = w . (B^+ y) for every patch y: exactly what the old filters 
 patches grow, B^+ B = 1, so that w' . (B x) = w . x. Positions of another grid are interpolated, which is not exact.
 """
 
-import copy
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,7 +200,7 @@ def _for_sizes(
             by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error
-    new = copy.deepcopy(by_timm)
+    new: Any = copy_module(by_timm)
     with torch.no_grad():
         new.patch_embed.proj.weight.copy_(resize_filters(layer.weight, patch))
     return new, by_timm

@@ -1,6 +1,5 @@
 """Compare the outputs of two models in float32 and float64."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import count_calls, tensors_in
+from isomorph.operations import copy_module, count_calls, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     batches_of,
@@ -156,7 +155,7 @@ def _compare_int8(
     original: nn.Module, recast: nn.Module, batches: Sequence[Inputs]
 ) -> VerifyReport:
     """Compare a file with rounded weights by how close it was to its model when it was made."""
-    model = copy.deepcopy(original)._apply(partial(cast, dtype=torch.float32)).eval()
+    model = copy_module(original)._apply(partial(cast, dtype=torch.float32)).eval()
     pairs = []
     rows = []
     for batch in batches:

@@ -1,6 +1,5 @@
 """A run: built from its recipe, restored from its newest snapshot, recast in the middle, evaluated."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
@@ -39,6 +38,7 @@ from isomorph.lab.training.run.named_state import (
 from isomorph.lab.training.run.resume import Resume, find_snapshot
 from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Task
+from isomorph.operations import copy_module
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
@@ -118,7 +118,7 @@ class Run:
         model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
             # raises, before the run starts, if it would fail later
-            apply_surgery(copy.deepcopy(model), recipe.model)
+            apply_surgery(copy_module(model), recipe.model)
         check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
             own = model.num_classes
@@ -147,7 +147,7 @@ class Run:
                 raise UserError("monitor_every is for models of images; leave it out")
             watched = model
             if not self.progress.recast:
-                watched = apply_surgery(copy.deepcopy(model), recipe.model)
+                watched = apply_surgery(copy_module(model), recipe.model)
             if not has_pyramids(watched):  # whose branches are monitored in any model
                 logit_stats(watched, inputs.to(self.runtime.device))
 
@@ -293,7 +293,7 @@ class Run:
 
     def _recast_copy(self, model: nn.Module) -> nn.Module:
         seed_everything("recast", self.recipe.seed)
-        return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
+        return apply_surgery(copy_module(model), self.recipe.model).train(model.training)
 
     def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
