@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isomorph.operations.observe import ModuleCall, Running, observing
-from isomorph.operations.values import TensorVersion, tensors_in, value_of
+from isomorph.operations.values import PLAIN, TensorVersion, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
 LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
@@ -294,7 +294,8 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
         attributes = []
         for attribute in vars(module).values():
             is_empty = isinstance(attribute, dict) and not attribute  # as most dicts of hooks are
-            if id(attribute) not in registered and not is_empty:
+            is_plain = type(attribute) in PLAIN
+            if id(attribute) not in registered and not is_empty and not is_plain:
                 attributes.append(attribute)
         for leaf in tree_leaves(attributes):
             objects = [leaf]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 TensorVersion = tuple[int, int]
 
 # Values that hold no tensors, and are met too often to look into.
-_PLAIN = frozenset(
+PLAIN = frozenset(
     {
         type(None),
         bool,
@@ -59,7 +59,7 @@ def _add_tensors(values: Iterable[Any], tensors: list[Tensor], visited: set[int]
     """Append the tensors that values hold, each object once."""
     for value in values:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             continue
         if isinstance(value, tuple | list):  # also what torch.max gives, by index
             _add_tensors(value, tensors, visited)
