@@ -457,12 +457,12 @@ class AffineValues:
         first_terms = self._terms(first)
         second_terms = self._terms(second)
         if subtracts:
-            may_change = [
-                term
-                for term in second_terms
-                if not self.is_avoided(*(part.layer for part in term.summands))
-            ]
-            second_terms = [term.negated() for term in may_change]
+            negated = []
+            for term in second_terms:
+                layers = [summand.layer for summand in term.summands]
+                if not self.is_avoided(*layers):
+                    negated.append(term.negated())
+            second_terms = negated
         for first_term, second_term in product(first_terms, second_terms):
             total = sum_of(first_term, second_term)
             if total:

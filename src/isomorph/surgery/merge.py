@@ -257,18 +257,13 @@ def merge(
     trials = _Trials(model, plan)
     allowed = [group for group in plan.groups if group not in faults]
     faults |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
-    unmerged = [
-        group
-        for key, group in (plan.groups_of_first_call or {}).items()
-        if group in faults or key not in plan.common
-    ]
-    summands = [
-        summand
-        for group in unmerged
-        for summand in group.summands
-        if summand.after or summand.stays
-    ]
-    at_fault = {summand.layer for summand in summands if summand.layer}
+    at_fault: set[str] = set()
+    for key, group in (plan.groups_of_first_call or {}).items():
+        if key in plan.common and group not in faults:
+            continue
+        for summand in group.summands:
+            if summand.layer and (summand.after or summand.stays):
+                at_fault.add(summand.layer)
     if at_fault:
         return merge(model, calls, across, avoid | at_fault)
     accepted = plan.usable([group for group in plan.groups if group not in faults])
@@ -307,12 +302,12 @@ def _join_rounds(first: Merged, second: Merged) -> Merged:
 
 def _uncalled(model: nn.Module, plan: _CommonPlan) -> tuple[str, ...]:
     """Return the modules with parameters of their own that no call runs or reads."""
-    with_weights = [
-        name
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(False))
-    ]
-    return tuple(name for name in with_weights if name not in plan.called)
+    uncalled = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and name not in plan.called:
+            uncalled.append(name)
+    return tuple(uncalled)
 
 
 def _reasons_left(model: nn.Module, plan: _CommonPlan, faults: dict[Group, str]) -> dict[str, str]:

@@ -128,10 +128,11 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
 def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
     """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
     inputs, targets, *problems = zip(*examples, strict=True)
-    fill = {"input_ids": padding}
-    batch = {
-        name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]
-    }
+    batch = {}
+    for name in inputs[0]:
+        rows = [example[name] for example in inputs]
+        fill = padding if name == "input_ids" else 0
+        batch[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
     lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
     if (lengths < lengths.max()).any():  # without padding there is nothing to mask
         batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
