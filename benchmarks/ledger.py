@@ -1,6 +1,6 @@
 """Every layer form, network, operation and command as a multiple of the plain thing, and what became slower.
 
-    python benchmarks/ledger.py --write                      # all rows, into results/ledger.json (under 20 minutes)
+    python benchmarks/ledger.py --write                      # into results/ledger.json (under 20 minutes)
     python benchmarks/ledger.py --only 'layer/GPSA2d*'       # rows by name, shown
     python benchmarks/ledger.py --against results/ledger.json
     python benchmarks/ledger.py --code ../before             # another checkout, in turn with this one
@@ -133,10 +133,10 @@ def work(threads: int) -> None:
 def row_names(only: list[str]) -> list[str]:
     import ledger_rows
 
-    names = list(ledger_rows.rows())
+    rows = ledger_rows.rows()
     if not only:
-        return names
-    chosen = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in only)]
+        return [name for name, row in rows.items() if not row.long]
+    chosen = [name for name in rows if any(fnmatch.fnmatch(name, glob) for glob in only)]
     if not chosen:
         raise SystemExit(f"no row matches {' '.join(only)}")
     return chosen

@@ -24,10 +24,14 @@ BATCHES = (2, 32)
 
 
 class Row(NamedTuple):
-    """Passes to time, of a batch where there is one, and the form that the ledger follows."""
+    """Passes to time, of a batch where there is one, and the form that the ledger follows.
+
+    A `long` row takes minutes: it is measured when `--only` names it.
+    """
 
     make: Callable[[], Passes]
     memory: bool = False
+    long: bool = False
 
 
 def pair(plain: nn.Module, form: nn.Module, x: torch.Tensor, kind: str) -> Passes:
@@ -333,12 +337,12 @@ def rows() -> dict[str, Row]:
             found[f"network/{name}/{kind}/2"] = Row(partial(of_modules, make, 2, kind))
         inference = partial(of_modules, make, 32, "inference")
         found[f"network/{name}/inference/32"] = Row(inference)
+        step = partial(of_modules, make, 32, "step")
+        found[f"network/{name}/step/32"] = Row(step, long=not name.startswith("TDRL"))
         found[f"network/{name}/memory/2"] = Row(partial(of_modules, make, 2, "memory"), memory=True)
     found["network/ResNet-18, windows/inference/8"] = Row(
         partial(of_modules, NETWORKS["ResNet-18, windows"], 8, "inference")
     )
-    for name in ("TDRL-ViT-Ti", "TDRL-ViT-Ti, naive-W1"):
-        found[f"network/{name}/step/32"] = Row(partial(of_modules, NETWORKS[name], 32, "step"))
     for name in MODELS:
         for what in OPERATIONS:
             found[f"operation/{what}/{name}"] = Row(partial(operation, name, what))
