@@ -46,6 +46,15 @@ def test_content_forms_are_the_formula(case, form, monkeypatch):
     assert_equal(output_and_gradients(layer, x, layer), expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_tiles_pad_a_map_no_further_than_their_keys(case):
+    options, (H, W, channels, out, kernel, stride, padding, groups) = CASES[case]
+    layer = WindowGPSA2d(channels, out, kernel, stride, padding, groups=groups, **options)
+    for tiles, keys in zip(layer.tiles(H, W, (4, 2)), (H, W), strict=True):
+        before, after = tiles.pads
+        assert before + keys + after == tiles.step * (tiles.number - 1) + tiles.length
+
+
 @pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
 def test_groups_of_positions_and_of_global_content(channels, groups):
     x = torch.randn(2, channels, 4, 5, dtype=torch.float64, requires_grad=True)

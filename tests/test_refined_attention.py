@@ -23,6 +23,7 @@ DIM = 12
 FORMS = {
     "expanded, convolved, reduced": (RefinedAttention, Refiner, dict(ratio=3)),
     "kernel 5": (RefinedAttention, Refiner, dict(ratio=2, kernel_size=5)),
+    "no convolution": (RefinedAttention, Refiner, dict(ratio=2, kernel_size=1)),
     "row and column": (RefinedAttention, Refiner, dict(ratio=2, local=CrossKernel)),
     "spatial": (SpatialAttention, SpatialRefiner, dict(ratio=2)),
     "without reduction": (ExpandedAttention, Expansion, dict(ratio=3)),

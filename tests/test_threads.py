@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import timm
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+import isomorph as iso
 from small_models import MODELS, build, images
 
 
@@ -101,6 +103,17 @@ class TestBlocksComputedAgain:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(backward, outputs).result()
         same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+
+    def test_tokens_that_hooks_have_replaced(self, name):
+        """As where they lie on another device meanwhile; sizes with as many tokens cannot be told apart."""
+        model = build(name)
+        batch = [images(name)[0], torch.cat([images(name)[0]] * 2, 2)]
+        expected = gradients(model, both(batch))
+        model.set_grad_checkpointing()
+        with saved_tensors_hooks(torch.clone, torch.clone):
+            same(gradients(model, both(batch)), expected)
+            with pytest.raises(iso.UserError, match="may have the grids"):
+                gradients(model, both([batch[0], batch[0].mT]))
 
 
 @pytest.mark.parametrize("name", POSITIONED[:2])

@@ -39,6 +39,19 @@ def slow(q, k, v, bias, windows, share):
     return out
 
 
+def test_padded_windows_are_no_more_than_the_grid_needs():
+    """5 x 4 positions in windows of 3 x 3: two by two."""
+    tokens = torch.randn(1, 2, 20, 3)
+    shapes = []
+
+    def attend(q, k, v, mask):
+        shapes.append(tuple(q.shape))
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    attend_in_padded_windows(attend, tokens, tokens, tokens, TokenWindows((5, 4), 3, 0))
+    assert shapes == [(4, 2, 9, 3)]
+
+
 @pytest.mark.parametrize(
     "windows", [TokenWindows((5, 4), 2, 2), TokenWindows((3, 5), 3, 0), TokenWindows((2, 5), 3, 1)]
 )
