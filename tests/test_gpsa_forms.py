@@ -155,6 +155,14 @@ def test_functional_gradients_and_second_derivatives(kind):
     assert torch.autograd.gradgradcheck(layer, (x,))
 
 
+def test_the_rule_takes_windows_from_one_position_on():
+    for window in (1, 127):
+        assert iso.ConvToGPSA(content="window", window=window).window == window
+    for window in (-1, 129):
+        with pytest.raises(iso.UserError, match="window"):
+            iso.ConvToGPSA(content="window", window=window)
+
+
 def test_windows_keep_no_maps():
     """What a window keeps for the backward pass, in numbers of the input: a map alone would be 9 x 1024 of them."""
     layer = WindowGPSA2d(16, 16, 3, 1, 1)
