@@ -241,6 +241,19 @@ def test_larger_sizes_are_tried_and_what_no_call_runs_is_named():
         iso.fuse(model, torch.randn(1, 4, 16, 16, dtype=torch.float64))
 
 
+@torch.no_grad()
+def test_a_path_that_no_example_takes_is_named_where_a_norm_beside_it_was_merged():
+    def block(norm):
+        def compute(m, x):
+            return m.norm(m.conv(x)) if x.shape[-1] < 99 else m.other(x)
+
+        return Net(compute, conv=nn.Conv2d(4, 4, 1), norm=norm, other=nn.Conv2d(4, 4, 1))
+
+    model = made(nn.Sequential(block(nn.Identity()), block(nn.BatchNorm2d(4))))
+    with pytest.warns(UserWarning, match=r"no example calls 1\.other"):
+        iso.fuse(model, torch.randn(1, 4, 16, 16, dtype=torch.float64))
+
+
 def first(y):
     return y.flatten()[0]
 

@@ -404,6 +404,29 @@ def test_operations_in_place_are_run_again_as_they_were(in_place):
     torch.testing.assert_close(report.model(batch), source(batch))
 
 
+class WritesBesideAView(nn.Module):
+    """A model that writes into parts of what it has computed, of which it has taken other parts before."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.one(x)
+        part = y[:, 2:6]
+        every_third = y[:, ::3]
+        y[:, :4] = y[:, :4] + self.two(part)
+        return torch.cat([y, part, every_third], 1)
+
+
+def test_a_view_has_what_is_written_to_its_memory():
+    source = give_random_weights(WritesBesideAView())
+    batch = torch.randn(2, 8)
+    report = iso.port_weights(source, WritesBesideAView().eval(), batch)
+    torch.testing.assert_close(report.model(batch), source(batch))
+
+
 SIZES = {  # a source, a target of another size, and the size of the images that one of them takes
     "a larger target": (timm_vit, lambda: timm_vit(img_size=48), 32),
     "a larger target, from transformers": (hf_vit, lambda: timm_vit(img_size=48), 32),

@@ -289,6 +289,12 @@ def test_equal_is_relative(scale):
     assert ("small weights" in str(report)) == (scale < 1e-3)
 
 
+def test_a_tolerance_as_large_as_the_output_proves_nothing():
+    for atol in (1, 2):
+        report = iso.verify(Gives(scaled, 1.0), Gives(scaled, 1.5), X, atol=atol)
+        assert str(report).startswith("any difference is accepted")
+
+
 def test_rounding_is_measured():
     """A small difference of large numbers is rounding in one network and not in another."""
     rounds = Gives(lambda w, x: (w * x + 1e4) - 1e4, 1e-3)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -78,25 +78,46 @@ def map_nested(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return tree_map_only(kind, change, value)  # torch knows further containers
 
 
+class _Place(NamedTuple):
+    """Where the elements of a tensor are in its memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def indices(self) -> Tensor:
+        """Return the index of every element. Shape: -> size"""
+        indices = torch.tensor(self.start)
+        for length, step in zip(self.size, self.stride, strict=True):
+            indices = indices.unsqueeze(-1) + step * torch.arange(length)
+        return indices
+
+    @property
+    def stop(self) -> int:
+        """Return the index after the last element."""
+        steps = zip(self.size, self.stride, strict=True)
+        return 1 + self.start + sum((length - 1) * step for length, step in steps)
+
+
 class _Write(NamedTuple):
     """What was written to a memory: the version after it, the number of the value, and where it is."""
 
     version: int
     number: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
+    place: _Place
 
 
-def _written_through(before: Tensor, written: Tensor, write: _Write, start: int) -> Tensor:
-    """Return a tensor of which a view was written to."""
-    after = before.clone(memory_format=torch.contiguous_format)
-    if after.stride() != before.stride():
-        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(
-            before
-        )
-    after.as_strided(write.size, write.stride, max(write.start - start, 0)).copy_(written)
-    return after
+def _written_through(before: Tensor, written: Tensor, own: _Place, other: _Place) -> Tensor:
+    """Return a tensor at its own place in a memory, after another was written there."""
+    memory = before.new_zeros(max(own.stop, other.stop))
+    indices = own.indices()
+    memory[indices] = before
+    memory[other.indices()] = written
+    return memory[indices]
 
 
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
@@ -154,8 +175,8 @@ class Watch(TorchFunctionMode):
         return number if writes else self._add(tensor)
 
     def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
-        """Record that a part of a tensor was written to through another view of it."""
-        function = partial(_written_through, write=write, start=int(tensor.storage_offset()))
+        """Record that elements of a tensor were written to through another view of their memory."""
+        function = partial(_written_through, own=_Place.of(tensor), other=write.place)
         new = self._add(tensor)
         before = self.values[number]
         self.values[new] = function(before, self.values[write.number])
@@ -228,8 +249,7 @@ class Watch(TorchFunctionMode):
                 self.values[number] = self.values[number].clone()
 
     def _note_write(self, tensor: Tensor, number: int) -> None:
-        start = int(tensor.storage_offset())
-        write = _Write(tensor._version, number, tensor.size(), tensor.stride(), start)
+        write = _Write(tensor._version, number, _Place.of(tensor))
         self._writes[_storage(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
