@@ -3,9 +3,9 @@
     nice -n 10 python benchmarks/fault_injection.py [--faults 30] [--seed 0] [--code DIR] [--write]
 
 A fault swaps an operator, turns a comparison or a condition round, or adds 1 to a number, in an expression drawn at
-random outside of messages and annotations. The tests that use the file run, the fast ones first
-(`docs_build/changed_tests.py`), then the fast ones of all files. What no test notices is shown with its line: it may be
-a test that is missing, or a change without effect.
+random outside of messages and annotations. The tests that use the file run, the fast ones, then the slow ones
+(`docs_build/changed_tests.py`), then the fast ones of all files, which have to pass before anything is broken. What no
+test notices is shown with its line: it may be a test that is missing, or a change without effect.
 """
 
 import argparse
@@ -159,6 +159,8 @@ def main() -> None:
     package = copy / "src" / "isomorph"
     tests_by_file = sorted((copy / "tests").glob("test_*.py"))
     used = {path: changed_tests.names_used(path) for path in tests_by_file}
+    if is_noticed(copy, ["tests"], "not slow"):
+        raise SystemExit("the fast tests fail in a copy in which nothing is broken")
     rows = []
     for fault in draw(package, given.faults, given.seed):
         tests = [

@@ -1,6 +1,6 @@
 """Every layer form, network, operation and command as a multiple of the plain thing, and what became slower.
 
-    python benchmarks/ledger.py --write                      # into results/ledger.json (under 20 minutes)
+    python benchmarks/ledger.py --write                      # all rows but the long ones (under 20 minutes)
     python benchmarks/ledger.py --only 'layer/GPSA2d*'       # rows by name, shown
     python benchmarks/ledger.py --against results/ledger.json
     python benchmarks/ledger.py --code ../before             # another checkout, in turn with this one

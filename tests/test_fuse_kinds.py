@@ -242,7 +242,7 @@ def test_larger_sizes_are_tried_and_what_no_call_runs_is_named():
 
 
 @torch.no_grad()
-def test_a_path_that_no_example_takes_is_named_where_a_norm_beside_it_was_merged():
+def test_a_path_that_no_example_takes_is_named_where_another_norm_was_merged():
     def block(norm):
         def compute(m, x):
             return m.norm(m.conv(x)) if x.shape[-1] < 99 else m.other(x)

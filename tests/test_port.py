@@ -404,8 +404,8 @@ def test_operations_in_place_are_run_again_as_they_were(in_place):
     torch.testing.assert_close(report.model(batch), source(batch))
 
 
-class WritesBesideAView(nn.Module):
-    """A model that writes into parts of what it has computed, of which it has taken other parts before."""
+class WritesAfterAView(nn.Module):
+    """A model that writes in place to a tensor after it has taken views of it."""
 
     def __init__(self):
         super().__init__()
@@ -421,9 +421,9 @@ class WritesBesideAView(nn.Module):
 
 
 def test_a_view_has_what_is_written_to_its_memory():
-    source = give_random_weights(WritesBesideAView())
+    source = give_random_weights(WritesAfterAView())
     batch = torch.randn(2, 8)
-    report = iso.port_weights(source, WritesBesideAView().eval(), batch)
+    report = iso.port_weights(source, WritesAfterAView().eval(), batch)
     torch.testing.assert_close(report.model(batch), source(batch))
 
 

@@ -125,7 +125,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def _copies_of_empty_containers(model: nn.Module) -> dict[int, Any]:
-    """Return a new container for each empty one of a model, as most of those of hooks are, by its identity.
+    """Return a new container for every empty one in a model, by its identity; most hold hooks.
 
     `copy.deepcopy` would take two fifths of its time for them.
     """

@@ -78,7 +78,7 @@ def map_nested(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return tree_map_only(kind, change, value)  # torch knows further containers
 
 
-class _Place(NamedTuple):
+class _MemoryLayout(NamedTuple):
     """Where the elements of a tensor are in its memory."""
 
     size: tuple[int, ...]
@@ -108,12 +108,14 @@ class _Write(NamedTuple):
 
     version: int
     number: int
-    place: _Place
+    layout: _MemoryLayout
 
 
-def _written_through(before: Tensor, written: Tensor, own: _Place, other: _Place) -> Tensor:
-    """Return a tensor at its own place in a memory, after another was written there."""
-    memory = before.new_zeros(max(own.stop, other.stop))
+def _written_through(
+    before: Tensor, written: Tensor, own: _MemoryLayout, other: _MemoryLayout
+) -> Tensor:
+    """Return a tensor after another view of its memory was written to."""
+    memory = before.new_zeros(max(0, own.stop, other.stop))
     indices = own.indices()
     memory[indices] = before
     memory[other.indices()] = written
@@ -176,7 +178,7 @@ class Watch(TorchFunctionMode):
 
     def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
         """Record that elements of a tensor were written to through another view of their memory."""
-        function = partial(_written_through, own=_Place.of(tensor), other=write.place)
+        function = partial(_written_through, own=_MemoryLayout.of(tensor), other=write.layout)
         new = self._add(tensor)
         before = self.values[number]
         self.values[new] = function(before, self.values[write.number])
@@ -249,7 +251,7 @@ class Watch(TorchFunctionMode):
                 self.values[number] = self.values[number].clone()
 
     def _note_write(self, tensor: Tensor, number: int) -> None:
-        write = _Write(tensor._version, number, _Place.of(tensor))
+        write = _Write(tensor._version, number, _MemoryLayout.of(tensor))
         self._writes[_storage(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
