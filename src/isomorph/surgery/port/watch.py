@@ -89,19 +89,6 @@ class _MemoryLayout(NamedTuple):
     def of(cls, tensor: Tensor) -> Self:
         return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def indices(self) -> Tensor:
-        """Return the index of every element. Shape: -> size"""
-        indices = torch.tensor(self.start)
-        for length, step in zip(self.size, self.stride, strict=True):
-            indices = indices.unsqueeze(-1) + step * torch.arange(length)
-        return indices
-
-    @property
-    def stop(self) -> int:
-        """Return the index after the last element."""
-        steps = zip(self.size, self.stride, strict=True)
-        return 1 + self.start + sum((length - 1) * step for length, step in steps)
-
 
 class _Write(NamedTuple):
     """What was written to a memory: the version after it, the number of the value, and where it is."""
@@ -112,14 +99,15 @@ class _Write(NamedTuple):
 
 
 def _written_through(
-    before: Tensor, written: Tensor, own: _MemoryLayout, other: _MemoryLayout
+    before: Tensor, written: Tensor, own: _MemoryLayout, other: _MemoryLayout, length: int
 ) -> Tensor:
-    """Return a tensor after another view of its memory was written to."""
-    memory = before.new_zeros(max(0, own.stop, other.stop))
-    indices = own.indices()
-    memory[indices] = before
-    memory[other.indices()] = written
-    return memory[indices]
+    """Return a tensor after another view of its memory, of `length` elements, was written to."""
+    indices = torch.arange(length)
+    own_indices = indices.as_strided(*own)
+    memory = before.new_zeros(length)
+    memory[own_indices] = before
+    memory[indices.as_strided(*other)] = written
+    return memory[own_indices]
 
 
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
@@ -178,7 +166,9 @@ class Watch(TorchFunctionMode):
 
     def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
         """Record that elements of a tensor were written to through another view of their memory."""
-        function = partial(_written_through, own=_MemoryLayout.of(tensor), other=write.layout)
+        own = _MemoryLayout.of(tensor)
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        function = partial(_written_through, own=own, other=write.layout, length=length)
         new = self._add(tensor)
         before = self.values[number]
         self.values[new] = function(before, self.values[write.number])

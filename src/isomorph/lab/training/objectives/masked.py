@@ -1,6 +1,5 @@
 """Losses of masked pre-training: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
-import copy
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from isomorph.layers.modes import eval_mode
 from isomorph.models import create
 from isomorph.models.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
+from isomorph.operations import copy_module
 from isomorph.terminal_tables import Metrics
 
 # Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss.
@@ -174,7 +174,7 @@ def untrained_teacher(part: MaskPart, encoder: nn.Module) -> MaskedAutoencoder:
     theirs: Any = encoder
     if part.teacher_model:
         theirs = create(part.teacher_model, pretrained=False)
-    theirs = copy.deepcopy(theirs)  # an autoencoder changes its encoder's positions
+    theirs = copy_module(theirs)  # an autoencoder changes its encoder's positions
     return MaskedAutoencoder(theirs, heads=part.teacher_heads, mask=part.ratio)
 
 
