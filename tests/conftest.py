@@ -26,6 +26,14 @@ BUDGET = 15
 gc.disable()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m data`, import no file that asks for none of these fixtures."""
+    if config.option.markexpr != "data" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    return None if any(fixture in text for fixture in OF_DATA) else True
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests that run otherwise where the folder of data sets is missing."""
     for item in items:
