@@ -69,9 +69,9 @@ class AffineValues:
         self.chained: list[tuple[TensorVersion, Affine]] = []
         self.operations_of: dict[str, list[Operation]] = defaultdict(list)
         depending = [
-            candidate
-            for candidate in flow.operations
-            if not flow.constant.issuperset(candidate.outputs)
+            operation
+            for operation in flow.operations
+            if not flow.constant.issuperset(operation.outputs)
         ]
         for operation in depending:
             self.operations_of[operation.module].append(operation)
@@ -86,6 +86,10 @@ class AffineValues:
 
     def shape(self, value: TensorVersion) -> tuple[int, ...]:
         return tuple(self.flow.tensors[value].shape)
+
+    def _depends_on(self, operation: Operation) -> list[TensorVersion]:
+        """Return the values that an operation reads and that follow from the inputs of the model."""
+        return [value for value in operation.inputs if value not in self.flow.constant]
 
     def _read(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine values, and the values that they take up."""
@@ -105,7 +109,7 @@ class AffineValues:
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
         """Return what an operation computes as an affine value: a layer, norm, scale or sum; None for any other."""
-        depends_on = [value for value in operation.inputs if value not in self.flow.constant]
+        depends_on = self._depends_on(operation)
         if not depends_on:
             return None
         x = depends_on[0]
@@ -163,10 +167,7 @@ class AffineValues:
             else:  # into readers a scale goes where it was computed, before an average or a choice
                 may_move = base.has_layer or kind == "move"
             if may_move:
-                return {
-                    output: base.moved(ChannelStep(operation, value, kind, i, tuple(others)))
-                    for i, output in enumerate(operation.outputs)
-                }
+                return base.moved(operation, value, kind, tuple(others))
         return {}
 
     def _is_read_in_parts(self, value: TensorVersion) -> bool:
@@ -337,32 +338,17 @@ class AffineValues:
     def _why_needed(self, operation: Operation) -> str:
         """Return why the module of an operation cannot become the identity, or ""."""
         name = operation.module
-        if operation.name in NORMS:
-            reason = self._why_not_alone(name)
-            if reason:
-                return reason
-        if not name or not self._computes_in_turn(name):
+        reason = self._why_not_alone(name)
+        if not reason and (not name or not self._computes_in_turn(name)):
             return "its module computes more than the norm"
-        return describe_attachments(self.model.get_submodule(name)) or ""
+        return reason
 
     def _computes_in_turn(self, name: str) -> bool:
         """True for a module called once with one value, whose operations of arithmetic follow one another."""
-        calls = self.flow.inputs[name]
-        if len(calls) != 1 or len(calls[0]) != 1:
-            return False
-        (value,) = calls[0]
+        value = only_value(self.flow.inputs[name])
         for operation in self.operations_of[name]:
-            depends_on = [
-                value_read
-                for value_read in operation.inputs
-                if value_read not in self.flow.constant
-            ]
-            is_arithmetic = (
-                operation.name in ARITHMETIC
-                or operation.name == "batch_norm"
-                or is_unchanged(operation)
-            )
-            if not is_arithmetic or depends_on != [value]:
+            is_arithmetic = operation.name in ARITHMETIC | {"batch_norm"} or is_unchanged(operation)
+            if not is_arithmetic or self._depends_on(operation) != [value]:
                 return False
             value = operation.outputs[0]
         return True
@@ -457,12 +443,9 @@ class AffineValues:
         first_terms = self._terms(first)
         second_terms = self._terms(second)
         if subtracts:
-            negated = []
-            for term in second_terms:
-                layers = [summand.layer for summand in term.summands]
-                if not self.is_avoided(*layers):
-                    negated.append(term.negated())
-            second_terms = negated
+            second_terms = [
+                term.negated() for term in second_terms if not self.is_avoided(*term.layers)
+            ]
         for first_term, second_term in product(first_terms, second_terms):
             total = sum_of(first_term, second_term)
             if total:
@@ -504,10 +487,14 @@ class AffineValues:
         base = self._affine_to_extend(operation.inputs[0])
         if base is None or is_turned or not numbers:
             return None
-        layers = [summand.layer for summand in base.summands]
-        if not all(layers) or self.is_avoided(*layers):
+        if not all(base.layers) or self.is_avoided(*base.layers):
             return None
         return base.times(1 / numbers[0] if operation.name in DIV else numbers[0])
+
+
+def only_value(calls: list[tuple[TensorVersion, ...]]) -> TensorVersion | None:
+    """Return the value that a module gets or gives, None if it is called several times or has several."""
+    return calls[0][0] if len(calls) == 1 and len(calls[0]) == 1 else None
 
 
 def _with_source(affine: Affine, factor: float) -> Affine:

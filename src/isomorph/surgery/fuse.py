@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,14 +45,12 @@ class Fuse(Rule):
     'Linear'
     """
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     def reason(self, site: Site) -> str | None:
-        return (
-            None
-            if _has_own_fuse(site.module)
-            else f"{type(site.module).__name__} has no fused form"
-        )
+        if _has_own_fuse(site.module):
+            return None
+        return f"{type(site.module).__name__} has no fused form"
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)
@@ -71,9 +69,10 @@ class Fuse(Rule):
             fuse_pyramids(copied)
             fused = copied.fuse()
         except RuntimeError:
-            if reason := first_altered_part(module):
-                raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
-            raise
+            reason = first_altered_part(module)
+            if reason is None:
+                raise
+            raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
         if isinstance(module, Pyramid):
             fused.has_new_bias = not module.replaces_bias
         return fused
@@ -167,12 +166,11 @@ def fuse(
     """
     with float32_on(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
+    uncalled = _uncalled_alternatives(report)
     if report.left and report.difference is None:
-        warnings.warn(
-            f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}",
-            stacklevel=2,
-        )
-    elif uncalled := _uncalled_alternatives(report):
+        reason = next(iter(report.left.values()))
+        warnings.warn(f"fuse merged no norms ({len(report.left)}): {reason}", stacklevel=2)
+    elif uncalled:
         warnings.warn(
             f"no example calls {uncalled[0]}: outputs of inputs that do may change; give one",
             stacklevel=2,
@@ -224,14 +222,11 @@ def fuse_with_report(
         merged = merge(exact, calls, across)
         new = _replay(new, merged.edits)
         new.load_state_dict(merged.model.state_dict())
-        left |= merged.left
+        left |= merged.report.left
         report = replace(
-            report,
-            merged=merged.into,
-            across=merged.across,
-            uncalled=merged.uncalled,
+            merged.report,
+            fused=names,
             untried=tuple(calls.untried),
-            wholes=merged.wholes,
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),

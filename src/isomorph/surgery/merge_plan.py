@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, why_stopped
-from isomorph.surgery.channels import ChannelStep, follow_channels, kind_of_step
+from isomorph.surgery.channels import follow_channels, kind_of_step
 from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
 from isomorph.surgery.modules import lies_within
@@ -43,7 +43,7 @@ class MergePlan(NamedTuple):
 
 
 def plan_merges(
-    model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()
+    model: nn.Module, flow: Flow, affine: bool, avoid: frozenset[str] = frozenset()
 ) -> MergePlan:
     """Return what one call of a model shows, without the tensors of the call."""
     builder = _PlanBuilder(model, flow, affine, avoid)
@@ -53,13 +53,7 @@ def plan_merges(
 class _PlanBuilder:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        flow: Flow,
-        affine: bool = False,
-        avoid: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, model: nn.Module, flow: Flow, affine: bool, avoid: frozenset[str]) -> None:
         self.model = model
         self.flow = flow
         self.groups: list[Group] = []
@@ -219,12 +213,7 @@ class _PlanBuilder:
         if is_unchanged(operation) or adds_zero(operation):
             return {operation.outputs[0]: affine}
         kind = kind_of_step(self.flow, operation, value)
-        if not kind:
-            return {}
-        return {
-            output: affine.moved(ChannelStep(operation, value, kind, i))
-            for i, output in enumerate(operation.outputs)
-        }
+        return affine.moved(operation, value, kind) if kind else {}
 
     def _add_reader(
         self, operation: Operation, value: TensorVersion, affine: Affine, readers: list[_Reader]

@@ -37,7 +37,7 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
     if block.reparam_conv is not None:
         return "it is already fused; recast its reparam_conv instead"
-    reason = override_reason(block, MobileOneBlock, "timm's MobileOneBlock")
+    reason = override_reason(block, MobileOneBlock)
     if reason is not None:
         return reason
     if type(block.drop_path) is not nn.Identity:
@@ -48,7 +48,7 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if block.conv_scale is not None:
         branches.append(block.conv_scale)
     for branch in branches:
-        if override_reason(branch, ConvNormAct, "ConvNormAct") or branch.aa is not None:
+        if override_reason(branch, ConvNormAct) or branch.aa is not None:
             return "one of its branches is not a convolution and a BatchNorm alone"
         reason = linear_mismatch(branch.conv)
         if reason is not None:

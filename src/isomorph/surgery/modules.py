@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from torch import nn
 
 
-def list_names(names: Sequence[str]) -> str:
-    """Return at most three names in a row, and the number of the others."""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += f" and {len(names) - 3} more"
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in a row, and the number of the others."""
+    shown = ", ".join(name or "the model" for name in names[:most])
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
     return shown
 
 

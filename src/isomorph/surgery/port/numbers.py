@@ -78,15 +78,9 @@ class Numbers:
         if owner is not None:
             row = self.tensors[owner].contiguous().view(-1)
             return row.as_strided(entries.size(), entries.stride(), entries.storage_offset())
-        picked: Tensor | None = None
-        flat = entries.reshape(-1)
-        for number, inside, positions in self.entries.parts(flat):
-            row = self.tensors[number].reshape(-1)
-            if picked is None:
-                picked = row.new_zeros(len(flat))
-            picked[inside] = row[positions].to(picked.dtype)
-        if picked is None:
-            picked = torch.zeros(len(flat), dtype=torch.float64)
+        picked = torch.zeros(entries.numel(), dtype=torch.float64)
+        for number, inside, positions in self.entries.parts(entries.reshape(-1)):
+            picked[inside] = self.tensors[number].reshape(-1)[positions].double()
         return picked.view(entries.shape)
 
     def put(self, entries: Tensor, values: Tensor) -> None:

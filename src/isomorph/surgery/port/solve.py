@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,8 +83,6 @@ class Solution:
 
     def is_free(self, number: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
-        if number not in self.origins.written:
-            return True
         return bool((self.origins.tensors[number] <= NEUTRAL).all())
 
     def names_left(self) -> tuple[str, ...]:
@@ -128,22 +125,19 @@ class Solution:
             self.carry(entries, tensors)
             return
         entries = entries.reshape(-1)
-        value = tensors.value.reshape(-1)
-        origins = tensors.entries.reshape(-1)
+        tensors = tensors.reshape(-1)
         inside = entries >= 0
         if not bool(inside.all()):
-            if bool(value[~inside].any()):
-                message = f"{module}: the target has a constant 0"
-                self.note_lost(SourcedTensor(value, origins)[~inside], message)
+            outside = tensors[~inside]
+            if bool(outside.value.any()):
+                self.note_lost(outside, f"{module}: the target has a constant 0")
             entries = entries[inside]
-            value = value[inside]
-            origins = origins[inside]
+            tensors = tensors[inside]
         is_written = self.origins.pick(entries) != OWN
-        if bool(is_written.any()) and bool(
-            (is_written & (self.numbers.pick(entries) != value)).any()
-        ):
+        is_other = self.numbers.pick(entries) != tensors.value
+        if bool((is_written & is_other).any()):
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.carry(entries, SourcedTensor(value, origins))
+        self.carry(entries, tensors)
 
     def carry(self, entries: Tensor, tensors: SourcedTensor) -> None:
         """Write numbers into the target's entries, whatever is there."""
@@ -166,8 +160,8 @@ def solve(
     target: Graph,
     pairing: Pairing,
     start: Numbers,
-    orders: Mapping[int, int] = MappingProxyType({}),
-    neutral: bool = True,
+    orders: Mapping[int, int],
+    neutral: bool,
 ) -> Solution:
     """Return the numbers of the target's parameters for the current ones of the source.
 
@@ -219,14 +213,14 @@ def _target_tensors(operand: Operand) -> SourcedTensor:
 def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
     """Return in which orders the source's parts may stand for the target's, the most likely first."""
     signed = [part.read_by for part in joint.parts], [part.read_by for part in other.parts]
-    count = len(joint.parts)
     sizes = [len(part.rows) for part in joint.parts]
     others = [len(part.rows) for part in other.parts]
-    if count != len(others) or sorted(sizes) != sorted(others):
+    if sorted(sizes) != sorted(others):
         return []
-    fitting = []
+    count = len(sizes)
     if count > 4:
         return [tuple(range(count))] if sizes == others else []
+    fitting = []
     for order in permutations(range(count)):
         if [sizes[i] for i in order] == others:
             num_equal = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
@@ -378,8 +372,9 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     """Write the operands of a norm, scale or other step, by role."""
     roles = list(step.operands)
     if set(roles) != set(other.operands) and step.kind not in NORMS:
-        matched = list(zip(step.operands.values(), other.operands.values(), strict=False))
-        for operand, target_operand in matched:
+        for operand, target_operand in zip(
+            step.operands.values(), other.operands.values(), strict=False
+        ):
             _put(operand, target_operand, solution, other.module)
         return
     for role, target_operand in other.operands.items():
@@ -429,17 +424,12 @@ def _put(
 
 def _solve_alone(step: Step, solution: Solution) -> None:
     """Let a scale or shift that only the target has change nothing."""
+    operands = [(operand, 0.0) for operand in step.terms]
     if step.kind == "scale":
-        operand = step.operands["scale"]
-        if operand.entries is not None:
-            solution.put(
-                operand.entries, SourcedTensor.neutral(operand.value.shape, 1.0), step.module
-            )
-    if step.kind == "shift":
-        for operand in step.terms:
-            solution.put(
-                operand.entries, SourcedTensor.neutral(operand.value.shape, 0.0), step.module
-            )
+        operands = [(step.operands["scale"], 1.0)]
+    for operand, number in operands:
+        neutral = SourcedTensor.neutral(operand.value.shape, number)
+        solution.put(operand.entries, neutral, step.module)
 
 
 def fill_leftovers(solution: Solution, choice: int) -> None:
@@ -485,20 +475,19 @@ def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
 
 
 @torch.no_grad()
-def draw(graph: Graph, seed: int = 0) -> Numbers:
+def draw(graph: Graph) -> Numbers:
     """Return random numbers for all entries of a model's parameters, under which its outputs neither grow nor vanish.
 
     Fresh weights hide faults: a LayerScale of 0, a bias of 0, statistics of 0 and 1.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     numbers = Numbers(graph.entries, graph.numbers.tensors)
     for step, role, operand in _operands(graph):
         entries = operand.entries
         if entries is None:
             continue
-        values = (
-            random_numbers(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)
-        )  # -1 to 1
+        values = random_numbers(entries.numel(), generator).view(entries.shape)
+        values.mul_(2).sub_(1)  # -1 to 1
         if step.kind == "layer" and role == "weight":
             values *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
         elif role in ("bias", "term"):

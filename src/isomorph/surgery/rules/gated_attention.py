@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -33,7 +33,7 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    reason = override_reason(module, Attention, "timm's Attention")
+    reason = override_reason(module, Attention)
     if reason is not None:
         return reason
     names = (*module._modules, *module._parameters, *module._buffers)
@@ -67,7 +67,7 @@ def attention_mismatch(module: nn.Module) -> str | None:
 
 def projection_mismatch(module: Attention, name: str) -> str | None:
     """Return how a projection differs from a plain nn.Linear, whose weights can be split, or None."""
-    reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
+    reason = layer_mismatch(getattr(module, name), nn.Linear)
     return f"its {name}: {reason}" if reason else None
 
 
@@ -113,8 +113,8 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid; by default the model's."""
 
-    atol: ClassVar[float] = 1e-4
-    named_gating: ClassVar[NamedGating] = ATTENTION_GATING
+    atol = 1e-4
+    named_gating = ATTENTION_GATING
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Rule that replaces a ViT's attention by refined attention (Refiner)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from timm.layers import Attention
@@ -29,6 +29,13 @@ from isomorph.surgery.site import Site
 
 # Values of the field `span`: what the kernel slides over.
 Span = Literal["map", "spatial", "row+column"]
+
+# Layer of each refiner that is not run by `RefinedAttention`.
+_LAYER_OF: dict[type[nn.Module], type[RefinedAttention]] = {
+    refiner.MapConvolution: LocalAttention,
+    refiner.Expansion: ExpandedAttention,
+    refiner.SpatialRefiner: SpatialAttention,
+}
 
 
 @register_rule
@@ -84,7 +91,7 @@ class AttentionToRefined(AnyAttentionRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     @property
     def keeps_function(self) -> bool:
@@ -189,15 +196,11 @@ class AttentionToRefined(AnyAttentionRule):
         """Return a refined layer from the arguments of timm's Attention, and for span="spatial" of a grid."""
         arguments |= {"device": device, "dtype": dtype, "recompute": self.recompute}
         refine = self._refiner(arguments["num_heads"], device, dtype)
-        if self.ratio == 0:
-            return LocalAttention(refine=refine, **arguments)
-        if not self.reduce:
-            return ExpandedAttention(refine=refine, **arguments)
         if self.span == "spatial":
             arguments.setdefault("grid_size", self.grid_size or (14, 14))
             arguments.setdefault("prefix_tokens", self.prefix_tokens or 0)
-            return SpatialAttention(refine=refine, **arguments)
-        return RefinedAttention(refine=refine, **arguments)
+        layer = _LAYER_OF.get(type(refine), RefinedAttention)
+        return layer(refine=refine, **arguments)
 
 
 def _attached_to_dropout(module: Any) -> str | None:
