@@ -179,16 +179,7 @@ class FollowMaps(TorchFunctionMode):
         )
 
     def at_fused(self, call: FusedCall) -> Tensor:
-        return F.scaled_dot_product_attention(
-            call.query,
-            call.key,
-            call.value,
-            call.attn_mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        return F.scaled_dot_product_attention(**vars(call))
 
     def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
         """Take notice of a softmax over keys."""

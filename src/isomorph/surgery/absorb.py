@@ -200,7 +200,8 @@ def absorb(
         True
     """
     rule = Absorb(tuple(mean), tuple(std), scale, channels)
-    new = copy_model(check_model(model))
+    check_model(model)
+    new = copy_model(model)
     example = own_example(new) if images is None else images[:1]
     if not isinstance(example, Tensor):
         raise UserError("the model does not say which images it takes; give some as images=")
@@ -211,7 +212,7 @@ def absorb(
         )
     for name in names:
         reason = rule.reason(Site(new, name))
-        if reason is not None:
+        if reason:
             raise UserError(
                 f"{name} reads the images, and cannot absorb their normalisation: {reason}"
             )

@@ -191,9 +191,10 @@ class AffineValues:
         weight = self._parameter_of(arguments["weight"])
         if weight is not arguments["weight"]:
             window = window._replace(computed=True)
-        name, reason = self._owner(operation, weight, arguments.get("bias"))
         if weight is None or (window.computed and window.transposed):
-            reason = "its layer computes its weight"
+            self.rejected[output] = "its layer computes its weight"
+            return None
+        name, reason = self._owner(operation, weight, arguments.get("bias"))
         if reason:
             self.rejected[output] = reason
             return None
@@ -246,13 +247,9 @@ class AffineValues:
         is_in_order = rows is not None and rows.tolist() == list(range(len(parameter)))
         return parameter if is_in_order else None
 
-    def _owner(
-        self, operation: Operation, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[str, str]:
+    def _owner(self, operation: Operation, weight: Tensor, bias: Tensor | None) -> tuple[str, str]:
         """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
-        names = [] if weight is None else self.flow.names.get(id(weight), [])
-        if weight is None or not names:
-            return "", "its layer computes its weight"
+        names = self.flow.names[id(weight)]
         if len(names) > 1:
             return "", f"the weight of {names[0]} is tied"
         name = names[0].rpartition(".")[0]
@@ -264,7 +261,7 @@ class AffineValues:
         if attached:
             return name, f"{shown_name} has {attached}"
         if bias is not None and (
-            len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1
+            len(self.flow.names.get(id(bias), ())) > 1 or len(self.flow.reads[value_of(bias)]) != 1
         ):
             return name, f"the bias of {shown_name} is tied or used elsewhere"
         own_bias = (vars(module) | module._parameters).get("bias", weight)
@@ -520,10 +517,10 @@ def why_stopped(
     channels: Channels, steps: tuple[ChannelStep, ...], gain: Tensor, shift: Tensor
 ) -> str:
     """Return through which operation a scale or a shift does not pass, or ""."""
-    if channels.keeps_order and bool((gain < 0).any()):
+    if channels.keeps_order and (gain < 0).any():
         largest = [step.operation.name for step in steps if step.kind == "largest"]
         return f"{largest[-1]}, through which a scale below 0 does not pass"
-    if bool(shift.any()) and not channels.keeps_shifts:
+    if shift.any() and not channels.keeps_shifts:
         last = steps[-1].operation.name
         return f"{last}, after zeros or an average with them, through which a shift does not pass"
     return ""

@@ -124,7 +124,7 @@ class Channels:
         rows = self.labels.movedim(axis, 0).flatten(1)
         channels = rows.amax(1)
         is_same = (rows == channels[:, None]) | (rows < 0)
-        return channels if bool(is_same.all()) else None
+        return channels if is_same.all() else None
 
 
 def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind | None:
@@ -210,7 +210,7 @@ def _after_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor | None:
     try:
         after = _run_step(flow, step, tensor)
         # padded with another number than 0
-        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):
+        if _run_step(flow, step, torch.zeros_like(tensor)).any():
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None
@@ -265,7 +265,7 @@ def _shares_channels(step: ChannelStep, labels: Tensor | None) -> bool:
     channels = parts.pop(step.output)
     for other in step.others:
         parts += _run(other, numbers)
-    return any(bool(torch.isin(part, channels).any()) for part in parts)
+    return any(torch.isin(part, channels).any() for part in parts)
 
 
 def _decode(codes: Tensor, ones: Tensor, table: Tensor) -> Tensor | None:
@@ -275,4 +275,4 @@ def _decode(codes: Tensor, ones: Tensor, table: Tensor) -> Tensor | None:
     nearest = ((numbers - 1) * len(table)).floor().long().clamp(0, len(table) - 1)
     right = (numbers - table[nearest]).abs() <= _ROUNDING
     empty = ~is_not_zero & (codes.abs() <= _ROUNDING)
-    return torch.where(is_not_zero, nearest, -1) if bool((right | empty).all()) else None
+    return torch.where(is_not_zero, nearest, -1) if (right | empty).all() else None

@@ -191,28 +191,28 @@ def insert(
     >>> bool((new(x) == cnn(x)).all())
     True
     """
-    model = check_model(model)
-    example = own_example(model) if example is None else example
+    plain = check_model(model)
+    example = own_example(plain) if example is None else example
     if example is None:
         raise UserError(
             "give an example, a batch as the model reads it: the shapes are those of its outputs"
         )
     # inference tensors have no gradients
-    example = map_tensors(to_model(example, model), torch.clone)
+    example = map_tensors(to_model(example, plain), torch.clone)
     name = _registered_name(block)
-    outputs_of: dict[str, list[Any]] = {path: [] for path in _paths_after(model, after)}
+    outputs_of: dict[str, list[Any]] = {path: [] for path in _paths_after(plain, after)}
 
     def note(call: ModuleCall) -> None:
         outputs_of[call.name].append(call.output)
 
-    before = _outputs(copy_model(model), example, outputs_of, after=note)
+    before = _outputs(copy_model(plain), example, outputs_of, after=note)
     counts = {path: len(module_outputs) for path, module_outputs in outputs_of.items()}
     other = with_other_size(example)
     if other is not None:
         with suppress(UserError):  # it runs at one size only
-            _outputs(copy_model(model), other, outputs_of, after=note)
+            _outputs(copy_model(plain), other, outputs_of, after=note)
     rules = {
-        path: _make_rule(model, path, module_outputs, name, entry)
+        path: _make_rule(plain, path, module_outputs, name, entry)
         for path, module_outputs in outputs_of.items()
     }
     new = apply_rules(copy_model(model), rules)

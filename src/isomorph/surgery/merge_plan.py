@@ -232,7 +232,7 @@ class _PlanBuilder:
             return f"{name} is transposed"
         if not window.is_plain:
             return f"{name} computes its weight"
-        if bool(affine.shift.any()) and any(window.padding):
+        if affine.shift.any() and any(window.padding):
             return f"{name} pads with zeros"
         axis = len(self._values.shape(value)) - 1 - len(window.kernel)
         gain = affine.summands[0].gain

@@ -38,7 +38,7 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if block.reparam_conv is not None:
         return "it is already fused; recast its reparam_conv instead"
     reason = override_reason(block, MobileOneBlock)
-    if reason is not None:
+    if reason:
         return reason
     if type(block.drop_path) is not nn.Identity:
         return (
@@ -51,7 +51,7 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
         if override_reason(branch, ConvNormAct) or branch.aa is not None:
             return "one of its branches is not a convolution and a BatchNorm alone"
         reason = linear_mismatch(branch.conv)
-        if reason is not None:
+        if reason:
             return f"one of its branches: {reason}"
     norms = [branch.bn for branch in branches]
     if block.identity is not None:

@@ -307,10 +307,11 @@ def _compare_module(
         row = TensorDifference(
             first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes"
         )
-        return Difference.of(name, [row], atol, kind)
+        return Difference.of(name, [row], atol, kind=kind)
     pair = {path: outputs[path] for path in shared}, {path: others[path] for path in shared}
     rows = compare_tensors(pair, pair, atol, by_channel=False)
-    return Difference.of(name, [replace(row, rounding=rounding) for row in rows], atol, kind)
+    rows = [replace(row, rounding=rounding) for row in rows]
+    return Difference.of(name, rows, atol, kind=kind)
 
 
 _REPEATED = (

@@ -86,7 +86,7 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
     reason = override_reason(module, kind)
-    if reason is not None:
+    if reason:
         return reason
     tensors: dict[str, Tensor] = {}
     tensors.update(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -105,6 +105,12 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module]) -> str | None:
         if not tensor.is_floating_point():
             return f"its {part} has dtype {tensor.dtype}, which is not a floating-point type"
     return None
+
+
+def projection_mismatch(module: nn.Module, name: str) -> str | None:
+    """Return how a child of a module differs from a plain nn.Linear, whose weights can be split, or None."""
+    reason = layer_mismatch(getattr(module, name), nn.Linear)
+    return f"its {name}: {reason}" if reason else None
 
 
 def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
@@ -155,7 +161,7 @@ def first_altered_part(layer: nn.Module) -> str | None:
         if not isinstance(part, nn.Linear | nn.Conv2d):
             continue
         reason = layer_mismatch(part, type(part))
-        if reason is not None:
+        if reason:
             return f"its {path}: {reason}"
     return None
 
@@ -280,7 +286,7 @@ def linear_mismatch(module: nn.Module) -> str | None:
     if not isinstance(module, nn.Conv2d):
         return f"{type(module).__name__} is not a linear layer or convolution"
     reason = layer_mismatch(module, nn.Conv2d)
-    if reason is not None:
+    if reason:
         return reason
     if module.padding_mode != "zeros":
         return f"padding_mode={module.padding_mode!r} is not 'zeros'"

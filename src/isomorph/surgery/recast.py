@@ -237,7 +237,7 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     """Return what to select instead of modules of other classes, as the end of a message."""
     for site in selected:
         stand_in = describe_stand_in(site.module)
-        if stand_in is not None:
+        if stand_in:
             return f"; {site.name} {stand_in}"
     if choice.exclude != ():
         return "; exclude leaves out the others"

@@ -39,12 +39,7 @@ class Difference:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        tensors: Sequence[TensorDifference],
-        atol: float,
-        kind: str = "",
-        **facts: Any,
+        cls, name: str, tensors: Sequence[TensorDifference], atol: float, **facts: Any
     ) -> "Difference":
         """Return the difference of outputs, which is that of the tensor that differs most."""
         worst = max(tensors, key=lambda row: (row.excess(atol), row.scale))
@@ -54,7 +49,6 @@ class Difference:
             worst.fp64,
             worst.scale,
             worst.rounding,
-            kind=kind,
             where="" if worst.is_within(atol) else worst.path,
             tensors=tuple(tensors),
             **facts,

@@ -466,7 +466,7 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
         if not value.is_floating_point():
             continue
         rows_found = [_nearest(values.own, path, value, other.outputs())]
-        is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
+        is_constant = value.numel() > 1 and (value == value.flatten()[0]).all()
         if rows_found[0].difference > TOLERANCE and not is_constant:
             rows_found.append(_nearest(values.own, path, value, other.inner()))
             base_value = values.whole_of(number)

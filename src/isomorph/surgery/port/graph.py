@@ -229,7 +229,7 @@ class Graph:
             layers.append(self._join_entries(floating, parts))
         base = bases.pop() if bases else None
         for number, where in zip(call.outputs, movements, strict=True):
-            if bool((where == -1).all()):  # zeros
+            if (where == -1).all():  # zeros
                 self.contents[number] = Content()
                 continue
             terms = self._present([layer[where] for layer in layers])
@@ -240,9 +240,7 @@ class Graph:
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the terms that have entries of parameters."""
         return tuple(
-            entries
-            for entries in terms
-            if self.entries.owner(entries) or bool((entries >= 0).any())
+            entries for entries in terms if self.entries.owner(entries) or (entries >= 0).any()
         )
 
     def _join_entries(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:

@@ -116,7 +116,7 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     views.sort(key=lambda view: -len(view[0]))
     parts: list[tuple[Tensor, tuple[Any, ...]]] = []
     for rows, _, _ in views:
-        if bool(is_unread[rows].all()):
+        if is_unread[rows].all():
             is_unread[rows] = False
             own_rows = set(rows.tolist())
             reading = [view for view in views if own_rows.issuperset(view[0].tolist())]

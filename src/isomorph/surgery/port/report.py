@@ -180,7 +180,7 @@ def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str,
     """Return the names of the tensors that numbers come from, and how they do."""
     in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
     names = tuple(source.record.names[number][0] for number in numbers)
-    if bool((origins == NEUTRAL).all()):
+    if (origins == NEUTRAL).all():
         return names, "a number that changes nothing, as the source has none"
     steps = []
     if not in_order:
@@ -190,9 +190,7 @@ def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str,
             OWN: "in part its own",
         }
         steps = [
-            description
-            for kind, description in descriptions.items()
-            if bool((origins == kind).any())
+            description for kind, description in descriptions.items() if (origins == kind).any()
         ]
     if len(numbers) > 1:
         steps.append(f"joined from {len(numbers)}")

@@ -127,15 +127,15 @@ class Solution:
         entries = entries.reshape(-1)
         tensors = tensors.reshape(-1)
         inside = entries >= 0
-        if not bool(inside.all()):
+        if not inside.all():
             outside = tensors[~inside]
-            if bool(outside.value.any()):
+            if outside.value.any():
                 self.note_lost(outside, f"{module}: the target has a constant 0")
             entries = entries[inside]
             tensors = tensors[inside]
         is_written = self.origins.pick(entries) != OWN
         is_other = self.numbers.pick(entries) != tensors.value
-        if bool((is_written & is_other).any()):
+        if (is_written & is_other).any():
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
         self.carry(entries, tensors)
 
@@ -252,7 +252,7 @@ def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
         has_entry = torch.zeros(step.ids.shape, dtype=torch.bool)
         for term in step.terms:
             has_entry |= _target_tensors(term).entries >= 0
-        if bool(has_entry[step.ids >= 0].all()):
+        if has_entry[step.ids >= 0].all():
             return step
     return None
 
@@ -308,7 +308,7 @@ def _solve_part(
         if part.step.operands[role].entries is not None:
             solution.put(target_rows.entries, source_rows, part.step.module)
         return
-    if not bool(source_rows.value.any()):
+    if not source_rows.value.any():
         return
     shift = find_shift()
     if shift is None:
@@ -356,7 +356,7 @@ def _solve_shift(step: Step, other: Step, solution: Solution) -> None:
         value = total.masked_fill(~(is_held & is_open), 0.0)
         solution.put(entries, SourcedTensor(value, origins), other.module)
         is_open &= ~is_held
-    if bool(total[is_open].any()):
+    if total[is_open].any():
         solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
 
 
@@ -393,7 +393,7 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
             solution.put(target_operand.entries, neutral, other.module)
     for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
-        if role not in other.operands and bool((operand.value != number).any()):
+        if role not in other.operands and (operand.value != number).any():
             solution.note_lost(
                 solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
             )
@@ -425,8 +425,8 @@ def _put(
 def _solve_alone(step: Step, solution: Solution) -> None:
     """Let a scale or shift that only the target has change nothing."""
     operands = [(operand, 0.0) for operand in step.terms]
-    if step.kind == "scale":
-        operands = [(step.operands["scale"], 1.0)]
+    if step.kind == "scale":  # of a value, or a product of parameters
+        operands = [(operand, 1.0) for operand in step.operands.values()]
     for operand, number in operands:
         neutral = SourcedTensor.neutral(operand.value.shape, number)
         solution.put(operand.entries, neutral, step.module)

@@ -11,6 +11,7 @@ from isomorph.surgery.plain_layers import (
     is_parametrized,
     layer_mismatch,
     override_reason,
+    projection_mismatch,
 )
 from isomorph.surgery.rule import Rule, register_rule
 from isomorph.surgery.site import Site, call_joint_projection
@@ -75,12 +76,11 @@ class AttentionToLinears(Rule):
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
     """Return how a module differs from nn.MultiheadAttention, or None."""
     reason = override_reason(module, nn.MultiheadAttention)
-    if reason is not None:
+    if reason:
         return reason
     if is_parametrized(module):
         return "its weights are parametrized, which would be lost; make the parametrization permanent first"
     extra = [name for name in module._modules if name != "out_proj"]
     if extra:
         return f"it has {', '.join(extra)} besides its projections, which would be lost"
-    reason = layer_mismatch(module.out_proj, nn.Linear)
-    return f"its out_proj: {reason}" if reason else None
+    return projection_mismatch(module, "out_proj")

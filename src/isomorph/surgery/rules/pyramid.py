@@ -194,7 +194,7 @@ class LinearToPyramid(Rule):
             return None if type(part) is nn.Linear else "it is already a pyramid"
         if site.part:
             problem = _split_mismatch(site)
-            if problem is not None:
+            if problem:
                 return f"{problem}; recast the whole layer"
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
@@ -212,7 +212,7 @@ class LinearToPyramid(Rule):
             if part is pair.act or is_plain_norm(part):
                 continue
             reason = linear_mismatch(part)
-            if reason is not None:
+            if reason:
                 return reason
         return None
 

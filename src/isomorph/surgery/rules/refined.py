@@ -22,9 +22,9 @@ from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
-from isomorph.surgery.plain_layers import describe_attachments
+from isomorph.surgery.plain_layers import describe_attachments, projection_mismatch
 from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
-from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch
+from isomorph.surgery.rules.gated_attention import attention_mismatch
 from isomorph.surgery.site import Site
 
 # Values of the field `span`: what the kernel slides over.
@@ -125,11 +125,11 @@ class AttentionToRefined(AnyAttentionRule):
         if self._edits_map(site):
             return edit_reason(site.module) or self._edit_mismatch(site.module)
         reason = attention_mismatch(site.module)
-        if reason is None and self.ratio == 0:
+        if not reason and self.ratio == 0:
             reason = _attached_to_dropout(site.module)
-        if reason is None and not self.reduce:
+        if not reason and not self.reduce:
             reason = _expansion_mismatch(site.module)
-        if reason is None and self.span == "spatial":
+        if not reason and self.span == "spatial":
             reason = self.grid_reason(site)
         return reason
 
@@ -213,6 +213,6 @@ def _attached_to_dropout(module: Any) -> str | None:
 def _expansion_mismatch(module: Any) -> str | None:
     """Return why the projection of a layer cannot read more maps than it has heads, or None."""
     reason = projection_mismatch(module, "proj")
-    if reason is None and (module.gate is not None or type(module.norm) is not nn.Identity):
+    if not reason and (module.gate is not None or type(module.norm) is not nn.Identity):
         reason = "its output is gated or normalised, which reduce=False does not support"
     return reason

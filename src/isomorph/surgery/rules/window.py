@@ -237,13 +237,13 @@ class AttentionToWindow(AnyAttentionRule):
         """Return why the module cannot be recast, or None if it can."""
         module = site.module
         reason = edit_reason(module)
-        if reason is not None:
+        if reason:
             return reason
         facts = attention_facts(type(module))
         if facts is None or not calls_fused_attention(type(module)):
             return f"{type(module).__name__} never calls scaled_dot_product_attention"
         reason = facts.grid_reason(module) or facts.query_reason
-        if reason is not None:
+        if reason:
             return reason
         grid = self.grid_at(site)
         window_sizes = own_shapes(module, {})
