@@ -209,12 +209,7 @@ class AffineValues:
     def _through_two_layers(self, before: Affine, affine: Affine, name: str) -> Affine | None:
         """Return a pointwise layer and the layer before it as a function of what that one reads, or None."""
         first = carrier_of(before.summands)
-        if (
-            first is None
-            or len(before.summands) > 1
-            or before.changes
-            or self.is_avoided(first.layer, name)
-        ):
+        if first is None or not before.is_layer_alone or self.is_avoided(first.layer, name):
             return None
         if first.window.groups > 1 or not first.window.is_plain:
             return None
@@ -297,14 +292,15 @@ class AffineValues:
         change = ("identity", name)
         base = self._affine_to_extend(x)
         if base is None:
-            self.left[name] = self._why_none_before(x)
-            return self._new_affine(x, 1).scaled(gain, shift, change)
-        sides = (-1, *[1] * (len(self.shape(x)) - 2))
-        scale = self._by_channel(base, gain.view(sides), shift.view(sides))
-        if isinstance(scale, str):
-            self.left[name] = scale
-            return self._new_affine(x, 1).scaled(gain, shift, change)
-        return base.scaled(*scale, change)
+            reason = self._why_none_before(x)
+        else:
+            sides = (-1, *[1] * (len(self.shape(x)) - 2))
+            scale = self._by_channel(base, gain.view(sides), shift.view(sides))
+            if not isinstance(scale, str):
+                return base.scaled(*scale, change)
+            reason = scale
+        self.left[name] = reason
+        return self._new_affine(x, 1).scaled(gain, shift, change)
 
     def _read_affine_norm(self, operation: Operation) -> Affine | None:
         """Return the weight and bias of a LayerNorm, RMSNorm or GroupNorm as a function of what it normalises."""
@@ -506,9 +502,7 @@ def _along_axis(
 ) -> tuple[Tensor, Tensor] | None:
     """Return tensors that vary along one axis of those with which they are broadcast. Shape: -> (C,), (C,)"""
     sides = (1,) * (ndim - gain.ndim) + tuple(gain.shape)
-    if len(sides) != ndim:
-        return None
-    if any(side != 1 for i, side in enumerate(sides) if i != axis):
+    if len(sides) != ndim or gain.numel() != sides[axis]:  # it varies along another axis
         return None
     return gain.reshape(-1).expand(channels), shift.reshape(-1).expand(channels)
 

@@ -351,9 +351,9 @@ class _PlanBuilder:
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
-        zero_branches = {
-            name for group in self.groups for form, name in group.changes if form == "nothing"
-        }
+        zero_branches = set()
+        for group in self.groups:
+            zero_branches |= {name for form, name in group.changes if form == "nothing"}
         outputs: dict[str, int] = {}
         for output, before in reversed(self._values.chained):
             first = carrier_of(before.summands)
@@ -361,8 +361,8 @@ class _PlanBuilder:
             last = second.layer
             if first is None or not first.layer or not last or zero_branches & {first.layer, last}:
                 continue
-            is_shared = any(summand.layer is None for summand in before.summands)
-            if is_shared or first.window.groups > 1 or not first.window.is_plain:
+            adds_source = not all(before.layers)
+            if adds_source or first.window.groups > 1 or not first.window.is_plain:
                 continue
             first_weight = self._weight(first.layer)
             second_weight = self._weight(last)
@@ -379,7 +379,7 @@ class _PlanBuilder:
                 carriers=(first.layer, last),
                 windows=(first.window, second.window),
                 changes=(("identity", last),),
-                needs_sum=bool(before.changes) or len(before.summands) > 1,
+                needs_sum=not before.is_layer_alone,
             )
             self._add(
                 group, self._values_between(before.source, output), frozenset(names_in(before))

@@ -92,11 +92,12 @@ class ResizeReport:
         return {name: value for name, value in vars(self).items() if name != "model"} | shifts
 
     def __str__(self) -> str:
-        lines = [
+        sizes = {"patches": self.patch, "grid": self.grid, "images": self.image}
+        changes = [
             f"{name} {describe_size(old)} -> {describe_size(new)}"
-            for name, (old, new) in self._sizes.items()
+            for name, (old, new) in sizes.items()
         ]
-        lines = [", ".join(lines)]
+        lines = [", ".join(changes)]
         if self.patch[0] != self.patch[1]:
             lines.append(
                 f"  exact: each patch is embedded as the original embeds it resized (relative difference "
@@ -114,10 +115,6 @@ class ResizeReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    @property
-    def _sizes(self) -> dict[str, tuple[ImageSize, ImageSize]]:
-        return {"patches": self.patch, "grid": self.grid, "images": self.image}
 
 
 def describe_size(size: ImageSize) -> str:

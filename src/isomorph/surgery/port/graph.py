@@ -19,7 +19,7 @@ from isomorph.surgery.layer_calls import ADD, MUL
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.movement import positions
 from isomorph.surgery.port.numbers import Entries, Numbers
-from isomorph.surgery.port.watch import Call, Run, Watch, replay
+from isomorph.surgery.port.watch import Call, Run, Watch, memory_of, replay
 
 PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "einsum", "baddbmm"}
 LAYERS = {"linear", "conv1d", "conv2d", "conv3d"}
@@ -200,7 +200,8 @@ class Graph:
             return False
         for output in call.outputs:
             output_value = self.values[output]
-            if output_value.dtype != value.dtype or not _share_memory(output_value, value):
+            is_view = memory_of(output_value) == memory_of(value)
+            if output_value.dtype != value.dtype or not is_view:
                 return False
         content = self.content(number)
         layers = [content.ids, *content.terms]
@@ -362,10 +363,6 @@ class Graph:
         order = rows[int(complete[0])].argsort()
         if not torch.equal(order, torch.arange(len(order))):
             step.columns = order
-
-
-def _share_memory(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:

@@ -198,8 +198,6 @@ def _rows(
         if columns is not None and weight.shape[1] == len(columns):
             tensors = tensors.reshape(*weight.shape)[:, columns]
         tensors = tensors.reshape(part.step.rows, -1)
-        if columns is not None and tensors.value.shape[1] == len(columns) != weight.shape[1]:
-            tensors = tensors[:, columns]
     return tensors.rows(part.rows)
 
 

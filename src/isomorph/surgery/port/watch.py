@@ -122,7 +122,8 @@ def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     return new
 
 
-def _storage(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which a tensor is."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -163,7 +164,7 @@ class Watch(TorchFunctionMode):
         number, version = entry
         if version == tensor._version:
             return number
-        writes = [x for x in self._writes[_storage(tensor)] if x.version > version]
+        writes = [x for x in self._writes[memory_of(tensor)] if x.version > version]
         for write in writes:
             number = self._write(tensor, number, write)
         return number if writes else self._add(tensor)
@@ -184,7 +185,7 @@ class Watch(TorchFunctionMode):
 
     def _add(self, tensor: Tensor) -> int:
         number = len(self.values)
-        self._sharing[_storage(tensor)].append(number)
+        self._sharing[memory_of(tensor)].append(number)
         self.values.append(tensor.detach())
         self._alive.append(tensor)
         self._numbers[id(tensor)] = (number, tensor._version)
@@ -238,14 +239,14 @@ class Watch(TorchFunctionMode):
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the numbers of all values in the memory of a tensor that is written to."""
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         for number in self._sharing.pop(storage, []):
-            if _storage(self.values[number]) == storage:
+            if memory_of(self.values[number]) == storage:
                 self.values[number] = self.values[number].clone()
 
     def _note_write(self, tensor: Tensor, number: int) -> None:
         write = _Write(tensor._version, number, _MemoryLayout.of(tensor))
-        self._writes[_storage(tensor)].append(write)
+        self._writes[memory_of(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
         entry = self._numbers.get(id(tensor))
