@@ -265,11 +265,6 @@ def _other_rows(x: Tensor) -> Tensor:
     return x[:1] if len(x) > 1 else torch.cat([x, x])
 
 
-def max_or_inf(values: Iterable[float]) -> float:
-    """Return the largest value, infinity if one is NaN, 0 without any."""
-    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
-
-
 def relative(difference: float, scale: float) -> float:
     """Return a difference as a share of the largest value."""
     return difference / scale if difference and scale else difference

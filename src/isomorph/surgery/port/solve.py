@@ -87,9 +87,7 @@ class Solution:
 
     def names_left(self) -> tuple[str, ...]:
         """Return the names of the source's tensors that no tensor of the target has numbers of."""
-        used: set[int] = set()
-        for sources in self.sources_of.values():
-            used.update(sources)
+        used: set[int] = set().union(*self.sources_of.values())
         for entries in self.merged:
             used.update(self.source.entries.owners(entries))
         names = self.source.record.names
