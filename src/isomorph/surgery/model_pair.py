@@ -355,11 +355,8 @@ def _are_identical(inputs: Inputs, others: Inputs) -> bool:
     other_tensors = tensors_in(others)
     if [x.shape for x in tensors] != [x.shape for x in other_tensors]:
         return False
-    for x, y in zip(tensors, other_tensors, strict=True):
-        both_nan = (x != x) & (y != y)  # NaN is not equal to itself
-        if not ((x == y) | both_nan).all():
-            return False
-    return True
+    pairs = zip(tensors, other_tensors, strict=True)
+    return all(torch.allclose(x, y, 0, 0, equal_nan=True) for x, y in pairs)
 
 
 def _has_numbers(output: Any, exact: Any) -> bool:

@@ -278,6 +278,5 @@ def _shift(outputs: Tensor, others: Tensor) -> OutputShift:
         raise UserError(
             "outputs of the model have a value for each position; give a model with a head or pooling"
         )
-    distance = (outputs - others).double().square().mean().sqrt()
-    size = outputs.double().square().mean().sqrt()
-    return OutputShift(float(distance / size), class_agreement(outputs, others))
+    distance = (outputs - others).double().norm()
+    return OutputShift(float(distance / outputs.double().norm()), class_agreement(outputs, others))
