@@ -30,6 +30,7 @@ from isomorph.surgery.layer_calls import (
     is_unchanged,
     window_of,
 )
+from isomorph.surgery.modules import parent_name
 from isomorph.surgery.plain_layers import describe_attachments
 
 _TAKES_PART = ("__getitem__", "select", "narrow")
@@ -247,7 +248,7 @@ class AffineValues:
         names = self.flow.names[id(weight)]
         if len(names) > 1:
             return "", f"the weight of {names[0]} is tied"
-        name = names[0].rpartition(".")[0]
+        name = parent_name(names[0])
         module = self.model.get_submodule(name)
         shown_name = name or "the model"
         if len(self.flow.reads[value_of(weight)]) != 1:

@@ -16,7 +16,7 @@ from isomorph.operations import Flow, TensorVersion
 from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, only_value
 from isomorph.surgery.layer_calls import ARITHMETIC
-from isomorph.surgery.modules import lies_within
+from isomorph.surgery.modules import lies_within, parent_name
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -64,7 +64,7 @@ def find_whole(
     if carrier is None or carrier.layer is None or affine.steps:
         return None
     whole = None
-    name = carrier.layer.rpartition(".")[0]
+    name = parent_name(carrier.layer)
     while name:
         children = _children_after(model, values.flow, name, value)
         gets_source = only_value(values.flow.inputs[name]) == affine.source
@@ -73,7 +73,7 @@ def find_whole(
             parts = (carrier.layer.removeprefix(f"{name}."), *children)
             stay = {f"{name}.{part}" for part in parts}
             whole = Whole(name, parts, frozenset(stay | names_in(affine)))
-        name = name.rpartition(".")[0]
+        name = parent_name(name)
     if whole is None:
         return None
     skips = tuple(item for item in affine.summands if item.layer is None and item.stays)

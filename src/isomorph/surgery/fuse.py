@@ -19,7 +19,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, batches_of, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
-from isomorph.surgery.modules import lies_within, outermost_modules
+from isomorph.surgery.modules import lies_within, outermost_modules, parent_name
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
@@ -180,9 +180,9 @@ def fuse(
 
 def _uncalled_alternatives(report: FuseReport) -> list[str]:
     """Return the modules that no example calls and next to which one was merged: the model may choose among them."""
-    parents = {name.rpartition(".")[0] for name in report.merged}
+    parents = {parent_name(name) for name in report.merged}
     uncalled = [name for name, why in report.left.items() if why == NOT_CALLED]
-    return [name for name in (*uncalled, *report.uncalled) if name.rpartition(".")[0] in parents]
+    return [name for name in (*uncalled, *report.uncalled) if parent_name(name) in parents]
 
 
 def fuse_with_report(

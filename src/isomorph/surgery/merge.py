@@ -16,6 +16,7 @@ from isomorph.surgery.collapse import Collapse, can_collapse
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.merged_weights import merged_weights
+from isomorph.surgery.modules import parent_name
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -190,13 +191,13 @@ def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
 
     `as_slice`: for a norm that goes, whose place is asked for only as the end of a slice of an nn.Sequential.
     """
-    path = name.rpartition(".")[0]
+    path = parent_name(name)
     if as_slice and not isinstance(model.get_submodule(path), nn.Sequential):
         return False
     while path:
         if not isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return False
-        path = path.rpartition(".")[0]
+        path = parent_name(path)
     return True
 
 

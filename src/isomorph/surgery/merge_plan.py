@@ -18,7 +18,7 @@ from isomorph.surgery.affine_values import AffineValues, why_stopped
 from isomorph.surgery.channels import follow_channels, kind_of_step
 from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
-from isomorph.surgery.modules import lies_within
+from isomorph.surgery.modules import lies_within, parent_name
 
 
 class _Reader(NamedTuple):
@@ -99,7 +99,7 @@ class _PlanBuilder:
         deciding = set(self.flow.branches_on_data)
         for name in sorted(self.flow.branches_on_data, key=len, reverse=True):
             while name in deciding and name and not any(self.flow.outputs[name]):
-                name = name.rpartition(".")[0]
+                name = parent_name(name)
                 deciding.add(name)
         return deciding
 
@@ -110,7 +110,7 @@ class _PlanBuilder:
         for value, tensor in self.flow.tensors.items():
             if self.flow.reads.get(value):
                 parameters = self.flow.names.get(id(tensor), ())
-                names |= {name.rpartition(".")[0] for name in parameters}
+                names |= {parent_name(name) for name in parameters}
         return names
 
     def _weight(self, name: str) -> Tensor:

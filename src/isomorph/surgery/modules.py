@@ -13,12 +13,17 @@ def list_names(names: Sequence[str], most: int = 3) -> str:
     return shown
 
 
+def parent_name(name: str) -> str:
+    """Return the name of the module that has one as a child, "" for the model itself."""
+    return name.rpartition(".")[0]
+
+
 def lies_within(path: str, names: Collection[str]) -> bool:
     """Return True for the name of one of some modules, or of a module inside one."""
     while path not in names:
         if not path:
             return False
-        path = path.rpartition(".")[0]
+        path = parent_name(path)
     return True
 
 
