@@ -1,5 +1,6 @@
 """What structure cannot tell in two models, and is tried: orders of parts, steps that look alike, leftovers."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,16 +49,14 @@ def choices(pairing: Pairing, solution: Solution) -> Iterator[Attempt]:
 
 def _orders(pairing: Pairing) -> Iterator[Attempt]:
     """Yield other orders of the parts of layers, the same one for all layers that are like each other."""
-    labels: dict[tuple[object, ...], list[Joint]] = {}
-    counts: dict[tuple[object, ...], int] = {}
+    similar: dict[tuple[object, ...], list[tuple[Joint, Joint]]] = defaultdict(list)
     for joint, other in pairing.pairs:
         if len(joint.parts) > 1 and not _is_clear(joint, other):
-            similar = labels.setdefault(joint.label, [])
-            similar.append(joint)
-            counts[joint.label] = len(part_orders(joint, other))
-    for label, joints in labels.items():
+            similar[joint.label].append((joint, other))
+    for pairs in similar.values():
+        joints = [joint for joint, _ in pairs]
         description = f"the order of the parts of {joints[0].module}"
-        for order in range(1, counts[label]):
+        for order in range(1, len(part_orders(*pairs[-1]))):
             yield description, partial(_reorder, joints=joints, order=order)
 
 

@@ -115,12 +115,14 @@ def _layouts(value: Tensor, reference: Tensor) -> Iterator[Tensor]:
             yield squeezed.permute(order).reshape(reference.shape)
 
 
-class _ForcedStep(NamedTuple):
-    """What a call of the target gets of the source's: the number of the value that it reads, and values."""
+@dataclass
+class _ForcedStep:
+    """A step of the source and of the target, and the source's values that the target's gets in place of its own."""
 
-    reads: int | None
-    input: Tensor | None
-    output: Tensor | None
+    source: Step
+    target: Step
+    input: Tensor | None = None
+    output: Tensor | None = None
 
 
 class _Forced:
@@ -138,7 +140,7 @@ class _Forced:
 
         def value_given(number: int) -> Tensor:
             value = value_of(number)
-            if step.input is None or number != step.reads:
+            if step.input is None or number != step.target.input:
                 return value
             return self._compare(("input", call.index), step.input, value)
 
@@ -209,7 +211,6 @@ def compare_steps(
     And the settings of the source at these places, and the target's values for its numbers, the source's forced.
     """
     forced: dict[int, _ForcedStep] = {}
-    steps: dict[int, tuple[Step, Step]] = {}
     compared: set[tuple[int | None, int | None]] = set()
     for source_joint, target_joint in pairing.pairs:
         alone = len(source_joint.steps) == len(target_joint.steps) == 1
@@ -217,33 +218,27 @@ def compare_steps(
         target_step = target_joint.first
         if target_step.call is None:
             continue
-        output = source.values[source_step.output] if alone else None
-        expected = None
-        reordered = source_step.columns is not None or target_step.columns is not None
-        is_read = target_step.kind != "shift" and target_step.input is not None and not reordered
-        if (
-            source_step.input is not None
-            and is_read
-            and (source_step.input, target_step.input) not in compared
-        ):
-            expected = source.values[source_step.input]
+        step = _ForcedStep(source_step, target_step)
+        reads = source_step.input, target_step.input
+        is_reordered = source_step.columns is not None or target_step.columns is not None
+        if target_step.kind != "shift" and not is_reordered and reads not in compared:
+            step.input = None if source_step.input is None else source.values[source_step.input]
         if alone:
+            step.output = source.values[source_step.output]
             compared.add((source_step.output, target_step.output))
-        forced[target_step.call.index] = _ForcedStep(target_step.input, expected, output)
-        steps[target_step.call.index] = source_step, target_step
+        forced[target_step.call.index] = step
     run = _Forced(forced)
     values = target.run(numbers, run=run.run)
     differences = []
     settings = SourceSettings()
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
-        if difference > TOLERANCE:
-            if side == "output":
-                difference_found = _compare_results(*steps[index], difference, settings)
-            else:
-                difference_found = _compare_inputs(
-                    source, target, *steps[index], difference, settings
-                )
-            differences.append(difference_found)
+        if difference <= TOLERANCE:
+            continue
+        steps = forced[index].source, forced[index].target
+        if side == "output":
+            differences.append(_compare_results(*steps, difference, settings))
+        else:
+            differences.append(_compare_inputs(source, target, *steps, difference, settings))
     return differences, settings, values
 
 
@@ -253,7 +248,8 @@ def _compare_results(
     """Return the place where two steps give another result of the same values, and note the source's settings."""
     settings_found = differing(source_step.settings, target_step.settings)
     message = f"the {target_step.kind} gives another result on the same values"
-    _note([(source_step.call, target_step.call)] if settings_found else [], settings)
+    if settings_found:
+        _note([(source_step.call, target_step.call)], settings)
     return Place(source_step.module, target_step.module, difference, message, settings_found)
 
 
@@ -397,10 +393,10 @@ def _differing_calls(
 ) -> tuple[SettingPair, ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
     if len(source_calls) != len(target_calls):
-        names = [
+        names, others = (
             ", ".join(call.operation for call in calls) for calls in (source_calls, target_calls)
-        ]
-        return (("operations", *names),)
+        )
+        return (("operations", names, others),)
     differences: list[SettingPair] = []
     for source_call, target_call in zip(source_calls, target_calls, strict=True):
         name = source_call.operation

@@ -286,7 +286,7 @@ def _match_in_order(source: list[Joint], target: list[Joint], matches: dict[int,
     """Match the remaining joints with equal labels in their order."""
     ones, others = _unmatched(source, target, matches)
     labels = [[joint.label for joint in joints] for joints in (ones, others)]
-    matcher = SequenceMatcher(None, *labels, autojunk=False)
+    matcher = SequenceMatcher(None, labels[0], labels[1], autojunk=False)
     for block in matcher.get_matching_blocks():
         for i in range(block.size):
             matches[ones[block.a + i].index] = others[block.b + i].index

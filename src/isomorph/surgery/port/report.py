@@ -154,13 +154,12 @@ class NotPorted(UserError):
 def settings_in(differences: Sequence[Place]) -> tuple[Setting, ...]:
     """Return the settings that differ, each once, with the modules where they do."""
     # by their text, as values need not be hashable
-    modules: dict[str, list[str]] = {}
-    values: dict[str, SettingPair] = {}
+    by_text: dict[str, tuple[SettingPair, dict[str, None]]] = {}
     for difference in differences:
         for setting in difference.settings:
-            values[repr(setting)] = setting
-            modules.setdefault(repr(setting), []).append(difference.target)
-    return tuple(Setting(*values[key], tuple(dict.fromkeys(modules[key]))) for key in values)
+            _, modules = by_text.setdefault(repr(setting), (setting, {}))
+            modules[difference.target] = None
+    return tuple(Setting(*setting, tuple(modules)) for setting, modules in by_text.values())
 
 
 def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay, ...]:
