@@ -75,9 +75,8 @@ class FirstDifference:
 
 
 class _Match(NamedTuple):
-    """A value of the other model that equals one: its number, and by how much they differ."""
+    """By how much a value of the other model that equals one differs from it, and the largest number of both."""
 
-    number: int
     difference: float
     scale: float
 
@@ -136,7 +135,7 @@ class _Side:
         for candidate in candidates:
             _, difference = in_layout(other.run.values[candidate].to(value), value, tolerance)
             if difference <= tolerance:
-                return _Match(candidate, difference, scale)
+                return _Match(difference, scale)
         return None
 
     def _before(self, numbers: Iterable[int], until: Container[int] = ()) -> set[int]:
@@ -175,7 +174,7 @@ class _Side:
             for number in self._before(call.inputs, until=self.matches)
             if number in self.matches
         ]
-        return max(matches, key=lambda match: match.difference, default=_Match(-1, 0.0, 0.0))
+        return max(matches, key=lambda match: match.difference, default=_Match(0.0, 0.0))
 
 
 def _summary(value: Tensor) -> Tensor:

@@ -169,11 +169,11 @@ def _compare_int8(
     fidelity = measure_fidelity(pairs, getattr(original, "num_classes", None))
     remarks = []
     if not fidelity.is_like(stored):
-        remarks.append("give images as those that it was calibrated on, or `atol`")
-        remarks.append(
+        remarks = [
+            "give images as those that it was calibrated on, or `atol`",
             "layers of an int8 file are rounded, so no operation is the first after which it differs; with atol it is "
-            "the first that differs by more"
-        )
+            "the first that differs by more",
+        ]
     return VerifyReport(ATOL, tuple(rows), notes=tuple(remarks), fidelity=fidelity, stored=stored)
 
 
