@@ -265,10 +265,12 @@ def _compare_inputs(
     source_calls = _between(source, source_step)
     target_calls = _between(target, target_step)
     settings_found = _differing_calls(source, target, source_calls, target_calls)
-    rounded = tuple(map(_has_rounded_constants, (source, target), (source_calls, target_calls)))
-    if difference < _SINGLE and any(rounded):
-        precisions = ["float32" if is_rounded else "float64" for is_rounded in rounded]
-        settings_found = (("constants rounded to", precisions[0], precisions[1]),)
+    precisions = (
+        _precision_of_constants(source, source_calls),
+        _precision_of_constants(target, target_calls),
+    )
+    if difference < _SINGLE and "float32" in precisions:
+        settings_found = (("constants rounded to", *precisions),)
         _note_constants(source, target, target_calls, settings)
     elif len(source_calls) == len(target_calls):
         pairs = zip(source_calls, target_calls, strict=True)
@@ -327,9 +329,11 @@ def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
     return list(constants)
 
 
-def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
-    """True if operations read constants that the code computes in float32, such as angles of rotations."""
-    return any(_is_rounded(graph.values[number]) for number in _constants_before(graph, calls))
+def _precision_of_constants(graph: Graph, calls: list[Call]) -> str:
+    """Return in which precision the code computes constants that operations read, such as angles of rotations."""
+    constants = _constants_before(graph, calls)
+    is_rounded = any(_is_rounded(graph.values[number]) for number in constants)
+    return "float32" if is_rounded else "float64"
 
 
 def _is_rounded(value: Tensor) -> bool:

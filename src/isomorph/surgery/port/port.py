@@ -150,11 +150,10 @@ class _Port:
 
     def _further_notes(self, equal: bool, rows: list[OutputRow]) -> Iterator[str]:
         """Yield what one model has and the other has not."""
-        if equal and not is_equal(rows, "target"):
+        if equal:
             for row in rows:
                 if row.own == "target" and row.other == "nothing":
                     yield f"the source does not compute the target's output {row.name}, which is not compared"
-        if equal:
             return
         pairing = self.assignment.pairing
         for name, joints in ("source", pairing.only_source), ("target", pairing.only_target):
