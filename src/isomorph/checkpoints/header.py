@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -19,7 +18,7 @@ from pydantic import (
 )
 
 from isomorph.errors import UserError
-from isomorph.models.model_kwargs import largest_allowed
+from isomorph.models.model_kwargs import check_limits
 from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
@@ -33,36 +32,28 @@ _PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 
 # Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
 _OPENS_FILES = {
-    *(
-        "checkpoint_path",
-        "pretrained",
-        "pretrained_cfg",
-        "pretrained_cfg_overlay",
-        "pretrained_filter_fn",
-    ),
-    *(
-        "cache_dir",
-        "weights",
-        "weights_backbone",
-        "backbone_pretrained",
-        "config",
-        "file",
-        "url",
-        "hf_hub_id",
-    ),
-    *(
-        "trust_remote_code",
-        "auto_map",
-        "name_or_path",
-        "_name_or_path",
-        "pretrained_model_name_or_path",
-    ),
-    *(
-        "attn_implementation",
-        "_attn_implementation",
-        "experts_implementation",
-        "quantization_config",
-    ),
+    "checkpoint_path",
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "pretrained_filter_fn",
+    "cache_dir",
+    "weights",
+    "weights_backbone",
+    "backbone_pretrained",
+    "config",
+    "file",
+    "url",
+    "hf_hub_id",
+    "trust_remote_code",
+    "auto_map",
+    "name_or_path",
+    "_name_or_path",
+    "pretrained_model_name_or_path",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "quantization_config",
 }
 # What a path, an address or a name on the hub has, and no option of a network.
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
@@ -113,10 +104,7 @@ class _BaseSchema(_StrictModel):
         for name, value in self.__pydantic_extra__.items():
             if name != "pretrained":  # never passed on: a file brings its own weights
                 check_foreign_kwargs({name: value})
-            limit = largest_allowed(name)
-            number = _max_magnitude(value)
-            if number > limit:
-                raise ValueError(f"{name} holds {number:.6g} and must not be above {limit:,}")
+            check_limits(name, value)
         return self
 
 
@@ -307,16 +295,3 @@ def describe_problems(error: ValidationError, part: str = "") -> str:
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
-
-
-def _max_magnitude(value: JsonValue) -> float:
-    """Return the largest absolute number or list length in a plain value; NaN counts as infinite."""
-    if isinstance(value, Mapping):
-        return max(map(_max_magnitude, value.values()), default=0)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return max(len(value), *map(_max_magnitude, value), 0)
-    if not isinstance(value, int | float):
-        return 0
-    if isinstance(value, float) and math.isnan(value):
-        return math.inf
-    return abs(value)

@@ -573,7 +573,9 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
     """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
     model_state = model.state_dict()
     unexpected = [name for name in state if name not in model_state]
-    missing, shapes, not_real = [], [], []
+    missing = []
+    shapes = []
+    not_real = []
     for name, tensor in model_state.items():
         if name not in state:
             missing.append(name)

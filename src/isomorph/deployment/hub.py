@@ -38,7 +38,8 @@ from isomorph.spec import spec_of
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.comparison import relative_difference
 
-CARD, RECIPE = "README.md", "recipe.yaml"
+CARD = "README.md"
+RECIPE = "recipe.yaml"
 # Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
 # model.
 _ABOUT_PUBLIC_WEIGHTS = {

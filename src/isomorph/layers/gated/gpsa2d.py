@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import scaled, softmax_map
 from isomorph.layers.gated.positions import (
     compute_dtype,
     gate_gradient,
@@ -247,8 +248,7 @@ class GPSA2d(TapHeads):
         heads = (self.num_heads, self.head_width)
         width = self.num_heads * self.head_width
         values = len(weight) - 2 * width
-        middle = self.kernel_size // 2
-        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
+        if self.queries_every_position:
             q, k, v = F.conv1d(tokens, weight).split([width, width, values], dim=1)
         else:
             q = F.conv1d(self.query_positions(x).flatten(2), weight[:width])
@@ -331,7 +331,7 @@ class GPSA2d(TapHeads):
         q = q.mT  # (B, nh, Nq, hd)
         if query is not None:
             q = q[:, :, query : query + 1]
-        q = q * q.shape[-1] ** -0.5
+        q = scaled(q)
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
@@ -348,11 +348,7 @@ class GPSA2d(TapHeads):
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
         self.check_map(x, query)
-        q, keys, bias = self.content_scores(x, query)
-        scores = q @ keys.mT
-        if bias is not None:
-            scores = scores + bias
-        content = scores.softmax(-1)
+        content = softmax_map(*self.content_scores(x, query))
         position = self.position_attention(x, query).to(content.dtype)
         return gated_mix(content, position, self.gate)
 
@@ -369,9 +365,6 @@ class GPSA2d(TapHeads):
             self.groups,
         )
         layer = layer.to(self.weight)
+        layer.load_state_dict(self.state_dict(), strict=False)
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))
-        layer.centre.copy_(self.centre)
-        layer.raw_locality.copy_(self.raw_locality)
-        if layer.bias is not None and self.bias is not None:
-            layer.bias.copy_(self.bias)
         return layer.train(self.training)

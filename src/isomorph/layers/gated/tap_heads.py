@@ -25,7 +25,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import GridSize, batched, conv_output_size
-from isomorph.layers.modes import at_least_float32, can_keep, on_cpu, require_same
+from isomorph.layers.modes import can_keep, on_cpu, require_same, upcast
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
 # misprint).
@@ -129,6 +129,12 @@ class TapHeads(PositionHeads):
         Wq = conv_output_size(W, self.kernel_size, self.stride[1], self.padding[1])
         return Hq, Wq
 
+    @property
+    def queries_every_position(self) -> bool:
+        """True if every position of the map is a query."""
+        middle = self.kernel_size // 2
+        return self.stride == (1, 1) and self.padding == (middle, middle)
+
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the features of x at the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
         sh, sw = self.stride
@@ -158,9 +164,7 @@ class TapHeads(PositionHeads):
     @property
     def locality(self) -> Tensor:
         """Sharpness of each head's position attention; 1 / locality is its span. Shape: -> (nh,)"""
-        return F.softplus(
-            self.raw_locality.to(at_least_float32(self.raw_locality)), beta=SOFTPLUS_BETA
-        )
+        return F.softplus(upcast(self.raw_locality), beta=SOFTPLUS_BETA)
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
@@ -217,7 +221,7 @@ class TapHeads(PositionHeads):
     def tap_axes(self, H: int, W: int) -> list[TapAxis]:
         """Return the heads along the rows and the columns of an H x W map."""
         queries = self.query_grid(H, W)
-        centre = self.centre.to(at_least_float32(self.centre))
+        centre = upcast(self.centre)
         locality = self.locality
         axes = []
         for axis, keys in enumerate((H, W)):

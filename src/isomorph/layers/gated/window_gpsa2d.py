@@ -22,7 +22,7 @@ from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
 from isomorph.layers.gated.window_strips import attend_strips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
-from isomorph.layers.grid import odd_window
+from isomorph.layers.grid import odd_window, pad_to_multiple
 from isomorph.layers.modes import (
     can_keep,
     constant,
@@ -101,17 +101,15 @@ class WindowGPSA2d(GPSA2d):
         joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1)
         joint = F.pad(joint.unflatten(2, (H, W)), (*columns.pads, *rows.pads))
         queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2)
-        queries = F.pad(queries.unflatten(2, (Hq, Wq)), (0, -Wq % columns.size, 0, -Hq % rows.size))
+        queries = pad_to_multiple(queries.unflatten(2, (Hq, Wq)), rows.size, columns.size)
         bias = constant(tile_bias, q, tiles, self.window, q.dtype)
         filters = self.content_filters().to(values.dtype)
-        if not is_eager():
+        if is_eager():
+            images = max(1, MAX_ENTRIES // (bias.numel() * heads))
+            parts = zip(queries.split(images), joint.split(images), strict=True)
+            y = torch.cat([recomputed(attend_tiles, *part, bias, filters, tiles) for part in parts])
+        else:
             y = recomputed(attend_tiles, queries, joint, bias, filters, tiles)
-            return self.with_bias(y[:, :, :Hq, :Wq])
-        images = max(1, MAX_ENTRIES // (bias.numel() * heads))
-        parts = []
-        for some_queries, some_keys in zip(queries.split(images), joint.split(images), strict=True):
-            parts.append(recomputed(attend_tiles, some_queries, some_keys, bias, filters, tiles))
-        y = torch.cat(parts)
         return self.with_bias(y[:, :, :Hq, :Wq])
 
     @property
@@ -135,14 +133,13 @@ class WindowGPSA2d(GPSA2d):
         Shape: x (B, C, H, W) -> (B, Hq, Wq, heads, hd), (B, H, W, heads hd + C)
         """
         weight = self.cached(self.projections(), self.joint_weight)[:, :, 0]
-        every, width = self.num_heads * self.head_width, self.content_heads * self.head_width
+        every = self.num_heads * self.head_width
+        width = self.content_heads * self.head_width
         of_queries = weight[:width] * self.head_width**-0.5
         of_keys_values = torch.cat([weight[every : every + width], weight[2 * every :]])
-        middle = self.kernel_size // 2
-        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
-            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split(
-                [width], 3
-            )
+        if self.queries_every_position:
+            joint = _project(x, torch.cat([of_queries, of_keys_values]))
+            q, keys_values = joint.tensor_split([width], 3)
         else:
             q = _project(self.query_positions(x), of_queries)
             keys_values = _project(x, of_keys_values)
@@ -177,13 +174,13 @@ class WindowGPSA2d(GPSA2d):
             return None
         maps = []
         for axis, tile, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
-            reach = axis.reach()
-            if reach is None or reach > window // 2 or axis.interior(reach) != (0, axis.queries):
+            first = window // 2 - axis.reach
+            if first < 0 or axis.interior != (0, axis.queries):
                 return None
-            taps = axis.window(reach)  # (nh, 2 reach + 1)
-            before = (window // 2 - reach + axis.stride * query for query in range(tile.size))
-            padded = [F.pad(taps, (n, tile.length - n - taps.shape[1])) for n in before]
-            maps.append(torch.stack(padded, 1))  # (nh, t, keys)
+            taps = axis.window
+            taps = F.pad(taps, (first, tile.length - first - taps.shape[1]))  # (nh, keys)
+            shifted = [taps.roll(axis.stride * query, 1) for query in range(tile.size)]
+            maps.append(torch.stack(shifted, 1))  # (nh, t, keys)
         rows, columns = maps
         products = (
             rows[:, :, None, None, :] * columns[:, None, :, :, None]

@@ -80,6 +80,11 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
+def join_maps(maps: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return affine maps of one input as one. Shape: of (G, out, C), (G, out) -> (G, all out, C), (G, all out)"""
+    return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
+
+
 def _join_tensors(
     sizes: ChainSizes,
     tensors: Sequence[Tensor],

@@ -38,6 +38,7 @@ from isomorph.layers.pyramid.chains import (
     LinearTensors,
     Unit,
     join,
+    join_maps,
 )
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
@@ -103,9 +104,14 @@ def _stack(blocks: Tensor) -> Tensor:
     return stacked if blocks.ndim == 4 else stacked.unsqueeze(-1)
 
 
+def _is_sum(left: Tensor, right: Tensor) -> bool:
+    """True for a product with a vector in a compiled graph: as a sum the compiler can fuse it."""
+    return not is_eager() and min(left.shape[-1], right.shape[-1]) <= 1
+
+
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; for a compiler a product with a vector is a sum, which it can fuse."""
-    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+    """Return left @ right."""
+    if not _is_sum(left, right):
         return torch.bmm(left, right)
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
 
@@ -118,7 +124,7 @@ def _add_product(
     alpha: float = 1.0,
 ) -> Tensor:
     """Return beta added + alpha left @ right."""
-    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+    if not _is_sum(left, right):
         return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     return beta * added + alpha * _product(left, right)
 
@@ -555,8 +561,7 @@ def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tens
             groups[-1].append(chains)
         else:
             groups.append([chains])
-    maps = [_collapse_alike(part, moments) for part in groups]
-    return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
+    return join_maps([_collapse_alike(part, moments) for part in groups])
 
 
 def _belong_together(last: Chains, chains: Chains) -> bool:
