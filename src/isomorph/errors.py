@@ -48,6 +48,11 @@ class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -85,10 +85,8 @@ class MethodMap(NamedTuple):
 
 
 def _check_size(name: str, layer: Any, x: Tensor) -> None:
-    H, W = x.shape[2:]
-    ph, pw = layer.padding
-    queries = math.prod(layer.query_grid(H, W))
-    keys = (H + 2 * ph) * (W + 2 * pw)
+    queries = math.prod(layer.query_grid(*x.shape[2:]))
+    keys = math.prod(layer.key_grid(*x.shape[2:]))
     size = x.element_size() * len(x) * layer.num_heads * queries * keys
     if size > MAX_MAP_BYTES:
         raise UserError(

@@ -28,6 +28,10 @@ _MESSAGE_WIDTH = 60
 _Size = Annotated[int, Field(ge=1, le=2**13)]
 _FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
 _PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
+_Count = Annotated[int, Field(ge=0, le=10**7)]
+_ImageShape = tuple[_Size, _Size, _Size]
+_CropPct = Annotated[float, Field(ge=0.05, le=10)]
+_Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 # Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
@@ -95,7 +99,7 @@ class _BaseSchema(_StrictModel):
     __pydantic_extra__: dict[str, JsonValue]
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    num_classes: _Count | None = None
     in_chans: _Size | None = None
 
     @model_validator(mode="after")
@@ -127,19 +131,19 @@ class _DataSchema(_StrictModel):
     `task` is what the model was trained for, with its options, if that is not image classification.
     """
 
-    input_size: tuple[_Size, _Size, _Size] | None = None
+    input_size: _ImageShape | None = None
     mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = (
         None
     )
-    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
-    test_input_size: tuple[_Size, _Size, _Size] | None = None
-    test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    crop_pct: _CropPct | None = None
+    test_input_size: _ImageShape | None = None
+    test_crop_pct: _CropPct | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None
-    split: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[int, Field(ge=1)]] | None = None
+    split: tuple[_Fraction, Annotated[int, Field(ge=1)]] | None = None
     task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
 
 
@@ -156,7 +160,7 @@ class _ArtefactSchema(_DataSchema):
 
     isomorph_version: str
     architecture: str | None = None
-    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    num_classes: _Count | None = None
     dynamic: list[Literal["batch", "size"]] = []
     size_multiple: _Size | None = None
     inputs: Annotated[list[str], Field(min_length=1, max_length=16)] | None = None
@@ -171,7 +175,7 @@ class _DecoderSchema(_StrictModel):
     depth: Annotated[int, Field(ge=0, le=100)]
     width: _Size
     heads: _Size
-    mask: Annotated[float, Field(gt=0, lt=1)]
+    mask: _Fraction
     normalise: bool
 
 

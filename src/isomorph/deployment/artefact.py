@@ -18,7 +18,7 @@ from isomorph.deployment.onnx_operations import onnx_operations, open_session
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.pt2_operations import pt2_operations
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, optional_module, short_reason
+from isomorph.errors import UserError, first_line, one_line, optional_module, short_reason
 from isomorph.json_values import JsonObject
 from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size
 from isomorph.spec import spec_of
@@ -301,7 +301,7 @@ def load_artefact(
         with quiet():
             run, texts = load(contents)
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)[:200]
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
     operations = onnx_operations if file_format == "onnx" else pt2_operations
     watch = partial(operations, contents)

@@ -82,6 +82,21 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class SavesInputs(torch.autograd.Function):
+    """Base of functions that save their inputs alone, and compute the rest again in the backward pass.
+
+    The inputs are tensors, or None, and after them `options`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.options = inputs[len(tensors) :]
+
+
 def can_keep(*tensors: Tensor) -> bool:
     """True if what is computed from these tensors may serve later calls: nothing traces or captures this one."""
     if (

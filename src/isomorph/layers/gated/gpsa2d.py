@@ -29,7 +29,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
-from isomorph.layers.modes import constant, on_cpu
+from isomorph.layers.modes import SavesInputs, constant, on_cpu
 
 
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
@@ -97,7 +97,7 @@ def _key_scores(
     return counts.log().to(dtype)  # of a real key log 1 = 0 in the window, log 0 = -inf elsewhere
 
 
-class _SoftPatches(torch.autograd.Function):
+class _SoftPatches(SavesInputs):
     """Compute values @ maps^T, maps = (1 - s) content + s (rows (x) columns), and form the maps again to go back.
 
     The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
@@ -106,8 +106,6 @@ class _SoftPatches(torch.autograd.Function):
     Shape: values (B, C, N), content (B, nh, Nq, N), rows (nh, Hq, H), columns (nh, Wq, W), gate (nh,), weights (2, nh)
         -> (B, C, nh Nq)
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -121,10 +119,6 @@ class _SoftPatches(torch.autograd.Function):
         share, content_share = weights[:, :, None, None]
         maps = torch.addcmul(kronecker(rows * share, columns), content, content_share)
         return torch.bmm(values, maps.flatten(1, 2).mT)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,10 +261,9 @@ class GPSA2d(TapHeads):
 
     def windows(self, H: int, W: int) -> KeyWindows:
         """Return the windows of all queries of an H x W map."""
-        ph, pw = self.padding
         return KeyWindows(
             queries=self.query_grid(H, W),
-            keys=(H + 2 * ph, W + 2 * pw),
+            keys=self.key_grid(H, W),
             start=self.kernel_size // 2,
             stride=self.stride,
             size=self.content_window,

@@ -129,6 +129,11 @@ class TapHeads(PositionHeads):
         Wq = conv_output_size(W, self.kernel_size, self.stride[1], self.padding[1])
         return Hq, Wq
 
+    def key_grid(self, H: int, W: int) -> GridSize:
+        """Return the size of the zero-padded map, whose positions are the keys."""
+        ph, pw = self.padding
+        return H + 2 * ph, W + 2 * pw
+
     @property
     def queries_every_position(self) -> bool:
         """True if every position of the map is a query."""
@@ -168,14 +173,12 @@ class TapHeads(PositionHeads):
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
-        Hq, Wq = self.query_grid(H, W)
-        ph, pw = self.padding
         middle = self.kernel_size // 2
-        rows = Axis(Hq, H + 2 * ph, middle, self.stride[0])
-        columns = Axis(Wq, W + 2 * pw, middle, self.stride[1])
+        sizes = zip(self.query_grid(H, W), self.key_grid(H, W), self.stride, strict=True)
+        axes = [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
         locality = self.locality[:, None]
         position = torch.cat([locality * self.centre, locality], 1)
-        return axis_attention(position, (rows, columns), of_taps=True)
+        return axis_attention(position, axes, of_taps=True)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""

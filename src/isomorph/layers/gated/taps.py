@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
-from isomorph.layers.modes import on_cpu
+from isomorph.layers.modes import SavesInputs, on_cpu
 
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
@@ -65,21 +65,14 @@ def _to_patches(attended: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return by_head.permute(2, 3, 0, 1).flatten(1, 2)
 
 
-class _TapsAtOnce(torch.autograd.Function):
+class _TapsAtOnce(SavesInputs):
     """Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C nh / G, 1) -> as x, C_out wide"""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor, groups: int) -> Tensor:
         grid = _swap_grid(x).flatten(2)  # (H, W, B C)
         attended = _attend_axes(grid, rows, columns)[2]
         return F.conv1d(_to_patches(attended, x, rows), filters, groups=groups)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.groups = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,7 +85,7 @@ class _TapsAtOnce(torch.autograd.Function):
         patches = _to_patches(attended, x, rows)
         output_mask = (True, True, False)
         d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
-            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, output_mask
+            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), *ctx.options, output_mask
         )
         by_head = d_patches.unflatten(1, (C, nh)).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
         d_attended = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
@@ -123,10 +116,8 @@ def _filter_gradient(dy: Tensor, attended: Tensor, taps: Tensor) -> Tensor:
     return torch.mm(dy.t(), attended)
 
 
-class _TapsByHead(torch.autograd.Function):
+class _TapsByHead(SavesInputs):
     """Shape: grid (H, W, B, C), rows, columns, filters (C_out, C / G, nh), full or depthwise -> (Hq, Wq, B, C_out)"""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(grid: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
@@ -139,10 +130,6 @@ class _TapsByHead(torch.autograd.Function):
             total = y if total is None else total.add_(y)
         assert total is not None
         return total.view(rows.shape[1], columns.shape[1], B, len(filters))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from isomorph.layers.gated import window_tiles
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
-from isomorph.layers.gated.window_strips import attend_strips
+from isomorph.layers.gated.window_strips import AttendStrips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
 from isomorph.layers.grid import odd_window, pad_to_multiple
 from isomorph.layers.modes import (
@@ -123,9 +123,8 @@ class WindowGPSA2d(GPSA2d):
         last_head = self.content_heads - 1
         if last_head == self.num_heads - 1:
             return filters
-        return torch.cat(
-            [filters[..., :last_head], filters[..., last_head:].sum(-1, keepdim=True)], -1
-        )
+        own, shared = filters.tensor_split([last_head], -1)
+        return torch.cat([own, shared.sum(-1, keepdim=True)], -1)
 
     def queries_keys_values_by_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of the heads of content, by sqrt(hd), and keys and values.
@@ -150,19 +149,20 @@ class WindowGPSA2d(GPSA2d):
     def _attend_strips(
         self, q: Tensor, keys_values: Tensor, filters: Tensor, offset: Tensor | None, tiles: Tiles
     ) -> Tensor:
-        """Shape: as `attend_strips`, without padding -> (B, C_out, Hq, Wq)"""
+        """Shape: as `AttendStrips`, without padding -> (B, C_out, Hq, Wq)"""
         rows, columns = tiles
         _, Hq, Wq, _, _ = q.shape
         dtype = keys_values.dtype
         queries = F.pad(q, (0, 0, 0, 0, 0, -Wq % columns.size, 0, -Hq % rows.size))
         joint = F.pad(keys_values.transpose(1, 2), (0, 0, *rows.pads, *columns.pads))
         axes = zip(tiles, self.window, strict=True)
-        row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
+        biases = [constant(axis_bias, q, *axis, dtype) for axis in axes]
         scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
         with disable_autocast(q.device):
-            y = attend_strips(
-                queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles
-            )
+            y = AttendStrips.apply(
+                queries, joint, filters.to(dtype), scale, offset, *biases, tiles
+            )  # (B, R, S, t, t', C_out)
+        y = y.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
         return y[:, :, :Hq, :Wq].contiguous()
 
     def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:

@@ -28,7 +28,7 @@ from isomorph.layers.pyramid.batchnorm import (
     normalise,
     uses_batch_statistics,
 )
-from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join_maps
+from isomorph.layers.pyramid.chains import Chains, Unit, join_maps
 from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import (
     Moments,
@@ -390,11 +390,10 @@ class Pyramid(Parallel):
         for branch in self.branches._modules.values():
             chain: list[Any] = list(branch._modules.values())
             pairs = zip(chain[::2], chain[1::2], strict=False)
-            units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
+            units.append([Unit(layer, norm) for layer, norm in pairs])
             if len(chain) % 2:
-                last_layers.append(_tensors(chain[-1]))
-        skip = None if self.skip is None else _tensors(self.skip)
-        return Chains(units, last_layers, skip, self.norm, self.output_scale)
+                last_layers.append(chain[-1])
+        return Chains(units, last_layers, self.skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
         """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
@@ -457,7 +456,3 @@ class Pyramid(Parallel):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
-
-
-def _tensors(layer: Any) -> LinearTensors:
-    return LinearTensors(layer._parameters["weight"], layer._parameters["bias"])

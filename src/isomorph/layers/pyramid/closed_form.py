@@ -35,7 +35,7 @@ from isomorph.layers.pyramid.chains import (
     Chains,
     ChainSizes,
     ChainTensors,
-    LinearTensors,
+    Linear,
     Unit,
     join,
     join_maps,
@@ -587,11 +587,11 @@ class _Layers(NamedTuple):
     """The layers of pyramids that are computed together, branch after branch, in ascending order of their depths."""
 
     levels: list[list[Unit]]
-    last_layers: list[LinearTensors]
-    skips: list[LinearTensors]
+    last_layers: list[Linear]
+    skips: list[Linear]
     rectifiers: list[_BatchNorm]
 
-    def linear(self) -> list[LinearTensors]:
+    def linear(self) -> list[Linear]:
         """Return the linear layers: those that read the input, further units by level, last ones."""
         layers = [unit.linear for unit in self.levels[0]] + self.skips
         for level in self.levels[1:]:
@@ -674,8 +674,8 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     linear = layers.linear()
     norms = layers.norms()
     sizes = _sizes_of(pyramids, layers, *mean.shape)
-    tensors = [weight for weight, _ in linear]
-    tensors += [_filled(bias, len(weight), 0.0, mean) for weight, bias in linear]
+    tensors = [layer.weight for layer in linear]
+    tensors += [_filled(layer.bias, len(layer.weight), 0.0, mean) for layer in linear]
     tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
     tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
     weight, bias, variances, *means = _Collapse.apply(
