@@ -25,7 +25,7 @@ class AttentionGrid(NamedTuple):
 
     queries: GridSize
     keys: GridSize
-    padding: tuple[int, int] = (0, 0)
+    padding: GridSize = (0, 0)
     start: tuple[float, float] = (0, 0)
     stride: tuple[float, float] = (1, 1)
     prefix: int = 0

@@ -204,9 +204,7 @@ def _are_sides(pair: Any, positions: int) -> bool:
     return all(isinstance(side, int) for side in pair) and pair[0] * pair[1] == positions
 
 
-def _decoded_windows(
-    call: ModuleCall, attention: str, size: tuple[int, int]
-) -> WindowMembers | None:
+def _decoded_windows(call: ModuleCall, attention: str, size: GridSize) -> WindowMembers | None:
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
@@ -245,7 +243,7 @@ def _last_input(call: ModuleCall, inside: str) -> Tensor:
 
 # Classes that cut a map into windows without shift: the name of the attention inside, and the
 # window's size.
-_PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
+_PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], GridSize]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
 }
@@ -260,7 +258,7 @@ def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tuple(args[0] if args else kwargs["size"])
 
 
-def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> WindowMembers:
+def _plain_windows(size: GridSize, window: GridSize) -> WindowMembers:
     H, W = size
     h, w = window
     numbers = torch.arange(H * W).view(H, W)

@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 # Height and width.
 GridSize = tuple[int, int]
+# One number for height and width, or both.
+Sides = int | GridSize
 Forward = Callable[[Any, Tensor], Tensor]
 
 
@@ -45,7 +47,7 @@ def axis_offsets(
     return torch.arange(keys, device=device, dtype=dtype) - positions[:, None]
 
 
-def odd_window(window: int | GridSize) -> GridSize:
+def odd_window(window: Sides) -> GridSize:
     """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
     height, width = to_2tuple(window)
     if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:

@@ -82,6 +82,10 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# What a function's backward pass returns: for each input its gradient, or None.
+Gradients = tuple[Tensor | None, ...]
+
+
 class SavesInputs(torch.autograd.Function):
     """Base of functions that save their inputs alone, and compute the rest again in the backward pass.
 

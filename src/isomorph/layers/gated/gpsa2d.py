@@ -29,7 +29,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
-from isomorph.layers.modes import SavesInputs, constant, on_cpu
+from isomorph.layers.modes import Gradients, SavesInputs, constant, on_cpu
 
 
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
@@ -121,7 +121,7 @@ class _SoftPatches(SavesInputs):
         return torch.bmm(values, maps.flatten(1, 2).mT)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         values, content, rows, columns, _, weights = ctx.saved_tensors
         share, content_share = weights[:, :, None, None]
         scaled = rows * share

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isomorph.layers.grid import GridSize, axis_offsets
 from isomorph.layers.modes import (
+    Gradients,
     KeepsInEval,
     SavesInputs,
     at_least_float32,
@@ -229,7 +230,7 @@ class MixPositions(SavesInputs):
         return torch.cat([content[:, :p], mixed], dim=1) if p else mixed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         content, values, rows, columns, _, weights = ctx.saved_tensors
         (p,) = ctx.options
         share, content_share = weights

@@ -24,7 +24,7 @@ from isomorph.layers.gated.positions import (
     without_subnormals,
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
-from isomorph.layers.grid import GridSize, batched, conv_output_size
+from isomorph.layers.grid import GridSize, Sides, batched, conv_output_size
 from isomorph.layers.modes import can_keep, on_cpu, require_same, upcast
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
@@ -55,8 +55,8 @@ class TapHeads(PositionHeads):
         in_channels: int,
         out_channels: int,
         kernel_size: int,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
+        stride: Sides = 1,
+        padding: Sides = 0,
         bias: bool = True,
         groups: int = 1,
     ) -> None:
@@ -70,8 +70,8 @@ class TapHeads(PositionHeads):
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
-        self.stride: tuple[int, int] = to_2tuple(stride)
-        self.padding: tuple[int, int] = to_2tuple(padding)
+        self.stride: GridSize = to_2tuple(stride)
+        self.padding: GridSize = to_2tuple(padding)
         self.groups = groups
         self.num_heads = kernel_size**2
         filters = torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
-from isomorph.layers.modes import SavesInputs, on_cpu
+from isomorph.layers.modes import Gradients, SavesInputs, on_cpu
 
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
@@ -75,7 +75,7 @@ class _TapsAtOnce(SavesInputs):
         return F.conv1d(_to_patches(attended, x, rows), filters, groups=groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, rows, columns, filters = ctx.saved_tensors
         B, C, H, W = x.shape
         nh, Hq, _ = rows.shape
@@ -132,7 +132,7 @@ class _TapsByHead(SavesInputs):
         return total.view(rows.shape[1], columns.shape[1], B, len(filters))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         grid, rows, columns, filters = ctx.saved_tensors
         flat = grid.flatten(2)  # (H, W, B C)
         dy = grad.flatten(0, 2)  # (N, C_out)

@@ -22,7 +22,7 @@ from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
 from isomorph.layers.gated.window_strips import AttendStrips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
-from isomorph.layers.grid import odd_window, pad_to_multiple
+from isomorph.layers.grid import GridSize, Sides, odd_window, pad_to_multiple
 from isomorph.layers.modes import (
     can_keep,
     constant,
@@ -73,7 +73,7 @@ class WindowGPSA2d(GPSA2d):
 
     max_dense_pairs = 256 * 256
 
-    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, window: Sides = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
@@ -190,7 +190,7 @@ class WindowGPSA2d(GPSA2d):
             (products.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype)
         )
 
-    def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
+    def tiles(self, H: int, W: int, size: GridSize) -> Tiles:
         """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
         sizes = zip(
             size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True

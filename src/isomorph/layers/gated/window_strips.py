@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isomorph.layers.gated.window_tiles import Tiles
-from isomorph.layers.modes import SavesInputs
+from isomorph.layers.modes import Gradients, SavesInputs
 
 # Most heads of one product.
 MAX_HEADS = 7
@@ -223,7 +223,7 @@ class AttendStrips(SavesInputs):
         return y.unflatten(2, (columns.number, rows.size, columns.size))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         q, keys_values, filters, scale, offset, row_bias, column_bias = ctx.saved_tensors
         (tiles,) = ctx.options
         rows, columns = tiles

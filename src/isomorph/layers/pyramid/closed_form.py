@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import is_arithmetic_bound, is_eager, without_autocast
+from isomorph.layers.modes import Gradients, is_arithmetic_bound, is_eager, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.chains import (
     Chains,
@@ -496,7 +496,7 @@ class _Collapse(torch.autograd.Function):
         d_weight: Tensor | None,
         d_bias: Tensor | None,
         *_: Any,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
