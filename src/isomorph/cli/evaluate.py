@@ -174,9 +174,6 @@ def _measure(
         test_sets = [TestSet(source, [Scoring("", source.labels, source.classes)])]
     if data_options.max_images is not None:
         test_sets = [test_set.spaced(data_options.max_images) for test_set in test_sets]
-    progress = {}
-    if runtime.is_main:
-        progress["progress"] = track_steps
     sweep = Sweep(sizes, options.rfc, options.rfc_fill)
     rows, class_rows = run_sweep(
         net,
@@ -184,8 +181,8 @@ def _measure(
         sweep,
         data_options.batch_size,
         data_options.workers,
-        runtime=runtime,
-        **progress,
+        track_steps,
+        runtime,
     )
     if options.per_class and runtime.is_main:
         write_atomically(options.per_class, lambda file: write_csv(file, class_rows))

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -20,7 +19,7 @@ from cyclopts.validators import Path as PathKind
 import isomorph as iso
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, require_new, require_writable
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError, unknown_model
+from isomorph.errors import UserError, did_you_mean, one_line, unknown_model
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
 app = App(
@@ -116,12 +115,7 @@ def _check_data(kind: type, name: str | None) -> None:
     sources = tables()["sources"]
     if name is None or name in sources or os.path.isdir(os.path.expanduser(name)):
         return
-    suggestions = get_close_matches(name[:200], sources, n=1)
-    hint = (
-        f"did you mean {suggestions[0]}?"
-        if suggestions
-        else f"give a folder, or one of {', '.join(sources)}"
-    )
+    hint = did_you_mean(name, sources, f"give a folder, or one of {', '.join(sources)}")
     raise ValueError(
         f"data source {name!r} is unknown, and there is no folder of that name; {hint}"
     )
@@ -292,7 +286,7 @@ def loading() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "isomorph":
             raise
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
     finally:
         raise_on_interrupt()
 
@@ -300,7 +294,7 @@ def loading() -> Iterator[None]:
 def check_out(
     out: Path | None,
     overwrite: bool,
-    source: Path | None = None,
+    source: str | Path | None = None,
     suffixes: Sequence[str] = (".safetensors",),
     option: str = "--out",
 ) -> None:
@@ -312,7 +306,7 @@ def check_out(
         return
     if out.suffix not in suffixes:
         raise UserError(f"{option} {out} must end in {' or '.join(suffixes)}")
-    if source and source.exists() and out.exists() and out.samefile(source):
+    if source and os.path.exists(source) and out.exists() and out.samefile(source):
         raise UserError(f"{option} {out} is the model that is changed; give another file")
     if not out.is_dir():
         require_new(out, overwrite, option)

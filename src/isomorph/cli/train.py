@@ -1,9 +1,9 @@
 """The demo and train commands."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from pydantic_core import SchemaValidator, ValidationError
@@ -12,6 +12,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
+from isomorph.json_values import flatten
 from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 from isomorph.yaml_values import parse_value
@@ -75,7 +76,7 @@ def train(
     values = recipe_values(recipe)
     iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
-    check_names([*_paths(values), *given])
+    check_names([*flatten(values), *given])
     check_values(overrides)
     if iterations and "epochs" in given and "iterations" not in given:
         raise UserError(
@@ -111,7 +112,7 @@ def check_names(paths: Iterable[str]) -> None:
         for name in path.replace("-", "_").split("."):
             field = f"{group}.{name}".lstrip(".")
             if group in groups and name not in groups[group]:
-                unknown[unknown_field(field, groups[group])] = None
+                unknown[unknown_field(field, list(groups[group]))] = None
                 break
             group = field
     if unknown:
@@ -120,28 +121,22 @@ def check_names(paths: Iterable[str]) -> None:
 
 def check_values(assignments: Iterable[str]) -> None:
     """Raise UserError for numbers, flags and choices that their field does not take; loading the recipe checks all."""
-    schemas = tables()["recipe_values"]
+    groups = tables()["recipe_fields"]
     problems: list[str] = []
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         field = name.replace("-", "_")
-        if field not in schemas:
+        group, _, last = field.rpartition(".")
+        schema = groups.get(group, {}).get(last)
+        if schema is None:
             continue
         try:
-            SchemaValidator(schemas[field]).validate_python(parse_value(text))
+            SchemaValidator(schema).validate_python(parse_value(text))
         except ValidationError as error:
             wrong = error.errors(include_url=False)
             problems += [describe_value(field, problem) for problem in wrong]
     if problems:
         raise invalid_fields("the recipe", problems)
-
-
-def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
-    """Yield the paths of all values in groups, such as optim.lr."""
-    for name, value in values.items():
-        yield f"{start}{name}"
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{start}{name}.")
 
 
 def _spell_out_size(assignment: str) -> str:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
 from isomorph.errors import DataWarning, UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.formats.tar import TarImages
-from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.loaders import ImageConfig, eval_loader
 from isomorph.lab.data.sources import (
     Source,
     first_classes,
@@ -63,7 +64,7 @@ def default_data(model: nn.Module) -> str:
     return "imagefolder"
 
 
-def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
+def record_root(model: nn.Module, recipe: JsonObject) -> None:
     """Record the folder of the data that a run's recipe names. It is not saved with the model."""
     data = recipe.get("data")
     root = data.get("root") if isinstance(data, Mapping) else None
@@ -142,12 +143,11 @@ def open_split(
 def _open(
     model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None
 ) -> Source:
+    name = data or default_data(model)
     try:
-        return open_source(
-            data or default_data(model), split, data_root(model, data, root), fraction
-        )
+        return open_source(name, split, data_root(model, data, root), fraction)
     except UserError as error:
-        if data or root or default_data(model) != "imagefolder":
+        if data or root or name != "imagefolder":
             raise
         raise UserError(
             f"give data=NAME, a folder of images or a data source; without it, {error}"
@@ -223,7 +223,7 @@ def evaluation_data(
     size: ImageSize | None = None,
     classes: int | None = None,
     test_fraction: float | None = None,
-) -> tuple[Source, dict[str, Any]]:
+) -> tuple[Source, ImageConfig]:
     """Open the test split of a data source (by default the model's own) and return it with the model's data config.
 
     Raises: UserError when the data is missing, the size is not positive, or the data has not the model's classes.
@@ -271,7 +271,6 @@ def evaluate_classifier(
     return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))
 
 
-Size = tuple[int, int]
 # batches, title, number of batches
 BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
@@ -327,11 +326,11 @@ class Sweep:
     [((160, 160), 1.13), ((224, 224), 1.13)]
     """
 
-    sizes: Sequence[Size] = ()
+    sizes: Sequence[ImageSize] = ()
     ratios: Sequence[float] = ()
     fill: Literal["zero", "black"] = "zero"
 
-    def points(self) -> list[tuple[Size | None, float | None]]:
+    def points(self) -> list[tuple[ImageSize | None, float | None]]:
         """Return every combination of size and ratio; None stands for the model's own."""
         return list(product(self.sizes or (None,), self.ratios or (None,)))
 
@@ -374,7 +373,9 @@ def run_sweep(
             title += f" at rfc {ratio:g}"
             point["rfc"] = ratio
             point["rfc_fill"] = sweep.fill
-        batches = progress(loader, title, len(loader))
+        batches: Iterable[Any] = loader
+        if runtime.is_main:
+            batches = progress(loader, title, len(loader))
         counts = _score_predictions(fitted[size], batches, test_set.scorings, runtime)
         for scoring, own in zip(test_set.scorings, counts, strict=True):
             head = {"suite": scoring.name} | point if scoring.name else point
@@ -430,7 +431,9 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> Rows:
+def measure_costs(
+    model: nn.Module, sizes: Sequence[ImageSize], images: int, exported: bool
+) -> Rows:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
@@ -454,7 +457,7 @@ def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported
     return rows
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Rows) -> None:
     """Write rows as CSV with the columns of all of them; a size is written as 224x320."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(path, "w", newline="") as file:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from isomorph.checkpoints.paths import is_function
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.yaml_values import load_yaml
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ _OTHER_NAMES = {
 }
 
 
-def recipe_values(name: str) -> dict[str, Any]:
+def recipe_values(name: str) -> Fields:
     """Return the values in a named recipe, or in a YAML or TOML file.
 
     Raises: UserError with the closest names if there is no such recipe.
@@ -113,7 +113,7 @@ def recipe_values(name: str) -> dict[str, Any]:
     raise UserError(f"there is no recipe {name!r}{hint}")
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
+def _read_recipe(path: Path) -> Fields:
     """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"cannot read recipe {path}: there is no such file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"cannot read recipe {path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
     model = values.get("model")

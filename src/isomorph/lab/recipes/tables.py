@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from isomorph.errors import UserError
-from isomorph.lab.recipes import RECIPES, load_recipe
+from isomorph.lab.recipes import RECIPES, Fields, load_recipe
 from isomorph.lab.report.evaluations import Evaluation
 from isomorph.lab.report.page_models import short_name
 from isomorph.lab.report.published_table import COLUMNS, MEASURED, RunResult, TableRow
@@ -77,7 +77,7 @@ def published_tables() -> dict[str, PublishedTable]:
     return tables
 
 
-def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
+def _read_table(name: str, fields: Fields) -> PublishedTable:
     columns = tuple(fields["columns"])
     rows = [_read_row(columns, values) for values in fields["rows"]]
     # a figure without numbers, of which runs measure the accuracy

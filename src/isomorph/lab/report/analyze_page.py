@@ -162,9 +162,11 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
         return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
-    apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
-    agree = f"the predicted class is the same on {same} of {len(first)}"
-    return f"On {images}, the outputs of {names[1]} and {names[0]} are {apart}; {agree}."
+    return (
+        f"On {images}, the outputs of {names[1]} and {names[0]} are at most "
+        f"{format_number(difference)} apart (largest output {format_number(largest)}); the "
+        f"predicted class is the same on {same} of {len(first)}."
+    )
 
 
 def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
@@ -193,8 +195,10 @@ def cost_finding(rows: Sequence[CostRow]) -> str:
     first = rows[0]
     last = rows[-1]
     if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
-        cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
-        return f"{first['model']} has {cost}."
+        return (
+            f"{first['model']} has {first['parameters']:,} parameters and "
+            f"{first['macs'] / 1e6:,.1f} M MACs per image."
+        )
     parameters = 100 * (last["parameters"] / first["parameters"] - 1)
     macs = 100 * (last["macs"] / first["macs"] - 1)
     return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
@@ -228,8 +232,10 @@ def _gating_section(charts: Sequence[Dots]) -> Section:
             spans = chain.from_iterable(layers.values())
             lost = sum(map(math.isnan, spans))
             if lost:
-                why = "without a centre (locality not positive), and so without a span"
-                texts.append(f"Heads of {name} {why}: {lost}.")
+                texts.append(
+                    f"Heads of {name} without a centre (locality not positive), and so without "
+                    f"a span: {lost}."
+                )
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 

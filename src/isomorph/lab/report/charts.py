@@ -12,6 +12,8 @@ from isomorph.terminal_tables import Table
 
 # What the browser reads of a chart, or of a part of it.
 Drawing = dict[str, Any]
+# Coordinates of named points: {series: {name: (x, y)}}.
+Points = dict[str, dict[str, tuple[float, float]]]
 # Relative differences of float32 that are rounding.
 ROUNDING = 1e-6
 # More series with different constant values are drawn.
@@ -324,7 +326,7 @@ class Scatter(Chart):
 
     x_label: str
     y_label: str
-    series: Mapping[str, Mapping[str, tuple[float, float]]]
+    series: Points
 
     def parts(self) -> Drawing:
         series = []

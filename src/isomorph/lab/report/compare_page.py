@@ -10,23 +10,25 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
-from isomorph.json_values import JsonObject
+from isomorph.json_values import JsonObject, flatten
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import (
     Chart,
     Line,
     Panel,
     Paths,
+    Points,
     Scatter,
     format_number,
     is_number,
 )
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
-from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
+from isomorph.lab.report.run_files import AccuracyPoint, RunLog
 from isomorph.terminal_tables import (
     METRIC_FORMATS,
     Row,
+    Rows,
     Table,
     chance_difference,
     count_of,
@@ -116,7 +118,7 @@ CURVES = (
 )
 
 
-def curve(rows: LogRows, x: str, y: str) -> Line | None:
+def curve(rows: Rows, x: str, y: str) -> Line | None:
     """Return `y` by `x` where finite, thinned to means; of values by layer the largest of a maximum, else the mean."""
 
     points = []
@@ -130,8 +132,10 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
         return None
     if len(points) > MAX_CURVE_POINTS:
         cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
-        points = [_mean_point(points[first:last]) for first, last in pairwise(cuts)]
-    return Line([point[0] for point in points], [point[1] for point in points])
+        parts = [points[first:last] for first, last in pairwise(cuts)]
+        points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    xs, ys = zip(*points, strict=True)
+    return Line(list(xs), list(ys))
 
 
 def _logged_number(row: Row, key: str) -> Any:
@@ -144,10 +148,6 @@ def _logged_number(row: Row, key: str) -> Any:
     if key.startswith("max_"):
         return max(known)
     return fmean(known)
-
-
-def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return fmean(x for x, _ in points), fmean(y for _, y in points)
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
@@ -231,15 +231,9 @@ def _best_text(log: RunLog) -> str:
     return f"{log.best_top1:.2f} ({interval_text(log.best_top1, log.test_images)})"
 
 
-def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
+def flatten_recipe(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a recipe by dotted name, as JSON text."""
-    if not isinstance(values, Mapping) or not values:
-        return {name: json.dumps(values)}
-    fields: dict[str, str] = {}
-    for key, value in values.items():
-        dotted = f"{name}.{key}" if name else str(key)
-        fields |= flatten_recipe(value, dotted)
-    return fields
+    return {name: json.dumps(value) for name, value in flatten(values).items()}
 
 
 def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
@@ -274,8 +268,10 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
             without = spans[-1].isnan() & ~history.gates[name][-1].isnan()
             lost += int(without.sum())
         if lost:
-            why = "without a centre at the end (locality not positive), and so without a span"
-            texts.append(f"{run}: heads {why}: {lost}.")
+            texts.append(
+                f"{run}: heads without a centre at the end (locality not positive), and so "
+                f"without a span: {lost}."
+            )
     title = "Gates, spans and centres along training"
     guide = f"{guides.CENTRES} {guides.RANGE}"
     if charts:
@@ -300,8 +296,8 @@ def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
     if len(points) < 2:
         return []
-    by_macs: dict[str, dict[str, tuple[float, float]]] = {}
-    by_parameters: dict[str, dict[str, tuple[float, float]]] = {}
+    by_macs: Points = {}
+    by_parameters: Points = {}
     for point in points:
         by_macs.setdefault(point.data, {})[point.name] = (point.macs / 1e9, point.top1)
         by_parameters.setdefault(point.data, {})[point.name] = (point.parameters / 1e6, point.top1)
@@ -320,7 +316,7 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
 def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
     if len(logs) < 2:
         return []
-    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
+    recipes = [flatten_recipe(log.recipe) for log in logs]
     rows = []
     for name in dict.fromkeys(chain.from_iterable(recipes)):
         values = {recipe.get(name, "null") for recipe in recipes}

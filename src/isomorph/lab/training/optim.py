@@ -9,7 +9,7 @@ from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.lab.training.recipe.recipe import check_part
 from isomorph.layers.gated.tap_heads import TapHeads
@@ -201,9 +201,8 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
             **more,
         )
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser"
+            f"optim.name {optim.name} cannot be used here: {one_line(error)}; choose another optimiser"
         ) from None
 
 

@@ -151,7 +151,7 @@ def _gain(value: float, baseline: float) -> dict[str, float | None]:
     return {"points": points, "relative": relative}
 
 
-def severity_table(result: Mapping[str, Any]) -> Table:
+def severity_table(result: JsonObject) -> Table:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
@@ -208,7 +208,7 @@ def _text(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def summary_lines(result: Mapping[str, Any]) -> list[str]:
+def summary_lines(result: JsonObject) -> list[str]:
     """Return the lines to print below the table."""
     lines = [
         f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
@@ -224,8 +224,10 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
             f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
         )
     if "relative_mce" in result:
-        relative = f"relative mCE {result['relative_mce']:.1f} %"
-        lines.append(f"mCE {result['mce']:.1f} %, {relative} (100 is AlexNet)")
+        lines.append(
+            f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % (100 is "
+            "AlexNet)"
+        )
     elif "mce" in result:
         lines.append(f"mCE {result['mce']:.1f} % (100 is AlexNet)")
     elif "mean_error_unnormalised" in result:
@@ -234,6 +236,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         )
     gain = result.get("against", {})
     if "error_ratio" in gain:
-        ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
-        lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
+        lines.append(
+            f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, mean over "
+            f"corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
+        )
     return lines

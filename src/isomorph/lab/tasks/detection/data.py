@@ -23,9 +23,11 @@ from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.naming import composed
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
+from isomorph.spec import ImageSize
 from isomorph.terminal_tables import Row, Rows
 
-# Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W).
+# Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), where wanted masks (n, H, W), and scores
+# (n,) of those that a network finds.
 Objects = dict[str, Tensor]
 
 ANNOTATION_FILES = {
@@ -150,8 +152,10 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
         if problem:
             skipped += 1
             if skipped > skip:
-                ways = f"correct it, or leave {skipped} out with task.skip_annotations{instead}"
-                raise UserError(f"{name} {problem}; {ways}")
+                raise UserError(
+                    f"{name} {problem}; correct it, or leave {skipped} out with "
+                    f"task.skip_annotations{instead}"
+                )
             continue
         objects[record.id].append(fields)
     if not objects:
@@ -224,7 +228,7 @@ def _read_json(path: Path) -> Row:
     return content
 
 
-def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def _read_categories(path: Path, categories: Rows) -> dict[int, str]:
     named: dict[int, str] = {}
     for category in categories:
         number: Any = category.get("id")
@@ -237,7 +241,7 @@ def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dic
     return dict(sorted(named.items()))
 
 
-def _read_images(path: Path, images: Sequence[Mapping[str, Any]]) -> dict[int, ImageRecord]:
+def _read_images(path: Path, images: Rows) -> dict[int, ImageRecord]:
     records: dict[int, ImageRecord] = {}
     for image in images:
         number: Any = image.get("id")
@@ -492,7 +496,7 @@ class FitTransform:
         self.mean = list(config["mean"])
         self.std = list(config["std"])
 
-    def fit(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+    def fit(self, image: Image.Image) -> tuple[Tensor, ImageSize]:
         """Return an image as the network reads it, and its height and width inside."""
         size = fitted_size(image.size[::-1], self.size)
         resized = V.resize(V.pil_to_tensor(image), size, antialias=True)

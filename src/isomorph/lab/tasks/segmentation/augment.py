@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
@@ -24,6 +24,7 @@ from isomorph.lab.training.recipe.fields import (
     NotNegative,
     Part,
     Positive,
+    Probability,
     Size,
     both_sides,
 )
@@ -48,7 +49,7 @@ class SegmentationPart(Part):
     """Smallest and largest factor on that size, drawn for every training image."""
     category_share: Fraction = 0.75
     """Largest share of a training crop that one class should have; ten crops are tried."""
-    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    hflip: Probability = 0.5
     """Probability of a horizontal flip."""
     photometric: bool = True
     """Change brightness, contrast, saturation and hue of training images, each with probability 0.5."""

@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.recipe.fields import MaskPart
-from isomorph.lab.training.task import Objective
+from isomorph.lab.training.task import Losses, Objective
 from isomorph.layers.modes import eval_mode
 from isomorph.models import create
 from isomorph.models.input_sizes import training_config
@@ -57,7 +57,7 @@ class _HiddenPatches(LossModule):
 
     def forward(
         self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    ) -> Losses:
         if noise is None:
             noise = self.autoencoder(unwrap_model(self.trainable_module)).draw_noise(input)
         loss, output = self.loss(self.trainable_module, input, noise)
