@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 # An object of JSON: values by name.
 JsonObject = dict[str, Any]
@@ -33,6 +33,11 @@ def flatten(groups: Mapping[str, Any], prefix: str = "") -> JsonObject:
         else:
             values[f"{prefix}{name}"] = value
     return values
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for a finite number of JSON; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def json_values(value: Any) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
@@ -46,7 +45,7 @@ class ClassifierOptions:
     split: opt.Split = None
     partial: opt.Flag = False
     classes: opt.Count | None = None
-    rfc: tuple[Annotated[float, Parameter(validator=Number(gte=0, lte=100))], ...] = ()
+    rfc: tuple[Annotated[float, opt.real(0, 100)], ...] = ()
     rfc_fill: Literal["zero", "black"] = "zero"
     per_class: Path | None = None
     cost: bool = True

@@ -63,6 +63,11 @@ def whole(least: int, most: int) -> Parameter:
     return Parameter(converter=_parse_whole_number, validator=Number(gte=least, lte=most))
 
 
+def real(least: float, most: float) -> Parameter:
+    """Return the parameter of a number within limits."""
+    return Parameter(validator=Number(gte=least, lte=most))
+
+
 def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
     sizes = []
     for token in tokens:
@@ -96,19 +101,14 @@ def _check_model(kind: type, path: Any) -> None:
 
 def _names_if_unknown(name: str) -> list[str]:
     """Return the names of all models if no file of timm's or isomorph's models has the word, else an empty list."""
-    folders = (
-        Path(str(distribution("timm").locate_file("timm/models"))),
-        Path(__file__).parents[1] / "models",
-    )
-    texts = [path.read_text("utf8") for folder in folders for path in folder.rglob("*.py")]
+    timm_models = Path(str(distribution("timm").locate_file("timm/models")))
+    own_models = Path(__file__).parents[1] / "models"
+    files = [*timm_models.rglob("*.py"), *own_models.rglob("*.py")]
+    text = "\n".join(path.read_text("utf8") for path in files)
     own_names = [model["name"] for model in tables()["models"]]
-    if name in own_names or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+    if name in own_names or re.search(rf"\b{re.escape(name)}\b", text):
         return []
-    return own_names + [
-        model
-        for text in texts
-        for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
-    ]
+    return own_names + re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
 
 
 def _check_data(kind: type, name: str | None) -> None:
@@ -127,9 +127,9 @@ Count = Annotated[int, whole(1, 10**7)]
 Classes = Annotated[int, whole(0, 10**7)]
 Seed = Annotated[int, whole(0, 2**31 - 1)]
 Severity = Annotated[int, whole(1, 5)]
-Atol = Annotated[float, Parameter(validator=Number(gte=0, lte=1e6))]
-Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Seconds = Annotated[float, Parameter(validator=Number(gte=0, lte=24 * 60 * 60))]
+Atol = Annotated[float, real(0, 1e6)]
+Share = Annotated[float, real(0, 1)]
+Seconds = Annotated[float, real(0, 24 * 60 * 60)]
 BatchSize = Annotated[int, whole(1, 2**16), Parameter(help="Images per batch.")]
 Size = Annotated[
     tuple[int, int] | None,

@@ -4,9 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
@@ -247,7 +244,7 @@ def prune(
     /,
     *,
     out: opt.Out,
-    tolerance: Annotated[float, Parameter(validator=Number(gte=0, lte=0.5))] = 0.01,
+    tolerance: Annotated[float, opt.real(0, 0.5)] = 0.01,
     where: list[str] | None = None,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     atol: opt.Atol | None = None,

@@ -2,7 +2,7 @@
 
 import csv
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -385,17 +385,13 @@ def run_sweep(
     return rows, class_rows
 
 
-def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Rows:
-    """Return a row for each class that has images."""
-    rows: Rows = []
+def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each class that has images."""
     for name, images, right in zip(
         classes, counts.total.tolist(), counts.correct.tolist(), strict=True
     ):
         if images:
-            rows.append(
-                {"class": name, "images": images, "right": right, "top1": 100 * right / images}
-            )
-    return rows
+            yield {"class": name, "images": images, "right": right, "top1": 100 * right / images}
 
 
 def _score_predictions(

@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph analyze`: one model, or two side by side."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -252,17 +252,16 @@ def _cost(subject: PageModel) -> JsonObject:
     }
 
 
-def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
+def _cost_sections(models: Sequence[PageModel]) -> Iterator[Section]:
     height, width = models[0].config["input_size"][-2:]
     rows = []
     for m in models:
         rows.append({"model": m.name, "height": height, "width": width} | _cost(m))
     one_image, *passes = cost_tables(rows)
     finding = cost_finding(rows)
-    sections = [Section("Cost", "Of one image.", one_image, finding=finding, guide=guides.COST)]
+    yield Section("Cost", "Of one image.", one_image, finding=finding, guide=guides.COST)
     for table in passes:
-        sections.append(Section("Cost per pass", table=table, guide=guides.PASS_COST))
-    return sections
+        yield Section("Cost per pass", table=table, guide=guides.PASS_COST)
 
 
 def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
@@ -274,11 +273,8 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
     if not layers_of:
         return None
     count = sum(map(len, layers_of.values()))
-    title = (
-        "1 attention layer is not drawn"
-        if count == 1
-        else f"{count} attention layers are not drawn"
-    )
+    verb = "is" if count == 1 else "are"
+    title = f"{count_of(count, 'attention layer')} {verb} not drawn"
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
     return Details(title, lines)
 
@@ -325,8 +321,7 @@ def _cka_section(
     return Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA)
 
 
-def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
-    sections = []
+def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> Iterator[Section]:
     if options.cka_batches:
         options.report_progress("CKA between layers")
         first = models[0]
@@ -336,15 +331,14 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
             batches(options.cka_batches[second.name]),
             strict=True,
         )
-        sections.append(_cka_section(first, second, pairs, options))
+        yield _cka_section(first, second, pairs, options)
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
         lines = {}
         for name, values in options.evolution.items():
             lines[name] = Line(range(1, len(values) + 1), list(values.values()))
         chart = Panel("Feature evolution", "layer k", "F_k", lines)
-        sections.append(Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION))
-    return sections
+        yield Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION)
 
 
 def _attention_section(

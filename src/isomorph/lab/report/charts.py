@@ -353,11 +353,6 @@ class Scatter(Chart):
         return table
 
 
-def is_number(value: Any) -> bool:
-    """True if a value of a log is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def format_number(value: float | None) -> str:
     """Return the number to four digits, a dash for None and for what is not finite."""
     if value is None or not math.isfinite(value):

@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph compare`: the logs and checkpoints of runs, side by side."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
-from isomorph.json_values import JsonObject, flatten
+from isomorph.json_values import JsonObject, flatten, is_number
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import (
     Chart,
@@ -20,7 +20,6 @@ from isomorph.lab.report.charts import (
     Points,
     Scatter,
     format_number,
-    is_number,
 )
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
@@ -64,9 +63,8 @@ def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Ten
     return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
 
 
-def history_tables(histories: MeasureHistories) -> list[Table]:
-    """Return a table for each measure and run: layers down, epochs across, means over heads."""
-    tables = []
+def history_tables(histories: MeasureHistories) -> Iterator[Table]:
+    """Yield a table for each measure and run: layers down, epochs across, means over heads."""
     for key, runs in histories.items():
         measure = MEASURES[key]
         for run, history in runs.items():
@@ -76,8 +74,7 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
             for layer, heads in history.values.items():
                 means = heads.nanmean(1).tolist()
                 table.append([layer, *map(format_number, means)])
-            tables.append(table)
-    return tables
+            yield table
 
 
 def histories_json(histories: MeasureHistories) -> JsonObject:
@@ -245,7 +242,7 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     return paths
 
 
-def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
+def _gating_section(gating: Mapping[str, GatingHistory]) -> Iterator[Section]:
     charts = list[Chart]()
     texts = [
         "Before training and after every epoch; centres from the first (ring) to the last (dot)."
@@ -275,11 +272,10 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     title = "Gates, spans and centres along training"
     guide = f"{guides.CENTRES} {guides.RANGE}"
     if charts:
-        return [Section(title, " ".join(texts), charts=charts, guide=guide)]
-    return []
+        yield Section(title, " ".join(texts), charts=charts, guide=guide)
 
 
-def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
+def _history_section(histories: MeasureHistories, images: str) -> Iterator[Section]:
     charts = []
     for key, runs in histories.items():
         measure = MEASURES[key]
@@ -287,15 +283,15 @@ def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
             title = f"{measure.title} along training: {run}"
             charts.append(_along_panel(title, measure.unit, history.epochs, history.values))
     if not charts:
-        return []
+        return
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
     guide = f"{guides.RANGE} {guides.DISTANCE}"
-    return [Section("Attention along training", text, charts=charts, guide=guide)]
+    yield Section("Attention along training", text, charts=charts, guide=guide)
 
 
-def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
+def _accuracy_section(points: Sequence[AccuracyPoint]) -> Iterator[Section]:
     if len(points) < 2:
-        return []
+        return
     by_macs: Points = {}
     by_parameters: Points = {}
     for point in points:
@@ -310,12 +306,12 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
         macs = format_number(point.macs / 1e9)
         parameters = format_number(point.parameters / 1e6)
         table.append([point.name, point.data, f"{point.top1:.2f}", macs, parameters])
-    return [Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)]
+    yield Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)
 
 
-def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
+def _recipe_section(logs: Sequence[RunLog]) -> Iterator[Section]:
     if len(logs) < 2:
-        return []
+        return
     recipes = [flatten_recipe(log.recipe) for log in logs]
     rows = []
     for name in dict.fromkeys(chain.from_iterable(recipes)):
@@ -323,10 +319,11 @@ def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
         if len(values) > 1:
             rows.append([name, *(recipe.get(name, "-") for recipe in recipes)])
     if not rows:
-        return [Section("Recipe differences", finding="The recipes are equal in every field.")]
+        yield Section("Recipe differences", finding="The recipes are equal in every field.")
+        return
     finding = f"The recipes differ in {count_of(len(rows), 'field')}."
     table = [["field", *(log.name for log in logs)], *rows]
-    return [Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)]
+    yield Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)
 
 
 def _results_section(logs: Sequence[RunLog]) -> Section:
@@ -380,4 +377,5 @@ def compare_sections(
         sections.append(Section("Learning curves", text, charts=charts, guide=guides.CURVES))
     sections += _gating_section(gating or {})
     sections += _history_section(histories or {}, images)
-    return sections + _recipe_section(logs)
+    sections += _recipe_section(logs)
+    return sections

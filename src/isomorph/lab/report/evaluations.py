@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject, read_object
+from isomorph.json_values import JsonObject, is_number, read_object
 from isomorph.lab.evaluation.suites import SUITES
-from isomorph.lab.report.charts import is_number
 
 # What follows the name of a model whose weights are random.
 RANDOM = " (random weights)"

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from isomorph.json_values import JsonObject
-from isomorph.lab.report.charts import Chart, Line, Panel, Points, Scatter, is_number
+from isomorph.json_values import JsonObject, is_number
+from isomorph.lab.report.charts import Chart, Line, Panel, Points, Scatter
 from isomorph.lab.report.run_files import RunLog
 from isomorph.terminal_tables import Row, Table, interval_text
 
@@ -224,13 +224,11 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def command_lines(rows: Sequence[TableRow]) -> list[str]:
-    """Return a line for each row that can be made: its label and its commands."""
-    lines = []
+def command_lines(rows: Sequence[TableRow]) -> Iterator[str]:
+    """Yield a line for each row that can be made: its label and its commands."""
     for row in rows:
         if row.commands:
-            lines.append(f"{row.label}: {' && '.join(row.commands)}")
-    return lines
+            yield f"{row.label}: {' && '.join(row.commands)}"
 
 
 def published_charts(
@@ -269,8 +267,8 @@ def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) 
     for row in rows:
         series = str(row.values.get(chart.get("by", ""), "rows"))
         for label, values in _values(row, chart["y"], measured):
-            x: Any = values.get(chart["x"])
-            y: Any = values.get(chart["y"])
+            x = values.get(chart["x"])
+            y = values.get(chart["y"])
             if is_number(x) and is_number(y):
                 points.setdefault(series, {})[label] = (float(x), float(y))
     return points

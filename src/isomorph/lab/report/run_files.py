@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject, read_object
-from isomorph.lab.report.charts import is_number
+from isomorph.json_values import JsonObject, is_number, read_object
 from isomorph.lab.report.page_models import short_name
 from isomorph.terminal_tables import Rows
 

@@ -71,8 +71,7 @@ def build_model(
         model = apply_surgery(model, part, recast_now)
     if part.weight_init and not (part.weights or part.pretrained):
         init_as_mae(model)
-    messages = [message for message in (start, *notes(model)) if message]
-    update_record(model, start="; ".join(messages))
+    update_record(model, start="; ".join(filter(None, [start, *notes(model)])))
     return model
 
 

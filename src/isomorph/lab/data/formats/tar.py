@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -454,10 +454,7 @@ def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    words = {}
-    for path in shards:
-        parts = path.relative_to(root).parts
-        words[path] = list(chain.from_iterable(map(split_words, parts)))
+    words = {path: split_words(str(path.relative_to(root))) for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
     check_one_split(words)

@@ -1,7 +1,7 @@
 """Scores of a robustness evaluation: means over cells, mCE, and the gain over a baseline."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -208,36 +208,27 @@ def _text(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def summary_lines(result: JsonObject) -> list[str]:
-    """Return the lines to print below the table."""
-    lines = [
-        f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
-    ]
-    lines.append(
-        f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
-    )
+def summary_lines(result: JsonObject) -> Iterator[str]:
+    """Yield the lines to print below the table."""
+    yield f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
+    yield f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
     if result.get("resumed"):
-        lines.append(f"{result['resumed']} cells were read from its file")
+        yield f"{result['resumed']} cells were read from its file"
     if result["clean"]:
         clean = result["clean"]["top1"]
-        lines.append(
-            f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
-        )
+        yield f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
     if "relative_mce" in result:
-        lines.append(
+        yield (
             f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % (100 is "
             "AlexNet)"
         )
     elif "mce" in result:
-        lines.append(f"mCE {result['mce']:.1f} % (100 is AlexNet)")
+        yield f"mCE {result['mce']:.1f} % (100 is AlexNet)"
     elif "mean_error_unnormalised" in result:
-        lines.append(
-            f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %"
-        )
+        yield f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %"
     gain = result.get("against", {})
     if "error_ratio" in gain:
-        lines.append(
+        yield (
             f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, mean over "
             f"corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
         )
-    return lines

@@ -33,7 +33,7 @@ from isomorph.lab.training.task import Prediction
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.input_sizes import class_names, evaluation_config
 from isomorph.spec import ImageSize
-from isomorph.terminal_tables import Rows
+from isomorph.terminal_tables import Row, Rows
 
 # The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -111,17 +111,17 @@ def to_image(detections: Objects, record: ImageRecord, inside: ImageSize) -> Obj
     return detections
 
 
-def as_results(detections: Objects, record: ImageRecord, category_ids: Sequence[int]) -> Rows:
-    """Return detections in COCO's format, with boxes as left, top, width, height."""
-    entries: Rows = []
+def as_results(
+    detections: Objects, record: ImageRecord, category_ids: Sequence[int]
+) -> Iterator[Row]:
+    """Yield detections in COCO's format, with boxes as left, top, width, height."""
     for label, score, (left, top, right, bottom), mask in _each(detections):
         box = [left, top, right - left, bottom - top]
         category = category_ids[label]
         entry = {"image_id": record.id, "category_id": category, "bbox": box, "score": score}
         if mask is not None:
             entry["segmentation"] = encode_mask(mask)
-        entries.append(entry)
-    return entries
+        yield entry
 
 
 def _each(detections: Objects) -> Iterator[tuple[int, float, list[float], Tensor | None]]:

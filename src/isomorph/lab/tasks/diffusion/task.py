@@ -3,7 +3,7 @@
 Its test metric is the error of the predicted noise on test images, by time step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from isomorph.lab.training.recipe.fields import AugmentPart, Inside, Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Task
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.terminal_tables import Metrics, Rows
+from isomorph.terminal_tables import Metrics, Row, Rows
 
 INTERVALS = 5
 
@@ -141,8 +141,7 @@ def mean_error(sums: Tensor) -> Metrics:
     return {"denoising": total / max(images, 1), "images": int(images)}
 
 
-def errors_by_time(sums: Tensor, time_steps: int) -> Rows:
-    rows: Rows = []
+def errors_by_time(sums: Tensor, time_steps: int) -> Iterator[Row]:
     for interval, (total, images) in enumerate(sums.tolist()):
         if images:
             first = -(-interval * time_steps // INTERVALS)
@@ -152,8 +151,7 @@ def errors_by_time(sums: Tensor, time_steps: int) -> Rows:
                 "denoising": total / images,
                 "images": int(images),
             }
-            rows.append(row)
-    return rows
+            yield row
 
 
 class Diffusion(Task):

@@ -177,13 +177,10 @@ def _print_start(run: Run, journal: Journal) -> None:
         device += f", {runtime.world} processes"
     journal.say(f"{plan}, {data} in batches of {order.batch}, on {device}")
 
-    if run.start and not progress.step:
-        journal.say(run.start)
-    if recipe.shortened:
-        journal.say(recipe.shortened)
-    average = slow_average(recipe.ema, run.iterations)
-    if average:
-        journal.say(average)
+    start = "" if progress.step else run.start
+    for text in (start, recipe.shortened, slow_average(recipe.ema, run.iterations)):
+        if text:
+            journal.say(text)
     if recipe.augment.crop_padding == "auto":
         padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:
