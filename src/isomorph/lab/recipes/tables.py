@@ -16,7 +16,7 @@ from isomorph.lab.report.evaluations import Evaluation
 from isomorph.lab.report.page_models import short_name
 from isomorph.lab.report.published_table import COLUMNS, MEASURED, RunResult, TableRow
 from isomorph.lab.report.run_files import RunLog
-from isomorph.lab.training.recipe.differences import count_differences, describe_differences
+from isomorph.lab.training.recipe.differences import describe_differences, differing_fields
 
 FOLDER = Path(__file__).with_name("published")
 PAPERS = {
@@ -235,7 +235,7 @@ def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
     differences = {}
     for i, row in enumerate(table.rows):
         if row.recipe in RECIPES and RECIPES[row.recipe].get("source") == source:
-            differences[i] = count_differences(log.recipe, load_recipe(row.recipe))
+            differences[i] = len(differing_fields(log.recipe, load_recipe(row.recipe)))
     if not differences:
         return []
     return [min(differences, key=differences.__getitem__)]

@@ -90,32 +90,34 @@ def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> J
 
 def means_by_corruption(values: CellValues) -> dict[str, float]:
     """Return the mean over severities of each corruption, in the suite's order."""
-    by_corruption: dict[str, list[float]] = defaultdict(list)
-    for (name, _), value in values.items():
-        by_corruption[name].append(value)
+    means = _means((name, value) for (name, _), value in values.items())
     order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    return {name: mean(by_corruption[name]) for name in order if name in by_corruption}
+    return {name: means[name] for name in order if name in means}
+
+
+def _means(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Return the mean of the values of each key."""
+    values_of = defaultdict(list)
+    for key, value in values:
+        values_of[key].append(value)
+    return {key: mean(own) for key, own in values_of.items()}
 
 
 def _group_means(
     by_corruption: Mapping[str, float], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
     """Return the mean over the corruptions of each group that has any."""
-    group_means = {}
+    values = []
     for group, names in groups.items():
-        means = [by_corruption[name] for name in names if name in by_corruption]
-        if means:
-            group_means[group] = mean(means)
-    return group_means
+        values += [(group, by_corruption[name]) for name in names if name in by_corruption]
+    return _means(values)
 
 
 def means_by_severity(values: CellValues) -> dict[int, float]:
     """Return the mean over the suite's corruptions by severity (over the extra ones if there are no others)."""
-    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS]
-    by_severity: dict[int, list[float]] = defaultdict(list)
-    for key in chosen or values:
-        by_severity[key[1]].append(values[key])
-    return {severity: mean(by_severity[severity]) for severity in sorted(by_severity)}
+    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS] or values
+    means = _means((severity, values[name, severity]) for name, severity in chosen)
+    return dict(sorted(means.items()))
 
 
 def compare_to_baseline(cells: Cells, base: Cells, name: str) -> JsonObject:

@@ -304,11 +304,9 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and masks of a split: inside its folder, or with its folders inside them."""
     for name in names:
         for pattern in (f"{name}/{{}}", f"{{}}/{name}"):
-            images = find_folder(
-                root, [pattern.format(folder).strip("/") for folder in IMAGE_FOLDERS]
-            )
-            masks = find_folder(
-                root, [pattern.format(folder).strip("/") for folder in MASK_FOLDERS]
+            images, masks = (
+                find_folder(root, [pattern.format(folder).strip("/") for folder in folders])
+                for folders in (IMAGE_FOLDERS, MASK_FOLDERS)
             )
             if images and masks:
                 return images, masks

@@ -39,7 +39,7 @@ _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "g
 _NAMED_FIELDS = 3
 
 
-def _differing(own: JsonObject, published: Recipe) -> list[str]:
+def differing_fields(own: JsonObject, published: Recipe) -> list[str]:
     """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest."""
     mine = flatten(own)
     theirs = flatten(published.model_dump(mode="json"))
@@ -64,17 +64,12 @@ def _follows_rate(name: str, mine: JsonObject, theirs: JsonObject) -> bool:
     return math.isclose(own_ratio, published_ratio, rel_tol=1e-9)
 
 
-def count_differences(own: JsonObject, published: Recipe) -> int:
-    """Return how many fields of a run's recipe are not the published one's."""
-    return len(_differing(own, published))
-
-
 def describe_differences(own: JsonObject, published: Recipe, trained: int | None = None) -> str:
     """Return what a run has otherwise than a published recipe, like "CIFAR-10, 2 of 300 epochs"; empty for nothing.
 
     `own` is the recipe that the run wrote, `trained` the number of epochs that it has finished.
     """
-    fields = _differing(own, published)
+    fields = differing_fields(own, published)
     parts = []
     data = own.get("data") or {}
     if "data.source" in fields:
