@@ -86,7 +86,7 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime
-        from isomorph.lab.evaluation.model_data import data_root, default_data
+        from isomorph.lab.evaluation.model_data import default_data, training_root
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
     locations = find_suites(classifier.suite, load.root, data) if classifier.suite else {}
@@ -99,7 +99,7 @@ def evaluate_(
         if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
         data_options = data_options._replace(
-            size=sizes[0] if sizes else None, root=data_root(net, data, load.root)
+            size=sizes[0] if sizes else None, root=training_root(net, data, load.root)
         )
         evaluate_task(task, net, model, classifier, data_options, runtime, json_)
         return

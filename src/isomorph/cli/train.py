@@ -1,7 +1,7 @@
 """The demo and train commands."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,24 @@ from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
 from isomorph.json_values import flatten
-from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
+from isomorph.lab.recipes import load_recipe, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 from isomorph.yaml_values import parse_value
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
+
+# Options of other commands, and the recipe fields that they are.
+_OTHER_NAMES = {
+    "split": "data.split",
+    "size": "data.size",
+    "root": "data.root",
+    "classes": "data.classes",
+    "batch_size": "data.batch_size",
+    "workers": "data.workers",
+    "weights": "model.weights",
+    "arch": "model.name",
+    "num_classes": "model.num_classes",
+}
 
 
 @opt.command
@@ -146,3 +159,44 @@ def _spell_out_size(assignment: str) -> str:
         return assignment
     name, height, width = match.groups()
     return f"{name}=[{height}, {width or height}]"
+
+
+def parse_overrides(tokens: Sequence[str]) -> list[str]:
+    """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
+
+    Names that other commands use are fields: `--size` is data.size, `--weights` is model.weights.
+
+    Raises: UserError for a field without a value, or one that is given twice.
+    """
+    assignments = []
+    rest = list(tokens)
+    given = set[str]()
+    before: list[str] = []  # an option and its value
+    while rest:
+        token = rest.pop(0)
+        field = token.removeprefix("--")
+        if "=" not in token:
+            if token.startswith("--") and (not rest or rest[0].startswith("--")):
+                raise UserError(f"{token} has no value; write {token} VALUE")
+            if not token.startswith("--"):
+                raise UserError(_stray(token, before))
+            before = [token, rest.pop(0)]
+            field = f"{field}={before[1]}"
+        name = field.partition("=")[0].replace("-", "_")
+        option = token.partition("=")[0]
+        if name in _OTHER_NAMES:
+            name = _OTHER_NAMES[name]
+            field = f"{name}={field.partition('=')[2]}"
+        if name in given:
+            raise UserError(f"{option} is given twice; give it one value")
+        given.add(name)
+        assignments.append(field)
+    return assignments
+
+
+def _stray(token: str, before: Sequence[str]) -> str:
+    """Return what to write for a token that is neither an option nor its value, after an option and its value."""
+    if not before:
+        return f"{token!r} is not an option; write a field of the recipe as --{token} VALUE"
+    option, value = before
+    return f"{option} takes one value, not {value} and {token}; write {option} '[{value}, {token}]' for a list"

@@ -71,7 +71,7 @@ def record_root(model: nn.Module, recipe: JsonObject) -> None:
     update_record(model, data_root=root if isinstance(root, str) else None)
 
 
-def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
+def training_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
     """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
     if data or root:
         return root
@@ -145,7 +145,7 @@ def _open(
 ) -> Source:
     name = data or default_data(model)
     try:
-        return open_source(name, split, data_root(model, data, root), fraction)
+        return open_source(name, split, training_root(model, data, root), fraction)
     except UserError as error:
         if data or root or name != "imagefolder":
             raise
@@ -232,7 +232,7 @@ def evaluation_data(
     source = open_test_images(model, data, root, classes, test_fraction)
     where = ""
     if not data and not root:
-        folder = registry.data_root(data_root(model, data, root))
+        folder = registry.data_root(training_root(model, data, root))
         where = f" in {folder} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config

@@ -39,9 +39,9 @@ from isomorph.lab.report.page_models import (
     MEASURES,
     HeadMeasure,
     PageModel,
-    class_logits,
     framing_text,
     model_history,
+    model_logits,
     name_classes,
     register_count,
 )
@@ -356,7 +356,7 @@ def _attention_section(
         batch = batches[m.name]
         keep_exact = len(models) == 2
         maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact)
-        logits = class_logits(m.model, batch)
+        logits = model_logits(m.model, batch)
         outputs.append(logits)
         predictions: Sequence[str] = ()
         if logits is not None and logits.isfinite().all():

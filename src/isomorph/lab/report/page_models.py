@@ -115,7 +115,7 @@ def format_percent(share: float) -> str:
 
 
 @torch.no_grad()
-def class_logits(model: nn.Module, batch: Inputs) -> Tensor | None:
+def model_logits(model: nn.Module, batch: Inputs) -> Tensor | None:
     """Return a model's `first_logits` in eval mode; None for a model without classes. Shape: -> (B, classes)"""
     if getattr(model, "num_classes", None) == 0:
         return None

@@ -9,7 +9,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.lab.data.sources import Source
 from isomorph.lab.distributed import open_runtime
-from isomorph.lab.evaluation.model_data import data_root, evaluate_classifier
+from isomorph.lab.evaluation.model_data import evaluate_classifier, training_root
 from isomorph.lab.training.task import EvaluationOptions, task_of
 from isomorph.layers.modes import first_float
 from isomorph.operations import unwrap
@@ -69,5 +69,5 @@ def evaluate(
             "give the data of this model's task as a folder or the name of a data source, nothing else"
         )
     named = str(data) if data else None
-    options = EvaluationOptions(named, data_root(model, named, None), batch_size, workers)
+    options = EvaluationOptions(named, training_root(model, named, None), batch_size, workers)
     return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]

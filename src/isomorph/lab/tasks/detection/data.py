@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as V
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.naming import composed
 from isomorph.lab.data.loaders import ImageConfig
-from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
+from isomorph.lab.tasks.image_sets import ImageSet, file_inside, normalised, resize_masks
 from isomorph.spec import ImageSize
 from isomorph.terminal_tables import Row, Rows
 
@@ -493,18 +493,15 @@ class FitTransform:
 
     def __init__(self, config: ImageConfig) -> None:
         self.size = tuple(config["input_size"][-2:])
-        self.mean = list(config["mean"])
-        self.std = list(config["std"])
+        self.mean = config["mean"]
+        self.std = config["std"]
 
     def fit(self, image: Image.Image) -> tuple[Tensor, ImageSize]:
         """Return an image as the network reads it, and its height and width inside."""
         size = fitted_size(image.size[::-1], self.size)
         resized = V.resize(V.pil_to_tensor(image), size, antialias=True)
-        return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
-
-    def normalise(self, image: Tensor) -> Tensor:
-        shares = V.to_dtype(image, torch.float32, scale=True)
-        return V.normalize(shares, self.mean, self.std)
+        inside = tuple(resized.shape[-2:])
+        return pad_to(normalised(resized, self.mean, self.std), self.size), inside
 
 
 class TrainTransform(FitTransform):
@@ -544,7 +541,7 @@ class TrainTransform(FitTransform):
         top = int((size[0] - height) * draw[2] + 0.5)
         left = int((size[1] - width) * draw[3] + 0.5)
         sample = {name: V.crop(value, top, left, height, width) for name, value in sample.items()}
-        cropped = self.normalise(sample["image"].as_subclass(Tensor))
+        cropped = normalised(sample["image"], self.mean, self.std)
         return pad_to(cropped, self.size), self._objects(sample, objects)
 
     def _objects(self, sample: Row, objects: Objects) -> Objects:

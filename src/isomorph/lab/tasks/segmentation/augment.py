@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
-from isomorph.lab.tasks.image_sets import resize_masks
+from isomorph.lab.tasks.image_sets import normalised, resize_masks
 from isomorph.lab.tasks.segmentation.data import IGNORE, Pair
 from isomorph.lab.training.recipe.fields import (
     File,
@@ -247,16 +247,15 @@ class TestTransform:
         self, resize: Sequence[int] | None, mean: Sequence[float], std: Sequence[float]
     ) -> None:
         self.resize = resize
-        self.mean = list(mean)
-        self.std = list(std)
+        self.mean = mean
+        self.std = std
 
     def image(self, image: Tensor) -> Tensor:
         """Return an image as the network reads it. Shape: (3, H, W) uint8 -> (3, h, w)"""
         if self.resize:
             size = scaled_size((image.shape[-2], image.shape[-1]), self.resize)
             image = F.resize(image, list(size), antialias=True)
-        shares = F.to_dtype(image, torch.float32, scale=True)
-        return F.normalize(shares, self.mean, self.std).as_subclass(Tensor)
+        return normalised(image, self.mean, self.std)
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
         return self.image(pair.image), pair.mask.as_subclass(Tensor)
