@@ -93,21 +93,27 @@ class DryRun:
 
     def table(self) -> Table:
         """Return the facts as rows of a name and a text."""
-        shown = [
-            ("source", self.recipe.source or "-"),
-            ("expected", self.recipe.expected or "no published number"),
-            ("data", self.data),
-            ("run", f"{self.epochs:,} epochs, {self.steps:,} steps of {self._batch()}"),
-            ("parameters", f"{self.parameters:,}"),
-            *(("group" if i == 0 else "", line.strip()) for i, line in enumerate(self.groups)),
-            ("memory of a step", self._memory_text()),
-            ("hours here", self._hours_text()),
-            ("hours on 8 H100", self._h100_text()),
-        ]
-        needs = self.needs or ["nothing"]
-        shown += [("needs" if i == 0 else "", line) for i, line in enumerate(needs)]
-        shown += [("note" if i == 0 else "", line) for i, line in enumerate(self.notes)]
-        return [["", self.recipe.name], *([name, text] for name, text in shown)]
+        recipe = self.recipe
+        table = [["", recipe.name]]
+
+        def add(name: str, *lines: str) -> None:
+            for line in lines:
+                table.append([name, line])
+                name = ""
+
+        batch = f"{recipe.data.batch_size:,} samples"
+        add("source", recipe.source or "-")
+        add("expected", recipe.expected or "no published number")
+        add("data", self.data)
+        add("run", f"{self.epochs:,} epochs, {self.steps:,} steps of {batch}")
+        add("parameters", f"{self.parameters:,}")
+        add("group", *map(str.strip, self.groups))
+        add("memory of a step", self._memory_text())
+        add("hours here", self._hours_text())
+        add("hours on 8 H100", self._h100_text())
+        add("needs", *(self.needs or ["nothing"]))
+        add("note", *self.notes)
+        return table
 
     def as_dict(self) -> JsonObject:
         """Return the facts as plain values, for JSON."""
@@ -130,9 +136,6 @@ class DryRun:
             "needs": self.needs,
             "notes": self.notes,
         }
-
-    def _batch(self) -> str:
-        return f"{self.recipe.data.batch_size:,} samples"
 
     def _memory_text(self) -> str:
         text = f"{_number(self.memory)} GiB for {self.part:,} samples at once (calculated)"
