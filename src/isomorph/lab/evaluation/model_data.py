@@ -36,17 +36,15 @@ from isomorph.lab.evaluation.accuracy import (
     for_each_batch,
     sum_counts,
 )
-from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
 from isomorph.models.input_sizes import (
     evaluation_config,
     fit_to_size,
-    image_size,
     label_names,
 )
 from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
-from isomorph.terminal_tables import Metrics, Row, Rows
+from isomorph.terminal_tables import Row, Rows
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
@@ -236,39 +234,6 @@ def evaluation_data(
         where = f" in {folder} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config
-
-
-def evaluate_classifier(
-    model: nn.Module,
-    data: Iterable[Any] | Source | str | Path | None,
-    *,
-    test_fraction: float | None = None,
-    size: int | ImageSize | None = None,
-    batch_size: int = 100,
-    workers: int = 0,
-) -> Metrics:
-    """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
-    if size is not None:
-        size = image_size(size)
-    if data is None or isinstance(data, str | Path):
-        name = str(data) if data else None
-        source, config = evaluation_data(model, name, size=size, test_fraction=test_fraction)
-    elif test_fraction is not None:
-        raise UserError(
-            "test_fraction splits a folder of images; leave it out for a source or a loader"
-        )
-    elif isinstance(data, Source):
-        source = with_model_labels(data, model)
-        config = evaluation_config(model, size)
-        check_own_classes(model, source.classes, size=size)
-    elif size:
-        raise UserError(
-            "size is that of images from a folder or a source; leave it out for a loader"
-        )
-    else:
-        return evaluate_loader(model, data)
-    fitted = fit_to_size(model, size) if size else model
-    return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))
 
 
 # batches, title, number of batches
