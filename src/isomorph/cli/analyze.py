@@ -127,7 +127,7 @@ def _open_models(
 ) -> list["PageModel"]:
     from isomorph.lab.report.page_models import unique_names
 
-    models: list[PageModel] = []
+    models = []
     for name, title in zip(names, unique_names(names), strict=True):
         opened = open_page_model(name, title, opening, device, names)
         models.append(replace(opened, inputs=read))

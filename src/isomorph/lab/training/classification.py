@@ -36,7 +36,7 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import Mix, Objective, Prediction, Task
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.input_sizes import evaluation_config
-from isomorph.terminal_tables import Metrics, Rows
+from isomorph.terminal_tables import Metrics
 
 TOP_CLASSES = 5
 
@@ -114,7 +114,7 @@ class Classification(Task):
         with eval_mode(model):
             x = eval_transform(config)(image)[None].to(like)
             logits = class_logits(model(x))
-        rows: Rows = []
+        rows = []
         for name, share in likeliest_classes(model, logits, TOP_CLASSES)[0]:
             rows.append({"class": name, "probability": 100 * share})
         return Prediction(rows, {".json": rows})

@@ -236,7 +236,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     detections = to_image(detections, ImageRecord(0, "", image.height, image.width), inside)
     names = class_names(model)
     entries = _json_entries(detections, names)
-    rows: Rows = []
+    rows = []
     for entry in entries:
         if entry["score"] >= SHOWN_SCORE:
             box = " ".join(f"{side:g}" for side in entry["box"])

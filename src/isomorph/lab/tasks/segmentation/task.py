@@ -263,7 +263,7 @@ class Segmentation(Task):
         names = class_names(model)
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
-        rows: Rows = []
+        rows = []
         for i in np.argsort(-counts):
             if counts[i]:
                 rows.append({"class": names[i], "share": 100 * counts[i] / mask.size})

@@ -98,7 +98,7 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _named_snapshots(folder: Path) -> list[Path]:
-    named: list[tuple[int, Path]] = []
+    named = []
     for path in folder.glob("step-*"):
         step = _parse_step(path)
         if step is not None:
