@@ -58,11 +58,6 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def one_line(error: Exception) -> str:
-    """Return an error's message without its line breaks, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def short_reason(error: Exception) -> str:
     """Return the first sentence of an error, with its type if it is a single word."""
     line = next(iter(str(error).splitlines()), "").partition(". ")[0]
