@@ -1,7 +1,7 @@
 """The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -46,6 +46,11 @@ class DataWarning(UserWarning):
 
 class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: Exception) -> str:
@@ -101,26 +106,32 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     longer = sorted(
         (other for other in known if other.startswith(base)), key=lambda other: (len(other), other)
     )
-    suggestions = (
-        longer[:3]
-        or get_close_matches(base, known, n=3)
-        or [other for other in known if base in other][:3]
-    )
+    around = [other for other in known if base in other]
     # as in facebook/dinov2-small
     words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
     shared = {other: sum(word in other for word in words) for other in known}
-    suggestions = (
-        suggestions or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
-    )
+    similar = sorted(filter(shared.get, known), key=lambda other: -shared[other])
+    suggestions = longer or get_close_matches(base, known, n=3) or around or similar
     hint = "see `isomorph models` and timm.list_models()."
     if suggestions:
-        hint = f"did you mean {', '.join(suggestions)}?"
+        hint = f"did you mean {', '.join(suggestions[:3])}?"
     if "." in name and base not in known:
         hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}"
     elif names_class(name):
         hint += f" A class of yours is package.module:{name.removesuffix('()')}"
     hint = hint.removesuffix(".")
     return f"there is no model {name!r}; {hint}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return "did you mean X?" with the most similar of the known names, or other advice where none is similar.
+
+    >>> from isomorph.errors import did_you_mean
+    >>> did_you_mean("trian", ["train", "test"], "choose train or test")
+    'did you mean train?'
+    """
+    close = get_close_matches(name[:200], list(known), n=1)
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def unknown_field(field: str, names: Sequence[str]) -> str:
@@ -132,8 +143,7 @@ def unknown_field(field: str, names: Sequence[str]) -> str:
     """
     last = field.rpartition(".")[2]
     others = [name for name in names if name != last]  # one of this name may be of another task
-    close = get_close_matches(last, others, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"fields: {', '.join(others)}"
+    hint = did_you_mean(last, others, f"fields: {', '.join(others)}")
     return f"{field} is not a field ({hint})"
 
 
