@@ -5,12 +5,11 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, did_you_mean
 from isomorph.operations import copy_module, is_compiled, unwrap, wrappers_of
 from isomorph.surgery.site import Site
 
@@ -248,12 +247,7 @@ def build_rule(name: str, **fields: Any) -> Rule:
     ConvToGPSA(init='paper', locality=None, gate=None, content='global', window=None)
     """
     if name not in RULES:
-        suggestions = get_close_matches(name, RULES, n=1)
-        hint = (
-            f"did you mean {suggestions[0]}?"
-            if suggestions
-            else f"choose one of {', '.join(RULES)}"
-        )
+        hint = did_you_mean(name, RULES, f"choose one of {', '.join(RULES)}")
         raise UserError(f"{name} is not a rule; {hint}")
     values = {field: value for field, value in fields.items() if value is not None}
     field_names = [field.name for field in dataclasses.fields(RULES[name])]  # type: ignore[arg-type]
