@@ -48,14 +48,14 @@ class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's message without its line breaks, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def short_reason(error: Exception) -> str:
@@ -106,20 +106,15 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     longer = sorted(
         (other for other in known if other.startswith(base)), key=lambda other: (len(other), other)
     )
-    suggestions = (
-        longer[:3]
-        or get_close_matches(base, known, n=3)
-        or [other for other in known if base in other][:3]
-    )
+    around = [other for other in known if base in other]
     # as in facebook/dinov2-small
     words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]
     shared = {other: sum(word in other for word in words) for other in known}
-    suggestions = (
-        suggestions or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
-    )
+    similar = sorted(filter(shared.get, known), key=lambda other: -shared[other])
+    suggestions = longer or get_close_matches(base, known, n=3) or around or similar
     hint = "see `isomorph models` and timm.list_models()."
     if suggestions:
-        hint = f"did you mean {', '.join(suggestions)}?"
+        hint = f"did you mean {', '.join(suggestions[:3])}?"
     if "." in name and base not in known:
         hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}"
     elif names_class(name):

@@ -142,8 +142,8 @@ def cka_of_pairs(
             f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}",
         )
     matrix = cross / (own_a[:, None] * own_b).sqrt()
-    unknown = [name for name, hsic_own in zip(rows, own_a, strict=True) if not hsic_own > 0]
-    unknown += [name for name, hsic_own in zip(columns, own_b, strict=True) if not hsic_own > 0]
+    own = zip([*rows, *columns], [*own_a, *own_b], strict=True)
+    unknown = [name for name, hsic_own in own if not hsic_own > 0]
     noise = dimensions**-0.5
     if unknown:
         _report_unknown(matrix, list_names(list(dict.fromkeys(unknown))), largest)

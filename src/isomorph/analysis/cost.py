@@ -23,7 +23,7 @@ from isomorph.analysis.speed import (
     restored_afterwards,
     stepped_module,
 )
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
@@ -177,8 +177,9 @@ def peak_bytes(
             model.zero_grad(set_to_none=True)
             return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"measuring the peak of a batch of {batch_size} failed: {reason}") from None
+        raise UserError(
+            f"measuring the peak of a batch of {batch_size} failed: {one_line(error)}"
+        ) from None
 
 
 def _cuda_peak(run: Callable[[], None], device: torch.device) -> int:

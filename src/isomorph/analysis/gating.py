@@ -77,12 +77,11 @@ def attention_spans(model: nn.Module) -> dict[str, Tensor]:
     >>> iso.analysis.attention_spans(tcnn)["layer3.0.conv1"][0].item()
     0.25
     """
-    return {name: _span(layer) for name, layer in _gated_attention_layers(model).items()}
-
-
-def _span(layer: Any) -> Tensor:
-    locality = layer.locality.detach()
-    return torch.where(locality > 0, 1 / locality, torch.nan)
+    spans = {}
+    for name, layer in _gated_attention_layers(model).items():
+        locality = layer.locality.detach()
+        spans[name] = torch.where(locality > 0, 1 / locality, torch.nan)
+    return spans
 
 
 def centres(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +100,9 @@ def centres(model: nn.Module) -> dict[str, Tensor]:
         for name, layer in _gated_attention_layers(model).items()
     }
 
+
+# What a `GatingHistory` follows.
+_GATING = {"gates": gates, "centres": centres, "spans": attention_spans}
 
 Key = TypeVar("Key")
 
@@ -173,14 +175,13 @@ def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
 
     def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         values: dict[tuple[str, str], Tensor] = {}
-        for name, layer in _gated_attention_layers(model).items():
-            values["gates", name] = layer.position_share.detach().cpu()
-            values["centres", name] = layer.centre.detach().clone().cpu()
-            values["spans", name] = _span(layer).cpu()
+        for kind, measured in _GATING.items():
+            for name, value in measured(model).items():
+                values[kind, name] = value.cpu()
         return values
 
     epochs, tracked = track(models, measure)
-    history: dict[str, dict[str, Tensor]] = {"gates": {}, "centres": {}, "spans": {}}
+    history: dict[str, dict[str, Tensor]] = {kind: {} for kind in _GATING}
     for (kind, name), value in tracked.items():
         history[kind][name] = value
     return GatingHistory(epochs, **history)

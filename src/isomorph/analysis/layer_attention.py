@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from timm.layers import Attention
-from timm.layers.attention import resolve_self_attn_mask
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.attention_base import score_scale, split_joint
+from isomorph.layers.attention_base import content_scores, score_scale
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import (
@@ -86,10 +85,8 @@ class MethodMap(NamedTuple):
 
 
 def _check_size(name: str, layer: Any, x: Tensor) -> None:
-    H, W = x.shape[2:]
-    ph, pw = layer.padding
-    queries = math.prod(layer.query_grid(H, W))
-    keys = (H + 2 * ph) * (W + 2 * pw)
+    queries = math.prod(layer.query_grid(*x.shape[2:]))
+    keys = math.prod(layer.key_grid(*x.shape[2:]))
     size = x.element_size() * len(x) * layer.num_heads * queries * keys
     if size > MAX_MAP_BYTES:
         raise UserError(
@@ -104,22 +101,8 @@ def _scores(layer: Any, *args: Any, **kwargs: Any) -> AppliedAttention | None:
     if hasattr(layer, "content_scores"):
         return AppliedAttention(*layer.content_scores(*args, **kwargs))
     if isinstance(layer, Attention):
-        return _timm_scores(layer, *args, **kwargs)
+        return AppliedAttention(*content_scores(layer, *args, **kwargs))
     return None
-
-
-def _timm_scores(
-    layer: Attention,
-    x: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *_: Any,
-    **__: Any,
-) -> AppliedAttention:
-    q, k, _v = split_joint(layer.qkv(x), layer.num_heads)
-    q = layer.q_norm(q) * score_scale(layer)
-    k = layer.k_norm(k)
-    return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
 def has_attention_method(layer: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
-from isomorph.layers.modes import at_least_float32
+from isomorph.layers.modes import upcast
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.site import Where
 
@@ -28,8 +28,7 @@ def _mean_over_images(
         total = torch.zeros(())
         images = 0
         for maps in applied.chunks():
-            maps = maps.to(at_least_float32(maps))
-            total = total.to(maps.device) + measure(maps).sum(0)
+            total = total.to(maps.device) + measure(upcast(maps)).sum(0)
             images += len(maps)
         return total / images
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class AttentionGrid(NamedTuple):
 
     queries: GridSize
     keys: GridSize
-    padding: tuple[int, int] = (0, 0)
+    padding: GridSize = (0, 0)
     start: tuple[float, float] = (0, 0)
     stride: tuple[float, float] = (1, 1)
     prefix: int = 0
@@ -107,9 +107,9 @@ def find_token_grid(
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
     arguments = dict(zip(names, call.args, strict=False)) | call.kwargs
-    if shape is not None and shape[0] != shape[1]:
-        return _pooled_grid(layer, arguments, *shape, grid)
     window_sizes = own_shapes(layer, arguments)
+    if shape is not None and shape[0] != shape[1]:
+        return _pooled_grid(layer, [*window_sizes, *filter(None, [grid])], *shape)
     on_map = x.ndim == 4
     queries = x.shape[1]
     if shape is not None:
@@ -134,11 +134,10 @@ def find_token_grid(
 
 
 def _tap_grid(layer: TapHeads, H: int, W: int) -> AttentionGrid:
-    ph, pw = layer.padding
     middle = layer.kernel_size // 2
     return AttentionGrid(
         queries=layer.query_grid(H, W),
-        keys=(H + 2 * ph, W + 2 * pw),
+        keys=layer.key_grid(H, W),
         padding=layer.padding,
         start=(middle, middle),
         stride=layer.stride,
@@ -153,16 +152,8 @@ def _sides_around(call: LayerCall, queries: int) -> list[tuple[int, ...]]:
     return [size for size in sides if math.prod(size) == queries]
 
 
-def _pooled_grid(
-    layer: Any,
-    arguments: dict[str, Any],
-    queries: int,
-    keys: int,
-    grid: GridSize | None,
-) -> AttentionGrid:
-    shapes = own_shapes(layer, arguments)
-    if grid:
-        shapes = [*shapes, grid]
+def _pooled_grid(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> AttentionGrid:
+    """Return the grid of queries and of pooled keys, with the sides of one of the shapes."""
     problem = (
         f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
     )

@@ -90,10 +90,9 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> WindowMembers:
         H, W = shape[1:3]
         numbers = torch.arange(1.0, H * W + 1).view(1, H, W, 1)
     numbers = numbers.to(next(block.parameters(), numbers).device)
-    partition = next(getattr(block, name) for name in _PARTITION_METHODS if hasattr(block, name))
     recorder = _InputRecorder()
     with replaced_attribute(block, "attn", recorder):
-        partition(numbers)
+        _partition(block)(numbers)
     members = recorder.recorded.flatten(1).cpu().round().long() - 1
     return WindowMembers((H, W), members)
 
@@ -111,14 +110,14 @@ def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, WindowMember
     """
     cutting: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _plain_kind(module) or _partitions(module):
+        if _plain_kind(module) or _partition(module):
             cutting[name] = module
     if not cutting:
         return {}
     windows = {}
     for name, size in capture_inputs(model, some_images(batch, 0, 1), _map_size, cutting).items():
         module = cutting[name]
-        if _partitions(module):
+        if _partition(module):
             windows[f"{name}.attn".removeprefix(".")] = _windows_of(module, size)
         else:
             attention, window_size = _PLAIN_WINDOWS[_plain_kind(module)]
@@ -126,11 +125,12 @@ def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, WindowMember
     return windows
 
 
-def _partitions(module: nn.Module) -> bool:
-    """True for a block of timm that cuts maps into windows for its `attn` by a method."""
+def _partition(module: nn.Module) -> Any:
+    """Return the method by which a block of timm cuts maps into windows for its `attn`, or None."""
     if not isinstance(getattr(module, "attn", None), nn.Module):
-        return False
-    return any(hasattr(module, name) for name in _PARTITION_METHODS)
+        return None
+    methods = [getattr(module, name, None) for name in _PARTITION_METHODS]
+    return next(filter(None, methods), None)
 
 
 def _plain_kind(module: nn.Module) -> str:
@@ -204,9 +204,7 @@ def _are_sides(pair: Any, positions: int) -> bool:
     return all(isinstance(side, int) for side in pair) and pair[0] * pair[1] == positions
 
 
-def _decoded_windows(
-    call: ModuleCall, attention: str, size: tuple[int, int]
-) -> WindowMembers | None:
+def _decoded_windows(call: ModuleCall, attention: str, size: GridSize) -> WindowMembers | None:
     """Return the windows of the attention in a block, None unless every position of the map arrives once."""
     x = call.args[0]
     count = size[0] * size[1]
@@ -245,7 +243,7 @@ def _last_input(call: ModuleCall, inside: str) -> Tensor:
 
 # Classes that cut a map into windows without shift: the name of the attention inside, and the
 # window's size.
-_PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
+_PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], GridSize]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
 }
@@ -260,7 +258,7 @@ def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tuple(args[0] if args else kwargs["size"])
 
 
-def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> WindowMembers:
+def _plain_windows(size: GridSize, window: GridSize) -> WindowMembers:
     H, W = size
     h, w = window
     numbers = torch.arange(H * W).view(H, W)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isomorph.checkpoints.paths import move_into_place
 from isomorph.checkpoints.pickles import unpickle
-from isomorph.errors import UserError, short_reason
+from isomorph.errors import UserError, one_line, short_reason
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
@@ -32,7 +32,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], new: bool = Fa
         SafetensorError,
         RuntimeError,
     ) as error:  # torch.save raises RuntimeError for a full disk
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"cannot write {path}: {reason}") from error
     finally:
         with suppress(OSError):

@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -19,7 +18,7 @@ from pydantic import (
 )
 
 from isomorph.errors import UserError
-from isomorph.models.model_kwargs import largest_allowed
+from isomorph.models.model_kwargs import check_limits
 from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
@@ -29,40 +28,36 @@ _MESSAGE_WIDTH = 60
 _Size = Annotated[int, Field(ge=1, le=2**13)]
 _FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
 _PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
+_Count = Annotated[int, Field(ge=0, le=10**7)]
+_ImageShape = tuple[_Size, _Size, _Size]
+_CropPct = Annotated[float, Field(ge=0.05, le=10)]
+_Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 # Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
 _OPENS_FILES = {
-    *(
-        "checkpoint_path",
-        "pretrained",
-        "pretrained_cfg",
-        "pretrained_cfg_overlay",
-        "pretrained_filter_fn",
-    ),
-    *(
-        "cache_dir",
-        "weights",
-        "weights_backbone",
-        "backbone_pretrained",
-        "config",
-        "file",
-        "url",
-        "hf_hub_id",
-    ),
-    *(
-        "trust_remote_code",
-        "auto_map",
-        "name_or_path",
-        "_name_or_path",
-        "pretrained_model_name_or_path",
-    ),
-    *(
-        "attn_implementation",
-        "_attn_implementation",
-        "experts_implementation",
-        "quantization_config",
-    ),
+    "checkpoint_path",
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "pretrained_filter_fn",
+    "cache_dir",
+    "weights",
+    "weights_backbone",
+    "backbone_pretrained",
+    "config",
+    "file",
+    "url",
+    "hf_hub_id",
+    "trust_remote_code",
+    "auto_map",
+    "name_or_path",
+    "_name_or_path",
+    "pretrained_model_name_or_path",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "quantization_config",
 }
 # What a path, an address or a name on the hub has, and no option of a network.
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
@@ -104,7 +99,7 @@ class _BaseSchema(_StrictModel):
     __pydantic_extra__: dict[str, JsonValue]
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    num_classes: _Count | None = None
     in_chans: _Size | None = None
 
     @model_validator(mode="after")
@@ -113,10 +108,7 @@ class _BaseSchema(_StrictModel):
         for name, value in self.__pydantic_extra__.items():
             if name != "pretrained":  # never passed on: a file brings its own weights
                 check_foreign_kwargs({name: value})
-            limit = largest_allowed(name)
-            number = _max_magnitude(value)
-            if number > limit:
-                raise ValueError(f"{name} holds {number:.6g} and must not be above {limit:,}")
+            check_limits(name, value)
         return self
 
 
@@ -139,19 +131,19 @@ class _DataSchema(_StrictModel):
     `task` is what the model was trained for, with its options, if that is not image classification.
     """
 
-    input_size: tuple[_Size, _Size, _Size] | None = None
+    input_size: _ImageShape | None = None
     mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = (
         None
     )
-    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
-    test_input_size: tuple[_Size, _Size, _Size] | None = None
-    test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    crop_pct: _CropPct | None = None
+    test_input_size: _ImageShape | None = None
+    test_crop_pct: _CropPct | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None
-    split: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[int, Field(ge=1)]] | None = None
+    split: tuple[_Fraction, Annotated[int, Field(ge=1)]] | None = None
     task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
 
 
@@ -168,7 +160,7 @@ class _ArtefactSchema(_DataSchema):
 
     isomorph_version: str
     architecture: str | None = None
-    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    num_classes: _Count | None = None
     dynamic: list[Literal["batch", "size"]] = []
     size_multiple: _Size | None = None
     inputs: Annotated[list[str], Field(min_length=1, max_length=16)] | None = None
@@ -183,7 +175,7 @@ class _DecoderSchema(_StrictModel):
     depth: Annotated[int, Field(ge=0, le=100)]
     width: _Size
     heads: _Size
-    mask: Annotated[float, Field(gt=0, lt=1)]
+    mask: _Fraction
     normalise: bool
 
 
@@ -307,16 +299,3 @@ def describe_problems(error: ValidationError, part: str = "") -> str:
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
-
-
-def _max_magnitude(value: JsonValue) -> float:
-    """Return the largest absolute number or list length in a plain value; NaN counts as infinite."""
-    if isinstance(value, Mapping):
-        return max(map(_max_magnitude, value.values()), default=0)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return max(len(value), *map(_max_magnitude, value), 0)
-    if not isinstance(value, int | float):
-        return 0
-    if isinstance(value, float) and math.isnan(value):
-        return math.inf
-    return abs(value)

@@ -23,7 +23,8 @@ from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
 # weights are safetensors alone, which hold no code
-WEIGHTS, CONFIG = ("model.safetensors", "config.json")
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 2**24
 # What timm's config.json says of the images; its source, split and classes are those of timm.
 _IMAGE_KEYS = [key for key in DATA_KEYS if key not in ("source", "split", "label_names")]

@@ -37,6 +37,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 _OTHER = object()
 T = TypeVar("T", bound=nn.Module)
+# Name and arguments of timm.create_model, or the module before its edits.
+Base = dict[str, Any] | nn.Module
 
 
 def describe_edits(all_edits: tuple[Edit, ...]) -> list[dict[str, Any]]:
@@ -172,9 +174,7 @@ def _drop_fused_edits(all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     return tuple(remaining)
 
 
-def describe_model(
-    model: nn.Module, base: dict[str, Any] | nn.Module | None = None
-) -> dict[str, str]:
+def describe_model(model: nn.Module, base: Base | None = None) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     all_edits = edits(model)
     _warn_of_temporary_blocks(all_edits)
@@ -340,9 +340,7 @@ def _comparable(value: Any) -> Any:
     return _OTHER
 
 
-def save(
-    model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None
-) -> None:
+def save(model: nn.Module, path: str | Path, base: Base | None = None) -> None:
     """Save a model as a safetensors file from which `load` rebuilds it, recast modules included.
 
     The file holds the weights and, in its header, the arguments of timm.create_model, the edits made on the model, and
@@ -573,7 +571,9 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
     """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
     model_state = model.state_dict()
     unexpected = [name for name in state if name not in model_state]
-    missing, shapes, not_real = [], [], []
+    missing = []
+    shapes = []
+    not_real = []
     for name, tensor in model_state.items():
         if name not in state:
             missing.append(name)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.serialization import add_safe_globals, get_safe_globals, safe_globals
 
-from isomorph.errors import UserError, short_reason
+from isomorph.errors import UserError, one_line, short_reason
 
 _PATH_CLASSES = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -55,7 +55,7 @@ def unpickle(path: Path) -> Any:
 
 def _explain(path: Path, error: Exception) -> UserError:
     """Return the error of a pickle that cannot be read: code that is not allowed, or a damaged file."""
-    rejected = _REJECTED.search(" ".join(str(error).split()))
+    rejected = _REJECTED.search(one_line(error))
     if rejected:
         return UserError(
             f"cannot read checkpoint {path}: it holds a {rejected[1] or rejected[2]}, and building one could run code. "

@@ -18,12 +18,12 @@ from isomorph.deployment.onnx_operations import onnx_operations, open_session
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.pt2_operations import pt2_operations
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, optional_module, short_reason
+from isomorph.errors import UserError, first_line, one_line, optional_module, short_reason
 from isomorph.json_values import JsonObject
 from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size
 from isomorph.spec import spec_of
 from isomorph.surgery import absorb
-from isomorph.surgery.calls import Inputs
+from isomorph.surgery.calls import Inputs, cast, describe_shape
 from isomorph.surgery.comparison import Fidelity
 from isomorph.surgery.first_difference import Operations
 
@@ -167,13 +167,17 @@ class Artefact(nn.Module):
 
     def operations(self, inputs: Inputs) -> Operations:
         """Return what every node of the file computes."""
-        names = self.metadata.get("inputs", [INPUT])
-        named = {names[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
-        return self._watch(named)
+        if isinstance(inputs, Tensor):
+            inputs = {self._input_names[0]: inputs}
+        return self._watch({name: _plain(x) for name, x in inputs.items()})
+
+    @property
+    def _input_names(self) -> list[str]:
+        return self.metadata.get("inputs", [INPUT])
 
     @torch.no_grad()
     def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        names = self.metadata.get("inputs", [INPUT])
+        names = self._input_names
         if images is not None:
             inputs[names[0] if len(names) == 1 else INPUT] = images
         if sorted(inputs) != sorted(names):
@@ -188,7 +192,7 @@ class Artefact(nn.Module):
                 part = {name: _plain(inputs[name][start : start + size]) for name in names}
                 outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
-            shape = "x".join(map(str, first.shape))
+            shape = describe_shape(first)
             raise UserError(
                 f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}",
             ) from error
@@ -246,8 +250,7 @@ def as_exported(model: nn.Module, artefact: Artefact) -> nn.Module:
 
 def _plain(x: Tensor) -> Tensor:
     """Return a tensor on the CPU, numbers with a fraction in float32."""
-    x = x.detach().cpu()
-    return x.float() if x.is_floating_point() else x
+    return cast(x.detach().cpu(), torch.float32)
 
 
 def open_artefact(path: str | Path, to_compare: bool = False) -> Artefact:
@@ -298,7 +301,7 @@ def load_artefact(
         with quiet():
             run, texts = load(contents)
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)[:200]
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
     operations = onnx_operations if file_format == "onnx" else pt2_operations
     watch = partial(operations, contents)

@@ -23,7 +23,7 @@ from torch import nn
 
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
-from isomorph.checkpoints.model import rebuild, save
+from isomorph.checkpoints.model import Base, rebuild, save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.export import check_path
 from isomorph.deployment.model_card import model_card, recipe_text
@@ -38,7 +38,8 @@ from isomorph.spec import spec_of
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.comparison import relative_difference
 
-CARD, RECIPE = "README.md", "recipe.yaml"
+CARD = "README.md"
+RECIPE = "recipe.yaml"
 # Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
 # model.
 _ABOUT_PUBLIC_WEIGHTS = {
@@ -60,7 +61,7 @@ def push(
     run: str | Path | None = None,
     results: Mapping[str, float] | None = None,
     private: bool = False,
-    base: dict[str, Any] | nn.Module | None = None,
+    base: Base | None = None,
 ) -> str:
     """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
 
@@ -155,7 +156,7 @@ def save_for_hub(
     *,
     run: str | Path | None = None,
     results: Mapping[str, float] | None = None,
-    base: dict[str, Any] | nn.Module | None = None,
+    base: Base | None = None,
 ) -> None:
     """Write the files with which a model is shared on the Hugging Face hub to a folder.
 

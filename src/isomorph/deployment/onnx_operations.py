@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isomorph.surgery.calls import cast
 from isomorph.surgery.first_difference import Operations
 from isomorph.surgery.port.watch import Call
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # The modules around a node and its own name, as torch's exporter writes them.
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 # Relative differences that float32 explains.
-_ROUNDING = 2e-6
+ROUNDING = 2e-6
 
 
 def module_of(node: "NodeProto") -> str:
@@ -53,38 +54,27 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
     import onnx
 
     proto = onnx.load_from_string(contents)
-    tensors = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
-    graph_outputs = {output.name for output in proto.graph.output}
-    output_names = [output.name for output in proto.graph.output]
+    graph_outputs = [output.name for output in proto.graph.output]
+    output_names = list(graph_outputs)
     for node in proto.graph.node:
         for name in node.output:
             if name and name not in graph_outputs:
                 proto.graph.output.append(onnx.ValueInfoProto(name=name))
                 output_names.append(name)
     session = open_session(proto.SerializeToString())
-    results = session.run(output_names, {name: x.numpy() for name, x in tensors.items()})
 
-    values: list[Tensor] = []
-    numbers: dict[str, int] = {}
-
-    def add(name: str, value: Any) -> None:
-        numbers[name] = len(values)
-        tensor = torch.from_numpy(np.array(value))
-        values.append(tensor.double() if tensor.is_floating_point() else tensor)
-
-    for name, tensor in tensors.items():
-        add(name, tensor.numpy())
+    arrays: dict[str, Any] = {name: x.numpy() for name, x in inputs.items()}
+    results = session.run(output_names, arrays)
     for initializer in proto.graph.initializer:
-        add(initializer.name, onnx.numpy_helper.to_array(initializer))
-    for name, value in zip(output_names, results, strict=True):
-        add(name, value)
-    calls = [_call(index, node, numbers) for index, node in enumerate(proto.graph.node)]
+        arrays[initializer.name] = onnx.numpy_helper.to_array(initializer)
+    arrays.update(zip(output_names, results, strict=True))
+    numbers = {name: number for number, name in enumerate(arrays)}
     return Operations(
-        calls=calls,
-        values=values,
-        inputs=[numbers[name] for name in tensors],
+        calls=[_call(index, node, numbers) for index, node in enumerate(proto.graph.node)],
+        values=[cast(torch.from_numpy(np.array(x)), torch.float64) for x in arrays.values()],
+        inputs=[numbers[name] for name in inputs],
         outputs=[numbers[name] for name in graph_outputs],
-        rounding=_ROUNDING,
+        rounding=ROUNDING,
     )
 
 

@@ -1,6 +1,5 @@
 """A model as one graph of torch operators (torch.export), and that graph in ONNX, by torch's exporter."""
 
-import ast
 import io
 import json
 import logging
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from isomorph.deployment.onnx_operations import module_of
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.operations import copy_module, unwrap
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 OPSET = 20  # operator set of ONNX files; onnxruntime runs it since 2023
 METADATA_FILE = "metadata.json"  # in a .pt2 file
-_SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
 # What torch.export says of an axis that is to be open.
 _CONSTANT = re.compile(
     r"size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)"
@@ -256,6 +255,4 @@ def _layer_name(node: Any, reads: Mapping[str, int]) -> str:
     for weight in node.input[1:2]:
         if weight.endswith(".weight") and reads[weight] == 1:  # a folded norm has another
             return weight.removesuffix(".weight")
-    notes = {entry.key: entry.value for entry in node.metadata_props}
-    scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
-    return scopes[-2] if len(scopes) > 1 else ""
+    return module_of(node)

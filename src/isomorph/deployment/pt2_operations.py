@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
+from isomorph.deployment.onnx_operations import ROUNDING
 from isomorph.operations import tensors_in
+from isomorph.surgery.calls import cast
 from isomorph.surgery.first_difference import Operations
 from isomorph.surgery.port.watch import Call, Ref
-
-# Relative differences that float32 explains.
-_ROUNDING = 2e-6
 
 
 class _Recorder(fx.Interpreter):
@@ -45,7 +44,7 @@ class _Recorder(fx.Interpreter):
 
     def _add(self, tensor: Tensor) -> int:
         value = tensor.detach().clone()  # a node may write into it
-        self.values.append(value.double() if value.is_floating_point() else value)
+        self.values.append(cast(value, torch.float64))
         return len(self.values) - 1
 
     def _item(self, n: fx.Node) -> list[int]:
@@ -93,13 +92,12 @@ def pt2_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations:
     """Run a .pt2 file node by node, and return the nodes and their values."""
     module = torch.export.load(io.BytesIO(contents)).module()
     assert isinstance(module, fx.GraphModule)
-    tensors = [x.float() if x.is_floating_point() else x for x in inputs.values()]
     recorder = _Recorder(module)
-    recorder.run(*tensors)
+    recorder.run(*inputs.values())
     return Operations(
         calls=recorder.calls,
         values=recorder.values,
         inputs=recorder.inputs,
         outputs=recorder.outputs,
-        rounding=_ROUNDING,
+        rounding=ROUNDING,
     )

@@ -31,7 +31,7 @@ from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.operations import copy_module
 from isomorph.spec import spec_of
-from isomorph.surgery.calls import batches_of
+from isomorph.surgery.calls import batches_of, describe_shape
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.site import nearest_names
 from isomorph.surgery.verify import verify
@@ -330,8 +330,7 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
     description = type(images).__name__
     if isinstance(images, Tensor):
         fits = images.ndim == 4 and images.shape[1] == channels
-        shape = "x".join(map(str, images.shape))
-        description = f"{shape} in {str(images.dtype).removeprefix('torch.')}"
+        description = f"{describe_shape(images)} in {str(images.dtype).removeprefix('torch.')}"
         own_size = "size" in shapes.dynamic or images.shape[2:] == (height, width)
         if fits and own_size and images.is_floating_point() and images.isfinite().all():
             return

@@ -18,7 +18,7 @@ from isomorph.models.input_sizes import (
     input_size_problem,
     knows_size,
 )
-from isomorph.surgery.calls import Inputs, own_inputs
+from isomorph.surgery.calls import Inputs, describe_shape, own_inputs
 
 # What may be dynamic: the number of images, their height and width (of texts their length), both,
 # or nothing.
@@ -64,8 +64,7 @@ class ExportShapes:
         examples: list[tuple[str, Inputs]] = []
         for inputs in self.checks:
             first = inputs[self.names[0]]
-            shape = "x".join(map(str, first.shape))
-            examples.append((shape, inputs if self.named else first))
+            examples.append((describe_shape(first), inputs if self.named else first))
         return examples
 
 

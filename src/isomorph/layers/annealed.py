@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold
+from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, merge
 
 # `eps` of every BatchNorm, from the published code of VanillaNet.
 BATCHNORM_EPS = 1e-6
@@ -90,8 +90,9 @@ class AnnealedPair(nn.Sequential):
             raise UserError(
                 f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups",
             )
-        layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
-        layers |= dict(act=AnnealedReLU(slope), second=second)
+        layers: OrderedDict[str, nn.Module] = OrderedDict(
+            first=first, norm1=_batchnorm_for(first), act=AnnealedReLU(slope), second=second
+        )
         if last_norm:
             layers["norm2"] = _batchnorm_for(second)
         super().__init__(layers)
@@ -155,12 +156,4 @@ def _merge(layers: Iterable[nn.Module]) -> nn.Conv2d | nn.Linear:
     chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
     if any(part.training for layer in chain for part in layer.modules()):
         raise UserError(NEEDS_EVAL)
-    weight, bias = fold(chain)
-    merged = copy.deepcopy(chain[0])
-    if isinstance(merged, nn.Linear):
-        merged.out_features = bias.numel()
-    else:
-        merged.out_channels = bias.numel()
-    merged.weight = nn.Parameter(weight.reshape(-1, *merged.weight.shape[1:]))
-    merged.bias = nn.Parameter(bias.flatten())
-    return merged.to(next(iter(layers)).weight.dtype)
+    return merge(chain, like=chain[0]).to(next(iter(layers)).weight.dtype)

@@ -34,6 +34,19 @@ def split_joint(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     return by_head.permute(2, 0, 3, 1, 4).unbind(0)
 
 
+def scaled(q: Tensor) -> Tensor:
+    """Return queries divided by sqrt(hd). Shape: (..., hd)"""
+    return q * q.shape[-1] ** -0.5
+
+
+def softmax_map(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return softmax(q k^T + bias). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
+    scores = q @ k.mT
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(-1)
+
+
 def attend_with_bias(
     bias: Tensor,
     drop: float,
@@ -106,6 +119,24 @@ def has_usual_scale(attention: Any) -> bool:
     return math.isclose(score_scale(attention), attention.head_dim**-0.5)
 
 
+def content_scores(
+    attention: Any,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a layer's scaled queries and keys, whose products are the scores, and what is added to these, or None.
+
+    Shape: x (B, N, C) -> two of (B, nh, N, hd), broadcast to (B, nh, N, N)
+    """
+    q, k, _v = split_joint(attention.qkv(x), attention.num_heads)
+    q = attention.q_norm(q) * score_scale(attention)
+    k = attention.k_norm(k)
+    return q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal)
+
+
 def copy_parts(source: nn.Module, target: nn.Module, names: Iterable[str]) -> None:
     """Give a layer copies of parts of another."""
     for name in names:
@@ -174,6 +205,11 @@ class AttentionBase(Attention):
     qkv: Any
     proj: Any
 
+    @property
+    def drop_probability(self) -> float:
+        """Share of the entries of a map that dropout sets to 0, in this mode."""
+        return self.attn_drop.p if self.training else 0.0
+
     def queries_keys_values(
         self,
         x: Tensor,
@@ -197,20 +233,11 @@ class AttentionBase(Attention):
             q, k, v = split_joint(projected, self.num_heads)
         return self.q_norm(q), self.k_norm(k), v
 
-    def content_scores(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
+    content_scores = content_scores
 
-        Shape: x (B, N, C) -> two of (B, nh, N, hd), broadcast to (B, nh, N, N)
-        """
-        q, k, _v = self.queries_keys_values(x)
-        return q * self.scale, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal)
+    def attention(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x as in `forward` -> (B, nh, N, N)"""
+        return softmax_map(*self.content_scores(x, *args, **kwargs))
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join the heads and project them. Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)"""

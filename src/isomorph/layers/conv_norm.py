@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from isomorph.errors import UserError
+from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL
 
 
 class ConvNorm(nn.Conv2d):
@@ -52,9 +53,7 @@ class ConvNorm(nn.Conv2d):
     def fuse(self) -> nn.Conv2d:
         """Return the convolution with the norm's running statistics merged into it, computed in float64."""
         if self.training:
-            raise UserError(
-                "fuse needs eval mode, because BatchNorm depends on the batch in train mode",
-            )
+            raise UserError(NEEDS_EVAL)
         conv: Any = copy.deepcopy(self).double()
         conv.__class__ = nn.Conv2d
         norm = conv._modules.pop("norm")

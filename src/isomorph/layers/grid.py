@@ -12,12 +12,15 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 # Height and width.
 GridSize = tuple[int, int]
+# One number for height and width, or both.
+Sides = int | GridSize
 Forward = Callable[[Any, Tensor], Tensor]
 
 
@@ -44,7 +47,7 @@ def axis_offsets(
     return torch.arange(keys, device=device, dtype=dtype) - positions[:, None]
 
 
-def odd_window(window: int | GridSize) -> GridSize:
+def odd_window(window: Sides) -> GridSize:
     """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
     height, width = to_2tuple(window)
     if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
@@ -116,15 +119,43 @@ def grid_positions(grid_size: GridSize) -> Tensor:
     return torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
 
 
-def fill_grid(tokens: int, grid_size: GridSize, prefix: int = 0) -> GridSize:
-    """Return the grid of a call. Raises: ValueError if the tokens after the prefix do not fill it."""
-    H, W = grid_size
-    if tokens != prefix + H * W:
-        after = f" after {prefix} prefix tokens" if prefix else ""
-        raise ValueError(
-            f"{tokens} tokens do not fill the {H} x {W} grid{after}; pass grid_size=(height, width)",
-        )
-    return H, W
+class TokenGrid:
+    """Mixin of layers on the tokens of a grid, which `prefix_tokens` lead."""
+
+    grid_size: GridSize
+    prefix_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that fill the layer's own grid, those of the prefix included."""
+        return self.prefix_tokens + math.prod(self.grid_size)
+
+    def check_grid(self, x: Tensor, grid_size: GridSize | None) -> GridSize:
+        """Return the grid of a call, by default the layer's own. Raises: ValueError if the tokens do not fill it.
+
+        Shape: x (..., N, C)
+        """
+        H, W = grid_size or self.grid_size
+        count = x.shape[-2]
+        prefix = self.prefix_tokens
+        if count != prefix + H * W:
+            after = f" after {prefix} prefix tokens" if prefix else ""
+            raise ValueError(
+                f"{count} tokens do not fill the {H} x {W} grid{after}; pass grid_size=(height, width)",
+            )
+        return H, W
+
+
+def require_map(x: Tensor) -> None:
+    """Raise ValueError for anything but a feature map (B, H, W, C)."""
+    if x.ndim != 4:
+        raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+
+
+def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:
+    """Pad maps with zeros, below and right, to multiples of a height and width. Shape: (..., H, W) -> (..., H', W')"""
+    H, W = x.shape[-2:]
+    return F.pad(x, (0, -W % width, 0, -H % height))
 
 
 def no_mask(layer: object, attn_mask: Tensor | None, is_causal: bool) -> None:

@@ -28,12 +28,13 @@ class InsertedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layout == "map, channels last":
-            y = self.gamma * self.block(x.movedim(-1, 1)).movedim(1, -1)
-        elif self.layout == "map":
-            y = self.gamma.view(-1, *[1] * (x.ndim - 2)) * self.block(x)
+            y = self.block(x.movedim(-1, 1)).movedim(1, -1)
         else:
-            y = self.gamma * self.block(x)
-        return x + y.to(x.dtype)
+            y = self.block(x)
+        gamma = self.gamma
+        if self.layout == "map":
+            gamma = gamma.view(-1, *[1] * (x.ndim - 2))
+        return x + (gamma * y).to(x.dtype)
 
 
 class MapAttention(nn.Module):

@@ -20,7 +20,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.grid import GridSize, fit_grid
-from isomorph.layers.modes import at_least_float32, is_eager, is_functorch_tensor
+from isomorph.layers.modes import is_eager, is_functorch_tensor, upcast
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 # Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift
@@ -238,8 +238,7 @@ class GatedMap(TokenPositions):
 
         Shape: queries (Nq, 2), keys (Nk, 2) -> (nh, Nq, Nk), or (B, nh, Nq, Nk) under a mask
         """
-        dtype = at_least_float32(self.position)
-        position = self.position.to(dtype)[:, :, None, None]  # (nh, 3, 1, 1)
+        position = upcast(self.position)[:, :, None, None]  # (nh, 3, 1, 1)
         offsets = keys.to(position) - queries.to(position)[:, None]  # (Nq, Nk, 2)
         rows, columns = offsets.unbind(-1)
         along_x, along_y, square = position.unbind(1)  # (nh, 1, 1) each

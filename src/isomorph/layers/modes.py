@@ -37,6 +37,11 @@ def at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def upcast(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32, or unchanged if its own dtype is wider."""
+    return tensor.to(at_least_float32(tensor))
+
+
 def noise(*shape: int) -> Tensor:
     """Return standard normal values on the CPU in float64, the same at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -75,6 +80,25 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
 
     return run
+
+
+# What a function's backward pass returns: for each input its gradient, or None.
+Gradients = tuple[Tensor | None, ...]
+
+
+class SavesInputs(torch.autograd.Function):
+    """Base of functions that save their inputs alone, and compute the rest again in the backward pass.
+
+    The inputs are tensors, or None, and after them `options`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.options = inputs[len(tensors) :]
 
 
 def can_keep(*tensors: Tensor) -> bool:
@@ -194,9 +218,7 @@ class KeepsInEval(nn.Module):
             return entry[2]
         with torch.inference_mode(False), torch.no_grad():
             value = compute(*arguments)
-        if all(
-            type(tensor) is Tensor for tensor in (value if isinstance(value, tuple) else (value,))
-        ):
+        if all(type(tensor) is Tensor for tensor in tree_leaves(value)):
             self._cache = {**self._cache, compute.__name__: (sources, state, value)}
         return value
 

@@ -26,10 +26,10 @@ from isomorph.layers.modes import is_arithmetic_bound
 class Window(NamedTuple):
     """The window of a convolution: the patches that it reads as its tokens."""
 
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel_size: GridSize
+    stride: GridSize
+    padding: GridSize
+    dilation: GridSize
     groups: int
 
     @property

@@ -3,6 +3,8 @@
 from timm.layers import pad_same
 from torch import Tensor, nn
 
+from isomorph.layers.grid import GridSize
+
 
 class SamePadding(nn.Module):
     """Pad an image so that a convolution with stride s gives ceil(H / s) x ceil(W / s) positions.
@@ -19,9 +21,9 @@ class SamePadding(nn.Module):
 
     def __init__(
         self,
-        kernel_size: tuple[int, int],
-        stride: tuple[int, int] = (1, 1),
-        dilation: tuple[int, int] = (1, 1),
+        kernel_size: GridSize,
+        stride: GridSize = (1, 1),
+        dilation: GridSize = (1, 1),
     ) -> None:
         super().__init__()
         self.kernel_size = kernel_size

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import join_heads, split_heads
+from isomorph.layers.attention_base import join_heads, scaled, softmax_map, split_heads
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
@@ -43,10 +43,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         maps = None
         if need_weights:
-            scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, Nk)
-            if mask is not None:
-                scores = scores + mask
-            maps = F.dropout(scores.softmax(-1), dropout)
+            maps = F.dropout(softmax_map(scaled(q), k, mask), dropout)  # (B, nh, Nq, Nk)
             values = maps @ v
         else:
             values = F.scaled_dot_product_attention(q, k, v, mask, dropout)
@@ -132,10 +129,9 @@ class JointLinears(nn.Module):
     def __init__(self, joint: nn.Linear, names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
-        for name, (weight, bias) in zip(
-            names, _chunks(joint.weight, joint.bias, len(names)), strict=True
-        ):
-            setattr(self, name, linear_of(weight, bias))
+        parts = _with_biases(joint.weight.chunk(len(names)), joint.bias)
+        for name, part in zip(names, parts, strict=True):
+            setattr(self, name, linear_of(*part))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([getattr(self, name)(x) for name in self.names], -1)
@@ -154,17 +150,18 @@ class JointLinears(nn.Module):
 
 def projections(layer: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
     """Return the weight and bias by which queries, keys and values are made."""
-    if layer.in_proj_weight is not None:
-        return _chunks(layer.in_proj_weight, layer.in_proj_bias, 3)
     weights: Any = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    if layer.in_proj_weight is not None:
+        weights = layer.in_proj_weight.chunk(3)
+    return _with_biases(weights, layer.in_proj_bias)
+
+
+def _with_biases(
+    weights: Sequence[Tensor], joint: Tensor | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the weights of the parts of a projection, each with its part of the joint bias."""
+    biases = (None,) * len(weights) if joint is None else joint.chunk(len(weights))
     return list(zip(weights, biases, strict=True))
-
-
-def _chunks(weight: Tensor, bias: Tensor | None, parts: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the weights and biases of the parts of a joint projection."""
-    biases = (None,) * parts if bias is None else bias.chunk(parts)
-    return list(zip(weight.chunk(parts), biases, strict=True))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -6,7 +6,7 @@ smaller where the window does not divide the grid; nothing is padded.
 Letters: B images, nh heads, N tokens (prefix tokens, then the H x W of the grid), s tokens of a window, d features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,55 +42,65 @@ class TokenWindows(NamedTuple):
         log_m = torch.where(in_one_window, torch.zeros_like(outside), outside)
         return F.pad(log_m, (self.prefix, 0, self.prefix, 0))
 
-    def rectangle_rows(self) -> list[list["_Rectangle"]]:
-        """Return rows of rectangles, in each of which all windows have one size.
 
-        A grid that the side does not divide has smaller windows at its right and lower border: [[full, right],
-        [lower, corner]].
-        """
-        H, W = self.grid
-        rows = []
-        for top, bottom, window_height in _spans(H, self.side):
-            row = [
-                _Rectangle(top, bottom, window_height, left, right, window_width)
-                for left, right, window_width in _spans(W, self.side)
-            ]
-            rows.append(row)
-        return rows
+class _Span(NamedTuple):
+    """Where windows of one size begin and end along an axis."""
+
+    start: int
+    stop: int
+    size: int
 
 
-def _spans(length: int, side: int) -> list[tuple[int, int, int]]:
-    """Return where windows of one size begin and end along an axis, and their size."""
-    remainder = length % side
-    spans = [(0, length - remainder, side), (length - remainder, length, remainder)]
-    return [(start, stop, size) for start, stop, size in spans if stop > start]
+def _spans(length: int, side: int) -> list[_Span]:
+    """Return the windows of an axis, and the smaller one at its end where the side does not divide it."""
+    full = length - length % side
+    spans = [_Span(0, full, side), _Span(full, length, length % side)]
+    return [span for span in spans if span.stop > span.start]
 
 
 class _Rectangle(NamedTuple):
-    """Windows of one size that fill the rows `top` to `bottom` and the columns `left` to `right`, without the last."""
+    """Windows of one size that fill a part of the grid."""
 
-    top: int
-    bottom: int
-    window_height: int
-    left: int
-    right: int
-    window_width: int
+    rows: _Span
+    columns: _Span
 
     def cut(self, x: Tensor) -> Tensor:
         """Shape: tokens on the grid (B, nh, H, W, d) -> by window (B, windows, nh, s, d)"""
-        x = x[:, :, self.top : self.bottom, self.left : self.right]
-        x = x.unflatten(3, (-1, self.window_width))
-        x = x.unflatten(2, (-1, self.window_height))  # (B, nh, rows, height, columns, width, d)
+        rows = slice(self.rows.start, self.rows.stop)
+        columns = slice(self.columns.start, self.columns.stop)
+        x = x[:, :, rows, columns].unflatten(3, (-1, self.columns.size))
+        x = x.unflatten(2, (-1, self.rows.size))  # (B, nh, rows, height, columns, width, d)
         x = x.permute(0, 2, 4, 1, 3, 5, 6)
         return x.flatten(4, 5).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
         """Undo `cut`."""
-        rows = (self.bottom - self.top) // self.window_height
-        x = x.unflatten(3, (self.window_height, self.window_width))
+        rows = (self.rows.stop - self.rows.start) // self.rows.size
+        x = x.unflatten(3, (self.rows.size, self.columns.size))
         x = x.unflatten(1, (rows, -1))  # (B, rows, columns, nh, height, width, d)
         x = x.permute(0, 3, 1, 4, 2, 5, 6)
         return x.flatten(4, 5).flatten(2, 3)
+
+    def attend(
+        self,
+        attend: Attend,
+        maps: Sequence[Tensor],
+        first: Sequence[Tensor],
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return attention in each window to its own tokens and to the first ones, those of the prefix.
+
+        Shape: maps of queries, keys and values (B, nh, H, W, hd), first keys and values (B, nh, prefix, hd), mask
+            (B windows or 1, nh or 1, s or 1, prefix + s) or None -> (B, nh, rows, columns, hd)
+        """
+        q, k, v = map(self.cut, maps)
+        count = q.shape[1]
+        first_k, first_v = (x[:, None].expand(-1, count, -1, -1, -1) for x in first)
+        if first_k.shape[3]:
+            k = torch.cat([first_k, k], 3)
+            v = torch.cat([first_v, v], 3)
+        y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
+        return self.join(y.unflatten(0, (-1, count)))
 
 
 def attend_with_share(
@@ -120,16 +130,15 @@ def attend_in_windows(
     prefix = windows.prefix
     bias = _as_bias(mask, q)
     maps = [x[:, :, prefix:].unflatten(2, windows.grid) for x in (q, k, v)]
-    first_k = k[:, :, :prefix]
-    first_v = v[:, :, :prefix]
+    first = (k[:, :, :prefix], v[:, :, :prefix])
+    H, W = windows.grid
     rows_of_outputs = []
-    for rectangles in windows.rectangle_rows():
+    for rows in _spans(H, windows.side):
         parts = []
-        for rectangle in rectangles:
-            q_, k_, v_ = [rectangle.cut(tokens) for tokens in maps]
+        for columns in _spans(W, windows.side):
+            rectangle = _Rectangle(rows, columns)
             local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
-            y = _attend_in_each(attend, q_, k_, v_, first_k, first_v, local)
-            parts.append(rectangle.join(y))
+            parts.append(rectangle.attend(attend, maps, first, local))
         rows_of_outputs.append(torch.cat(parts, 3))
     out = torch.cat(rows_of_outputs, 2).flatten(2, 3)
     if not prefix:
@@ -150,21 +159,19 @@ def attend_in_padded_windows(
     H, W = windows.grid
     rows = torch.arange(_rounded_up(H, side), device=q.device)
     columns = torch.arange(_rounded_up(W, side), device=q.device)
-    padded_map = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
+    padded_map = _Rectangle(_Span(0, rows.shape[0], side), _Span(0, columns.shape[0], side))
 
     y = rows.clamp(max=H - 1)[:, None]
     x = columns.clamp(max=W - 1)
     maps = [tensor[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x] for tensor in (q, k, v)]
-    q_, k_, v_ = [padded_map.cut(tensor) for tensor in maps]
 
     on_grid = (rows < H)[:, None] & (columns < W)
     inside = padded_map.cut(on_grid[None, None, ..., None])  # (1, windows, 1, s, 1)
     attended = F.pad(inside.mT, (prefix, 0), value=True)
     attended = attended.expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
 
-    out = padded_map.join(
-        _attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], attended)
-    )
+    first = (k[:, :, :prefix], v[:, :, :prefix])
+    out = padded_map.attend(attend, maps, first, attended)
     y = torch.arange(H, device=q.device)  # a slice would ask whether it takes all
     x = torch.arange(W, device=q.device)
     out = out[:, :, y[:, None], x].flatten(2, 3)
@@ -175,28 +182,6 @@ def attend_in_padded_windows(
 
 def _rounded_up(length: int, side: int) -> int:
     return (length + side - 1) // side * side
-
-
-def _attend_in_each(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first_k: Tensor,
-    first_v: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
-    """Return attention in each window to its own tokens and to the first ones, those of the prefix.
-
-    Shape: q, k, v (B, windows, nh, s, hd), first (B, nh, prefix, hd), mask (B windows or 1, nh or 1, s or 1,
-        prefix + s) or None -> (B, windows, nh, s, hd)
-    """
-    count = q.shape[1]
-    if first_k.shape[2]:
-        k = torch.cat([first_k[:, None].expand(-1, count, -1, -1, -1), k], 3)
-        v = torch.cat([first_v[:, None].expand(-1, count, -1, -1, -1), v], 3)
-    y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
-    return y.unflatten(0, (-1, count))
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -226,9 +211,9 @@ def _bias_in(rectangle: _Rectangle, windows: TokenWindows, bias: Tensor, images:
     if is_of_all_pairs:
         positions = rectangle.cut(positions)[0, :, 0, :, 0]  # (windows, s)
     else:
-        positions = positions[0, 0, : rectangle.window_height, : rectangle.window_width].reshape(
-            1, -1
-        )
+        h = rectangle.rows.size
+        w = rectangle.columns.size
+        positions = positions[0, 0, :h, :w].reshape(1, -1)
     queries = positions + prefix
     first = torch.arange(prefix, device=bias.device).expand(len(positions), -1)
     keys = torch.cat([first, queries], 1)

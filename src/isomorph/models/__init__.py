@@ -6,7 +6,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from isomorph.errors import UserError, unknown_model
+from isomorph.errors import UserError, one_line, unknown_model
 from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet
 from isomorph.models.download import build_pretrained, is_connection_error
 from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
@@ -68,8 +68,7 @@ def create(name: str, **arguments: Any) -> nn.Module:
                 f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
                 "or pretrained=False for random weights"
             ) from error
-        reason = " ".join(str(error).split())[:300]
-        message = f"timm cannot create {name}: {reason}"
+        message = f"timm cannot create {name}: {one_line(error)[:300]}"
         shown_arguments = ", ".join(
             f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained"
         )

@@ -163,16 +163,6 @@ class ForeignCheckpoints(Mixin):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-@torch.no_grad()
-def init_as_mae(model: nn.Module) -> None:
-    """Draw Xavier-uniform weights for every matrix, zeros for biases; filters are one matrix, as in MAE's code."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-
 def require_images(x: Tensor, patch: ImageSize | None = None, padded: bool = False) -> Tensor:
     """Return a batch of images unchanged, after checking it; under `torch.fx.wrap` any size can be traced.
 

@@ -13,7 +13,7 @@ from timm.layers import PatchEmbed
 from timm.models import get_model_input_config, get_model_traits
 from torch import nn
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.operations import copy_module
 from isomorph.spec import ImageSize, image_size, spec_of
@@ -186,7 +186,7 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
         with eval_mode(model):
             model(torch.zeros(1, *size, device="cpu").to(first_float(model)))
     except (RuntimeError, AssertionError, ValueError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
+        return one_line(error)
     return ""
 
 

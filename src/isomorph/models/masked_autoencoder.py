@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.grid import GridSize, grid_positions
-from isomorph.models.base import check_whole_patches, init_as_mae
+from isomorph.layers.pyramid.inits import init_as_mae
+from isomorph.models.base import check_whole_patches
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.grid_hooks import GRID_LAYERS

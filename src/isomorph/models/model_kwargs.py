@@ -21,6 +21,10 @@ RESERVED_ARGUMENTS = {
 }
 
 
+# Of those, what a network around another one may give to that.
+_ALLOWED_INSIDE = ("pretrained", "features_only", "out_indices")
+
+
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
     """Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes."""
     for name, value in arguments.items():
@@ -28,31 +32,21 @@ def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[name]}")
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} {value!r} must be a whole number of at least 0")
-        _check_value(name, value)
+        check_limits(name, value)
 
 
-def largest_allowed(name: str) -> int:
-    """Return the largest number, and length of a list, that an argument may have: no network has more."""
-    return 1000 if any(word in name for word in ("depth", "layers", "blocks")) else 2**24
-
-
-def _check_value(name: str, value: Any, depth: int = 1) -> None:
+def check_limits(name: str, value: Any, depth: int = 1) -> None:
+    """Raises: ValueError for an argument with larger numbers, or longer or deeper lists, than any network has."""
     if depth > 8:
         raise ValueError(f"{name} has more than 8 levels of lists and groups")
-    limit = largest_allowed(name)
+    limit = 1000 if any(word in name for word in ("depth", "layers", "blocks")) else 2**24
     if isinstance(value, list | tuple | dict):
         if len(value) > limit:
             raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in RESERVED_ARGUMENTS and key not in (
-                "pretrained",
-                "features_only",
-                "out_indices",
-            ):
-                raise ValueError(
-                    f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}",
-                )
-            _check_value(name, item, depth + 1)
+            if key in RESERVED_ARGUMENTS and key not in _ALLOWED_INSIDE:
+                raise ValueError(f"{name}.{key} is not allowed; {RESERVED_ARGUMENTS[key]}")
+            check_limits(name, item, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):

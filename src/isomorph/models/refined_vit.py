@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.grid import GridSize
+from isomorph.layers.grid import GridSize, pad_to_multiple
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
@@ -83,9 +83,7 @@ class ConvPatchEmbed(PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dynamic_img_pad:
-            height, width = x.shape[-2:]
-            ph, pw = self.patch_size
-            x = F.pad(x, (0, -width % pw, 0, -height % ph))
+            x = pad_to_multiple(x, *self.patch_size)
         x = F.relu(self.bn1(self.conv1(x)), inplace=True)
         x = F.relu(self.bn2(self.conv2(x)), inplace=True)
         x = F.relu(self.bn3(self.conv3(x)), inplace=True)  # (B, 128, height / 2, width / 2)
@@ -355,11 +353,9 @@ RELEASED = {
 _CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))  # above 1: receptive-field calibration
 
 
-def _heads_cfg(conv_embed: bool, dense_head: bool, **overrides: Any) -> dict[str, Any]:
+def _heads_cfg(conv_embed: bool, dense_head: bool) -> dict[str, Any]:
     first = "patch_embed.conv1" if conv_embed else "patch_embed.proj"
-    return dict(
-        first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **overrides
-    )
+    return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head")
 
 
 def _all_cfgs() -> dict[str, Any]:

@@ -13,14 +13,13 @@ from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
 from isomorph.layers.pyramid.base import Parallel
-from isomorph.layers.pyramid.inits import init_from_affine
+from isomorph.layers.pyramid.inits import init_as_mae, init_from_affine
 from isomorph.layers.relative.attention import resize_table
 from isomorph.models.base import (
     State,
     Variant,
     build_variant,
     image_cfg,
-    init_as_mae,
     register_variants,
     unwrap_state_dict,
 )

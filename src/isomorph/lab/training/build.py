@@ -30,8 +30,8 @@ from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.open import open_with_classes
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.layers.pyramid.inits import init_as_mae
 from isomorph.models import create
-from isomorph.models.base import init_as_mae
 from isomorph.models.input_sizes import training_config
 from isomorph.surgery import notes, recast, unstride
 from isomorph.surgery.rule import add_notes, update_record

@@ -10,7 +10,6 @@ be rectangular.
 Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +17,9 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import copy_parts
+from isomorph.layers.attention_base import copy_parts, scaled, softmax_map
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
-from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
+from isomorph.layers.gated.token_heads import TokenHeads, ViTCall
 from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import require_same
 
@@ -45,14 +44,17 @@ class PositionalAttention(TokenHeads):
         torch.Size([2, 49, 32])
     """
 
+    q: Any
+    k: Any
+
     def _add_content(self, dim: int, qkv_bias: bool) -> None:
-        self.q = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
-        self.k = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
+        self.q = self.k = None
+        if self.prefix_tokens:
+            self.q = nn.Linear(dim, dim, bias=qkv_bias)
+            self.k = nn.Linear(dim, dim, bias=qkv_bias)
 
     def prefix_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C) -> queries of the prefix tokens (B, nh, p, hd), keys of all (B, nh, N, hd)"""
-        assert self.q is not None
-        assert self.k is not None
         q = self.split_heads(self.q(x[:, : self.prefix_tokens]))
         k = self.split_heads(self.k(x))
         return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2))
@@ -75,7 +77,8 @@ class PositionalAttention(TokenHeads):
         position = position.expand(x.shape[0], -1, -1, -1)
         if not self.prefix_tokens:
             return position
-        prefix = softmax_map(*self.prefix_queries_keys(x))
+        q, k = self.prefix_queries_keys(x)
+        prefix = softmax_map(scaled(q), k)
         return torch.cat([prefix, position], dim=2)
 
 
@@ -151,13 +154,12 @@ class GPSA(TokenHeads):
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         """Return the scaled queries and the keys of content attention. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.queries_keys(x)
-        return q * q.shape[-1] ** -0.5, k, None
+        return scaled(q), k, None
 
     def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_grid(x, grid_size)
-        q, k = self.queries_keys(x)
-        content = softmax_map(q, k)
+        content = softmax_map(*self.content_scores(x))
         p = self.prefix_tokens
         mixed = gated_mix(content[:, :, p:], self.position_map(grid_size, content.dtype), self.gate)
         return torch.cat([content[:, :, :p], mixed], dim=2)
@@ -173,7 +175,7 @@ class GPSA(TokenHeads):
             self.prefix_tokens,
         )
         layer = layer.to(self.v.weight)
-        if layer.q is not None and layer.k is not None:
+        if self.prefix_tokens:
             for kind, joint in self.qk.named_parameters():
                 queries, keys = joint.chunk(2)
                 getattr(layer.q, kind).copy_(queries)
@@ -213,14 +215,11 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         dim = self.v.in_features
         attention = Attention(dim, self.num_heads, qkv_bias=self.v.bias is not None)
         attention.to(self.v.weight).train(self.training)
-        weight = torch.cat([self.qk.weight, self.v.weight])
-        attention.qkv.weight.copy_(weight)
+        attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
         if self.qk.bias is not None and self.v.bias is not None:
-            bias = torch.cat([self.qk.bias, self.v.bias])
-            attention.qkv.bias.copy_(bias)
+            attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
         copy_parts(self, attention, ("proj", "proj_drop", "q_norm", "k_norm"))
-        tokens = self.prefix_tokens + math.prod(self.grid_size)
         advice = "keep it, or open the gates with set_gating(gate=-15)"
-        require_same(self, attention, (1, tokens, dim), atol, advice)
+        require_same(self, attention, (1, self.num_tokens, dim), atol, advice)
         attention.qkv.requires_grad_(self.qk.weight.requires_grad)
         return attention

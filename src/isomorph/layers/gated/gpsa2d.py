@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import scaled, softmax_map
 from isomorph.layers.gated.positions import (
     compute_dtype,
     gate_gradient,
@@ -28,7 +29,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
-from isomorph.layers.modes import constant, on_cpu
+from isomorph.layers.modes import Gradients, SavesInputs, constant, on_cpu
 
 
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
@@ -96,7 +97,7 @@ def _key_scores(
     return counts.log().to(dtype)  # of a real key log 1 = 0 in the window, log 0 = -inf elsewhere
 
 
-class _SoftPatches(torch.autograd.Function):
+class _SoftPatches(SavesInputs):
     """Compute values @ maps^T, maps = (1 - s) content + s (rows (x) columns), and form the maps again to go back.
 
     The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
@@ -105,8 +106,6 @@ class _SoftPatches(torch.autograd.Function):
     Shape: values (B, C, N), content (B, nh, Nq, N), rows (nh, Hq, H), columns (nh, Wq, W), gate (nh,), weights (2, nh)
         -> (B, C, nh Nq)
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -122,11 +121,7 @@ class _SoftPatches(torch.autograd.Function):
         return torch.bmm(values, maps.flatten(1, 2).mT)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         values, content, rows, columns, _, weights = ctx.saved_tensors
         share, content_share = weights[:, :, None, None]
         scaled = rows * share
@@ -247,8 +242,7 @@ class GPSA2d(TapHeads):
         heads = (self.num_heads, self.head_width)
         width = self.num_heads * self.head_width
         values = len(weight) - 2 * width
-        middle = self.kernel_size // 2
-        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
+        if self.queries_every_position:
             q, k, v = F.conv1d(tokens, weight).split([width, width, values], dim=1)
         else:
             q = F.conv1d(self.query_positions(x).flatten(2), weight[:width])
@@ -267,10 +261,9 @@ class GPSA2d(TapHeads):
 
     def windows(self, H: int, W: int) -> KeyWindows:
         """Return the windows of all queries of an H x W map."""
-        ph, pw = self.padding
         return KeyWindows(
             queries=self.query_grid(H, W),
-            keys=(H + 2 * ph, W + 2 * pw),
+            keys=self.key_grid(H, W),
             start=self.kernel_size // 2,
             stride=self.stride,
             size=self.content_window,
@@ -331,7 +324,7 @@ class GPSA2d(TapHeads):
         q = q.mT  # (B, nh, Nq, hd)
         if query is not None:
             q = q[:, :, query : query + 1]
-        q = q * q.shape[-1] ** -0.5
+        q = scaled(q)
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
@@ -348,11 +341,7 @@ class GPSA2d(TapHeads):
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
         self.check_map(x, query)
-        q, keys, bias = self.content_scores(x, query)
-        scores = q @ keys.mT
-        if bias is not None:
-            scores = scores + bias
-        content = scores.softmax(-1)
+        content = softmax_map(*self.content_scores(x, query))
         position = self.position_attention(x, query).to(content.dtype)
         return gated_mix(content, position, self.gate)
 
@@ -369,9 +358,6 @@ class GPSA2d(TapHeads):
             self.groups,
         )
         layer = layer.to(self.weight)
+        layer.load_state_dict(self.state_dict(), strict=False)
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))
-        layer.centre.copy_(self.centre)
-        layer.raw_locality.copy_(self.raw_locality)
-        if layer.bias is not None and self.bias is not None:
-            layer.bias.copy_(self.bias)
         return layer.train(self.training)

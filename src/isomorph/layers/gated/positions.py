@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.grid import GridSize, axis_offsets
-from isomorph.layers.modes import KeepsInEval, at_least_float32, constant, is_eager, on_cpu
+from isomorph.layers.modes import (
+    Gradients,
+    KeepsInEval,
+    SavesInputs,
+    at_least_float32,
+    constant,
+    is_eager,
+    on_cpu,
+)
 
 
 def is_autocast_on(x: Tensor) -> bool:
@@ -200,14 +208,12 @@ def gate_gradient(rows: Tensor, d_rows: Tensor, by_content: Tensor, weights: Ten
     return torch.addcmul(by_position, share, by_content, value=-1) * content_share
 
 
-class MixPositions(torch.autograd.Function):
+class MixPositions(SavesInputs):
     """Mix content with (rows (x) columns) values by their weights; prefix tokens keep their content.
 
     `weights` follow from the gate, whose derivative is returned as a whole; second ones pass through them. Shape:
     content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh) -> as content
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -224,14 +230,9 @@ class MixPositions(torch.autograd.Function):
         return torch.cat([content[:, :p], mixed], dim=1) if p else mixed
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.prefix = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         content, values, rows, columns, _, weights = ctx.saved_tensors
-        p = ctx.prefix
+        (p,) = ctx.options
         share, content_share = weights
         dy = grad[:, p:]
         scaled = rows * share[:, None, None]

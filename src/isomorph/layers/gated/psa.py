@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.attention_base import attend_with_bias, join_heads
+from isomorph.layers.attention_base import attend_with_bias, join_heads, scaled, softmax_map
 from isomorph.layers.gated.positions import axis_scores, image_axis, outer_sum
 from isomorph.layers.gated.token_heads import TokenHeads
 from isomorph.layers.grid import GridSize
@@ -67,9 +67,8 @@ class PSA(TokenHeads):
         """Return the scaled queries, the keys and v_pos . r. Shape: -> two of (B, nh, N, hd), (1, nh, N, N)"""
         q, k = self.queries_keys(x)
         bias = self.position_bias(self.check_grid(x, grid_size), q.dtype)
-        return q * q.shape[-1] ** -0.5, k, bias
+        return scaled(q), k, bias
 
     def attention(self, x: Tensor, grid_size: GridSize | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        q, k, bias = self.content_scores(x, grid_size)
-        return torch.softmax(q @ k.mT + bias, dim=-1)
+        return softmax_map(*self.content_scores(x, grid_size))

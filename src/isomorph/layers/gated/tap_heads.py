@@ -24,8 +24,8 @@ from isomorph.layers.gated.positions import (
     without_subnormals,
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
-from isomorph.layers.grid import GridSize, batched, conv_output_size
-from isomorph.layers.modes import at_least_float32, can_keep, on_cpu, require_same
+from isomorph.layers.grid import GridSize, Sides, batched, conv_output_size
+from isomorph.layers.modes import can_keep, on_cpu, require_same, upcast
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
 # misprint).
@@ -55,8 +55,8 @@ class TapHeads(PositionHeads):
         in_channels: int,
         out_channels: int,
         kernel_size: int,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
+        stride: Sides = 1,
+        padding: Sides = 0,
         bias: bool = True,
         groups: int = 1,
     ) -> None:
@@ -70,8 +70,8 @@ class TapHeads(PositionHeads):
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
-        self.stride: tuple[int, int] = to_2tuple(stride)
-        self.padding: tuple[int, int] = to_2tuple(padding)
+        self.stride: GridSize = to_2tuple(stride)
+        self.padding: GridSize = to_2tuple(padding)
         self.groups = groups
         self.num_heads = kernel_size**2
         filters = torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size)
@@ -129,6 +129,17 @@ class TapHeads(PositionHeads):
         Wq = conv_output_size(W, self.kernel_size, self.stride[1], self.padding[1])
         return Hq, Wq
 
+    def key_grid(self, H: int, W: int) -> GridSize:
+        """Return the size of the zero-padded map, whose positions are the keys."""
+        ph, pw = self.padding
+        return H + 2 * ph, W + 2 * pw
+
+    @property
+    def queries_every_position(self) -> bool:
+        """True if every position of the map is a query."""
+        middle = self.kernel_size // 2
+        return self.stride == (1, 1) and self.padding == (middle, middle)
+
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the features of x at the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
         sh, sw = self.stride
@@ -158,20 +169,16 @@ class TapHeads(PositionHeads):
     @property
     def locality(self) -> Tensor:
         """Sharpness of each head's position attention; 1 / locality is its span. Shape: -> (nh,)"""
-        return F.softplus(
-            self.raw_locality.to(at_least_float32(self.raw_locality)), beta=SOFTPLUS_BETA
-        )
+        return F.softplus(upcast(self.raw_locality), beta=SOFTPLUS_BETA)
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
-        Hq, Wq = self.query_grid(H, W)
-        ph, pw = self.padding
         middle = self.kernel_size // 2
-        rows = Axis(Hq, H + 2 * ph, middle, self.stride[0])
-        columns = Axis(Wq, W + 2 * pw, middle, self.stride[1])
+        sizes = zip(self.query_grid(H, W), self.key_grid(H, W), self.stride, strict=True)
+        axes = [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
         locality = self.locality[:, None]
         position = torch.cat([locality * self.centre, locality], 1)
-        return axis_attention(position, (rows, columns), of_taps=True)
+        return axis_attention(position, axes, of_taps=True)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
@@ -217,7 +224,7 @@ class TapHeads(PositionHeads):
     def tap_axes(self, H: int, W: int) -> list[TapAxis]:
         """Return the heads along the rows and the columns of an H x W map."""
         queries = self.query_grid(H, W)
-        centre = self.centre.to(at_least_float32(self.centre))
+        centre = upcast(self.centre)
         locality = self.locality
         axes = []
         for axis, keys in enumerate((H, W)):

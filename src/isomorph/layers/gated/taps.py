@@ -19,14 +19,16 @@ Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads, G groups
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
-from isomorph.layers.modes import on_cpu
+from isomorph.layers.modes import Gradients, SavesInputs, on_cpu
 
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
@@ -39,14 +41,9 @@ BY_HEAD_COST = 1.5
 Range = tuple[int, int]
 
 
-def _to_grid(x: Tensor) -> Tensor:
-    """Shape: (B, C, H, W) -> (H, W, B, C)"""
+def _swap_grid(x: Tensor) -> Tensor:
+    """Move the grid to the front, or back. Shape: (B, C, H, W) -> (H, W, B, C), or the other way round"""
     return x.permute(2, 3, 0, 1)
-
-
-def _from_grid(grid: Tensor) -> Tensor:
-    """Shape: (H, W, B, C) -> (B, C, H, W)"""
-    return grid.permute(2, 3, 0, 1)
 
 
 def _attend_axes(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,34 +65,27 @@ def _to_patches(attended: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return by_head.permute(2, 3, 0, 1).flatten(1, 2)
 
 
-class _TapsAtOnce(torch.autograd.Function):
+class _TapsAtOnce(SavesInputs):
     """Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C nh / G, 1) -> as x, C_out wide"""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor, groups: int) -> Tensor:
-        grid = _to_grid(x).flatten(2)  # (H, W, B C)
+        grid = _swap_grid(x).flatten(2)  # (H, W, B C)
         attended = _attend_axes(grid, rows, columns)[2]
         return F.conv1d(_to_patches(attended, x, rows), filters, groups=groups)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.groups = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, rows, columns, filters = ctx.saved_tensors
         B, C, H, W = x.shape
         nh, Hq, _ = rows.shape
         Wq = columns.shape[1]
-        grid = _to_grid(x).flatten(2)  # (H, W, B C)
+        grid = _swap_grid(x).flatten(2)  # (H, W, B C)
         lines, halfway, attended = _attend_axes(grid, rows, columns)
         patches = _to_patches(attended, x, rows)
         output_mask = (True, True, False)
         d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
-            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, output_mask
+            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), *ctx.options, output_mask
         )
         by_head = d_patches.unflatten(1, (C, nh)).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
         d_attended = by_head.unflatten(1, (Hq, Wq)).flatten(0, 1)  # (nh Hq, Wq, B C)
@@ -103,7 +93,7 @@ class _TapsAtOnce(torch.autograd.Function):
         d_halfway = torch.bmm(lines.mT, d_attended).flatten(1)  # (nh Hq, W B C)
         d_rows = torch.mm(d_halfway, grid.flatten(1).t()).view_as(rows)
         d_grid = torch.mm(rows.flatten(0, 1).t(), d_halfway)  # (H, W B C)
-        d_x = _from_grid(d_grid.view(H, W, B, C))
+        d_x = _swap_grid(d_grid.view(H, W, B, C))
         return d_x, d_rows, d_columns, d_filters, None
 
 
@@ -126,10 +116,8 @@ def _filter_gradient(dy: Tensor, attended: Tensor, taps: Tensor) -> Tensor:
     return torch.mm(dy.t(), attended)
 
 
-class _TapsByHead(torch.autograd.Function):
+class _TapsByHead(SavesInputs):
     """Shape: grid (H, W, B, C), rows, columns, filters (C_out, C / G, nh), full or depthwise -> (Hq, Wq, B, C_out)"""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(grid: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
@@ -144,11 +132,7 @@ class _TapsByHead(torch.autograd.Function):
         return total.view(rows.shape[1], columns.shape[1], B, len(filters))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         grid, rows, columns, filters = ctx.saved_tensors
         flat = grid.flatten(2)  # (H, W, B C)
         dy = grad.flatten(0, 2)  # (N, C_out)
@@ -179,14 +163,15 @@ def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tens
     groups = x.shape[1] // filters.shape[1]
     by_head = groups == 1 or groups == x.shape[1] == len(filters)
     if on_cpu(x) and x.shape[1] >= MIN_CHANNELS and by_head:
-        y = _TapsByHead.apply(_to_grid(x).contiguous(), rows, columns, filters)
-        return _from_grid(y).contiguous()
+        y = _TapsByHead.apply(_swap_grid(x).contiguous(), rows, columns, filters)
+        return _swap_grid(y).contiguous()
     as_convolution = filters.flatten(1)[:, :, None]  # (C_out, C nh / G, 1)
     y = _TapsAtOnce.apply(x, rows, columns, as_convolution, groups)
     return y.unflatten(-1, (rows.shape[1], columns.shape[1]))
 
 
-class TapAxis(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TapAxis:
     """Heads along one axis, and its queries and keys, without padding. Shape: centre and locality (nh,)"""
 
     kernel_size: int
@@ -197,10 +182,11 @@ class TapAxis(NamedTuple):
     centre: Tensor
     locality: Tensor
 
-    def reach(self) -> int | None:
-        """Return the distance from a query beyond which no weight counts, or None if it is larger than the map.
+    @cached_property
+    def reach(self) -> int:
+        """Distance from a query beyond which no weight counts; the number of padded keys if it leaves the map.
 
-        One counts above a seventh of the precision of the localities, relative to the head's largest one.
+        A weight counts above a seventh of the precision of the localities, relative to the head's largest one.
         """
         smallest = 2 - math.log(torch.finfo(self.centre.dtype).eps)
         off_grid = self.centre - self.centre.round()
@@ -210,70 +196,50 @@ class TapAxis(NamedTuple):
         reach: Any = farthest.tolist()
         if reach < 2 * self.keys:
             return max(int(reach), self.kernel_size // 2)
-        return None  # for NaN too
+        return self.keys + 2 * self.padding  # for NaN too
 
-    def window(self, reach: int) -> Tensor:
-        """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
+    @property
+    def window(self) -> Tensor:
+        """What a query far from the border reads within reach. Shape: -> (nh, 2 reach + 1)"""
         offsets = torch.arange(
-            -reach, reach + 1, device=self.centre.device, dtype=self.centre.dtype
+            -self.reach, self.reach + 1, device=self.centre.device, dtype=self.centre.dtype
         )
         return centred_axis_attention(offsets[None], self.centre, self.locality)[:, 0]
 
-    def interior(self, reach: int) -> Range:
-        """Return the queries that have all positions at most `reach` steps away among their padded keys."""
+    @property
+    def interior(self) -> Range:
+        """The queries that have all positions within reach among their padded keys."""
         start = self.kernel_size // 2
-        first = max(0, -((start - reach) // self.stride))  # (reach - start) / stride, rounded up
-        last = (self.keys + 2 * self.padding - 1 - reach - start) // self.stride
-        return first, min(last + 1, self.queries)
+        # (reach - start) / stride, rounded up
+        first = max(0, -((start - self.reach) // self.stride))
+        last = (self.keys + 2 * self.padding - 1 - self.reach - start) // self.stride
+        return first, max(first, min(last + 1, self.queries))
 
-    def keys_near(self, queries: Range, reach: int) -> Range:
-        """Return the keys that are at most `reach` steps from one of these queries."""
+    @property
+    def window_padding(self) -> int:
+        """Padding of the convolution whose kernel is the window."""
+        return self.padding + self.reach - self.kernel_size // 2
+
+    def keys_near(self, queries: Range) -> Range:
+        """Return the keys that are within reach of one of these queries."""
         start = self.kernel_size // 2 - self.padding
-        first = start + self.stride * queries[0] - reach
-        last = start + self.stride * (queries[1] - 1) + reach + 1
+        first = start + self.stride * queries[0] - self.reach
+        last = start + self.stride * (queries[1] - 1) + self.reach + 1
         first = min(max(first, 0), self.keys)
         return first, min(max(last, first), self.keys)
 
 
-class _NearAxis(NamedTuple):
-    """Heads along one axis that attend at most `reach` steps away, and the queries that are far from the border."""
-
-    axis: TapAxis
-    reach: int
-    inner: Range
-
-    @property
-    def inner_queries(self) -> int:
-        first, last = self.inner
-        return max(last - first, 0)
-
-    @property
-    def padding(self) -> int:
-        """Padding of the convolution whose kernel has the reach of the heads."""
-        return self.axis.padding + self.reach - self.axis.kernel_size // 2
-
-
-def _near_axes(axes: Sequence[TapAxis]) -> list[_NearAxis] | None:
-    """Return how far heads reach along both axes, or None if one is unknown."""
-    near_axes = []
-    for axis in axes:
-        reach = axis.reach()
-        if reach is None:
-            return None
-        near_axes.append(_NearAxis(axis, reach, axis.interior(reach)))
-    return near_axes
-
-
-def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: _NearAxis, columns: _NearAxis) -> bool:
+def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: TapAxis, columns: TapAxis) -> bool:
     """True if one convolution on all queries costs less than the inner ones head by head, in multiplications."""
     B, C, H, W = x.shape
     out, within, nh = filters.shape
-    Hq = rows.axis.queries
-    Wq = columns.axis.queries
+    Hq = rows.queries
+    Wq = columns.queries
+    top, bottom = rows.interior
+    left, right = columns.interior
+    inner_queries = (bottom - top) * (right - left)
     filters_cost = out * within
-    by_head = (
-        nh * (C * W * (H + Wq) / Wq + filters_cost) * rows.inner_queries * columns.inner_queries
-    )
+    by_head = nh * (C * W * (H + Wq) / Wq + filters_cost) * inner_queries
     kernel_taps = (2 * rows.reach + 1) * (2 * columns.reach + 1)
     folded = filters_cost * kernel_taps * (Hq * Wq + nh / max(B, 1))
     return folded < BY_HEAD_COST * by_head
@@ -288,34 +254,29 @@ def folded_taps(
 
     Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
-    near_axes = _near_axes(axes)
-    if near_axes is None:
-        return None
-    rows, columns = near_axes
+    rows, columns = axes
     if not _is_cheaper_folded(x, filters, rows, columns):
         return None
-    row_taps = rows.axis.window(rows.reach)
-    column_taps = columns.axis.window(columns.reach)
-    taps = (row_taps[:, :, None] * column_taps[:, None]).to(x.dtype)  # (nh, kh, kw)
+    taps = (rows.window[:, :, None] * columns.window[:, None]).to(x.dtype)  # (nh, kh, kw)
     kernel = filters @ without_subnormals(taps).flatten(1)  # (C_out, C / G, kh kw)
     kernel = kernel.unflatten(-1, taps.shape[1:])
-    stride = (rows.axis.stride, columns.axis.stride)
-    groups = x.shape[1] // filters.shape[1]
-    y = F.conv2d(x, kernel, None, stride, (rows.padding, columns.padding), groups=groups)
-    return _replace_border(y, x, near_axes, filters, axis_maps)
+    stride = (rows.stride, columns.stride)
+    padding = (rows.window_padding, columns.window_padding)
+    y = F.conv2d(x, kernel, None, stride, padding, groups=x.shape[1] // filters.shape[1])
+    return _replace_border(y, x, axes, filters, axis_maps)
 
 
 def _replace_border(
     y: Tensor,
     x: Tensor,
-    near_axes: list[_NearAxis],
+    axes: Sequence[TapAxis],
     filters: Tensor,
     axis_maps: Callable[[], tuple[Tensor, ...]],
 ) -> Tensor:
     """Return y with the queries whose reach crosses the border computed head by head, from the keys near them."""
-    rows, columns = near_axes
-    top, bottom = rows.inner
-    left, right = columns.inner
+    rows, columns = axes
+    top, bottom = rows.interior
+    left, right = columns.interior
     Hq, Wq = y.shape[2:]
     if (top, bottom) == (0, Hq) and (left, right) == (0, Wq):
         return y
@@ -326,15 +287,15 @@ def _replace_border(
             return y.new_empty(*y.shape[:2], *size)
         query_rows = slice(*row_range)
         query_columns = slice(*column_range)
-        key_rows = slice(*rows.axis.keys_near(row_range, rows.reach))
-        key_columns = slice(*columns.axis.keys_near(column_range, columns.reach))
+        key_rows = slice(*rows.keys_near(row_range))
+        key_columns = slice(*columns.keys_near(column_range))
         row_maps, column_maps = axis_maps()
         row_maps = row_maps[:, query_rows, key_rows]
         column_maps = column_maps[:, query_columns, key_columns]
         return soft_taps(x[:, :, key_rows, key_columns], row_maps, column_maps, filters)
 
-    before = by_head(rows.inner, (0, left))
-    after = by_head(rows.inner, (right, Wq))
+    before = by_head(rows.interior, (0, left))
+    after = by_head(rows.interior, (right, Wq))
     middle = torch.cat([before, y[:, :, top:bottom, left:right], after], 3)
     above = by_head((0, top), (0, Wq))
     below = by_head((bottom, Hq), (0, Wq))

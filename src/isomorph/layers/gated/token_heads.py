@@ -19,7 +19,7 @@ from isomorph.layers.gated.positions import (
     window_centres,
     without_subnormals,
 )
-from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window
+from isomorph.layers.grid import GridSize, TokenGrid, no_mask, squarest_window
 
 
 class TokenPositions(PositionHeads):
@@ -75,7 +75,7 @@ class TokenPositions(PositionHeads):
         return {"position", "gate"} & set(self._parameters)
 
 
-class TokenHeads(TokenPositions):
+class TokenHeads(TokenGrid, TokenPositions):
     """Base of attention on tokens of a grid, after `prefix_tokens`. Raises: ValueError unless heads divide C."""
 
     def __init__(
@@ -123,10 +123,6 @@ class TokenHeads(TokenPositions):
         """Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
         return x.unflatten(-1, (self.num_heads, -1))
 
-    def check_grid(self, x: Tensor, grid_size: GridSize | None) -> GridSize:
-        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
-        return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)
-
     def position_map(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
         """Return position attention as a map, 0 to prefix tokens. Shape: -> (nh, H W, p + H W)"""
         grid = kronecker(*self.axis_maps(grid_size))
@@ -135,12 +131,6 @@ class TokenHeads(TokenPositions):
     def extra_repr(self) -> str:
         prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}{prefix}"
-
-
-def softmax_map(q: Tensor, k: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(hd)). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    return scores.softmax(-1)
 
 
 class ViTCall(TokenHeads):

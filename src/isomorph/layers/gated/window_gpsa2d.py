@@ -20,9 +20,9 @@ from torch import Tensor
 from isomorph.layers.gated import window_tiles
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
-from isomorph.layers.gated.window_strips import attend_strips
+from isomorph.layers.gated.window_strips import AttendStrips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
-from isomorph.layers.grid import odd_window
+from isomorph.layers.grid import GridSize, Sides, odd_window, pad_to_multiple
 from isomorph.layers.modes import (
     can_keep,
     constant,
@@ -73,7 +73,7 @@ class WindowGPSA2d(GPSA2d):
 
     max_dense_pairs = 256 * 256
 
-    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, window: Sides = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
@@ -101,17 +101,15 @@ class WindowGPSA2d(GPSA2d):
         joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1)
         joint = F.pad(joint.unflatten(2, (H, W)), (*columns.pads, *rows.pads))
         queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2)
-        queries = F.pad(queries.unflatten(2, (Hq, Wq)), (0, -Wq % columns.size, 0, -Hq % rows.size))
+        queries = pad_to_multiple(queries.unflatten(2, (Hq, Wq)), rows.size, columns.size)
         bias = constant(tile_bias, q, tiles, self.window, q.dtype)
         filters = self.content_filters().to(values.dtype)
-        if not is_eager():
+        if is_eager():
+            images = max(1, MAX_ENTRIES // (bias.numel() * heads))
+            parts = zip(queries.split(images), joint.split(images), strict=True)
+            y = torch.cat([recomputed(attend_tiles, *part, bias, filters, tiles) for part in parts])
+        else:
             y = recomputed(attend_tiles, queries, joint, bias, filters, tiles)
-            return self.with_bias(y[:, :, :Hq, :Wq])
-        images = max(1, MAX_ENTRIES // (bias.numel() * heads))
-        parts = []
-        for some_queries, some_keys in zip(queries.split(images), joint.split(images), strict=True):
-            parts.append(recomputed(attend_tiles, some_queries, some_keys, bias, filters, tiles))
-        y = torch.cat(parts)
         return self.with_bias(y[:, :, :Hq, :Wq])
 
     @property
@@ -125,9 +123,8 @@ class WindowGPSA2d(GPSA2d):
         last_head = self.content_heads - 1
         if last_head == self.num_heads - 1:
             return filters
-        return torch.cat(
-            [filters[..., :last_head], filters[..., last_head:].sum(-1, keepdim=True)], -1
-        )
+        own, shared = filters.tensor_split([last_head], -1)
+        return torch.cat([own, shared.sum(-1, keepdim=True)], -1)
 
     def queries_keys_values_by_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of the heads of content, by sqrt(hd), and keys and values.
@@ -135,14 +132,13 @@ class WindowGPSA2d(GPSA2d):
         Shape: x (B, C, H, W) -> (B, Hq, Wq, heads, hd), (B, H, W, heads hd + C)
         """
         weight = self.cached(self.projections(), self.joint_weight)[:, :, 0]
-        every, width = self.num_heads * self.head_width, self.content_heads * self.head_width
+        every = self.num_heads * self.head_width
+        width = self.content_heads * self.head_width
         of_queries = weight[:width] * self.head_width**-0.5
         of_keys_values = torch.cat([weight[every : every + width], weight[2 * every :]])
-        middle = self.kernel_size // 2
-        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
-            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split(
-                [width], 3
-            )
+        if self.queries_every_position:
+            joint = _project(x, torch.cat([of_queries, of_keys_values]))
+            q, keys_values = joint.tensor_split([width], 3)
         else:
             q = _project(self.query_positions(x), of_queries)
             keys_values = _project(x, of_keys_values)
@@ -153,19 +149,20 @@ class WindowGPSA2d(GPSA2d):
     def _attend_strips(
         self, q: Tensor, keys_values: Tensor, filters: Tensor, offset: Tensor | None, tiles: Tiles
     ) -> Tensor:
-        """Shape: as `attend_strips`, without padding -> (B, C_out, Hq, Wq)"""
+        """Shape: as `AttendStrips`, without padding -> (B, C_out, Hq, Wq)"""
         rows, columns = tiles
         _, Hq, Wq, _, _ = q.shape
         dtype = keys_values.dtype
         queries = F.pad(q, (0, 0, 0, 0, 0, -Wq % columns.size, 0, -Hq % rows.size))
         joint = F.pad(keys_values.transpose(1, 2), (0, 0, *rows.pads, *columns.pads))
         axes = zip(tiles, self.window, strict=True)
-        row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
+        biases = [constant(axis_bias, q, *axis, dtype) for axis in axes]
         scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
         with disable_autocast(q.device):
-            y = attend_strips(
-                queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles
-            )
+            y = AttendStrips.apply(
+                queries, joint, filters.to(dtype), scale, offset, *biases, tiles
+            )  # (B, R, S, t, t', C_out)
+        y = y.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
         return y[:, :, :Hq, :Wq].contiguous()
 
     def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:
@@ -177,13 +174,13 @@ class WindowGPSA2d(GPSA2d):
             return None
         maps = []
         for axis, tile, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
-            reach = axis.reach()
-            if reach is None or reach > window // 2 or axis.interior(reach) != (0, axis.queries):
+            first = window // 2 - axis.reach
+            if first < 0 or axis.interior != (0, axis.queries):
                 return None
-            taps = axis.window(reach)  # (nh, 2 reach + 1)
-            before = (window // 2 - reach + axis.stride * query for query in range(tile.size))
-            padded = [F.pad(taps, (n, tile.length - n - taps.shape[1])) for n in before]
-            maps.append(torch.stack(padded, 1))  # (nh, t, keys)
+            taps = axis.window
+            taps = F.pad(taps, (first, tile.length - first - taps.shape[1]))  # (nh, keys)
+            shifted = [taps.roll(axis.stride * query, 1) for query in range(tile.size)]
+            maps.append(torch.stack(shifted, 1))  # (nh, t, keys)
         rows, columns = maps
         products = (
             rows[:, :, None, None, :] * columns[:, None, :, :, None]
@@ -193,7 +190,7 @@ class WindowGPSA2d(GPSA2d):
             (products.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype)
         )
 
-    def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
+    def tiles(self, H: int, W: int, size: GridSize) -> Tiles:
         """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
         sizes = zip(
             size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True

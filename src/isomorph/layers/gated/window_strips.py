@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isomorph.layers.gated.window_tiles import Tiles
+from isomorph.layers.modes import Gradients, SavesInputs
 
 # Most heads of one product.
 MAX_HEADS = 7
@@ -84,9 +85,8 @@ def _filters_by_part(filters: Tensor, channels: int) -> Tensor:
     """Shape: filters (C_out, C / G, nh) -> (P, G, h C / G, C_out / G)"""
     groups = channels // filters.shape[1]
     heads = _heads_at_once(filters.shape[2])
-    split = filters.unflatten(2, (-1, heads)).unflatten(
-        0, (groups, -1)
-    )  # (G, C_out / G, C / G, P, h)
+    by_part = filters.unflatten(2, (-1, heads))  # (C_out, C / G, P, h)
+    split = by_part.unflatten(0, (groups, -1))  # (G, C_out / G, C / G, P, h)
     return split.permute(3, 0, 4, 2, 1).flatten(2, 3)
 
 
@@ -183,11 +183,15 @@ class _Parts(NamedTuple):
         return torch.addcmul(self.offsets[part], content, self.scales[part])
 
 
-class _AttendStrips(torch.autograd.Function):
-    """Shape: q (B, R t, S t', nh, hd), keys_values (B, width, height, nh hd + C), filters (C_out, C / G, nh),
-    scale (nh,), offset (nh, n, m) or None, row_bias (R, t, rows), column_bias (S, t', columns)
-    -> (B, R, S, t, t', C_out)
+class AttendStrips(SavesInputs):
+    """Compute the sum over heads of A_h v filter_h. Without an offset, A_h is the softmax alone, whatever the scale.
+
+    Shape: q (B, R t, S t', nh, hd), keys_values (B, width, height, nh hd + C), filters (C_out, C / G, nh), scale (nh,),
+        offset (nh, n, m), keys column by column, or None, row_bias (R, t, rows), column_bias (S, t', columns)
+        -> (B, R, S, t, t', C_out)
     """
+
+    generate_vmap_rule = False
 
     @staticmethod
     def forward(
@@ -204,35 +208,25 @@ class _AttendStrips(torch.autograd.Function):
         shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
         groups = len(shared.taps[0])
         by_tile = _by_tile(q, tiles)
-        y = q.new_empty(
-            len(q), rows.number, columns.number * rows.size * columns.size, len(filters)
-        )
+        queries_of_strip = columns.number * rows.size * columns.size
+        y = q.new_empty(len(q), rows.number, queries_of_strip, len(filters))
         for image, keys_values_of_image in enumerate(keys_values):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
-                bias = shared.biases[row]
-                total = None
+                total = y.new_zeros(groups, queries_of_strip, len(filters) // groups)
                 for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
-                    maps = shared.mix(_attend(q_of_part, k, bias), part)
+                    maps = shared.mix(_attend(q_of_part, k, shared.biases[row]), part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
-                    taps = shared.taps[part]
-                    total = (
-                        torch.bmm(patches, taps) if total is None else total.baddbmm_(patches, taps)
-                    )
-                assert total is not None
+                    total.baddbmm_(patches, shared.taps[part])
                 y[image, row] = total.transpose(0, 1).flatten(1)
         return y.unflatten(2, (columns.number, rows.size, columns.size))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.tiles = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         q, keys_values, filters, scale, offset, row_bias, column_bias = ctx.saved_tensors
-        rows, columns = tiles = ctx.tiles
+        (tiles,) = ctx.options
+        rows, columns = tiles
         shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
         groups = len(shared.taps[0])
         by_tile = _by_tile(q, tiles)
@@ -245,10 +239,9 @@ class _AttendStrips(torch.autograd.Function):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
-                dy = (
-                    grad[image, row].flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)
-                )  # (G, S n, C_out / G)
-                d_v = None
+                dy = grad[image, row].flatten(0, 2).unflatten(1, (groups, -1))
+                dy = dy.transpose(0, 1)  # (G, S n, C_out / G)
+                d_v = torch.zeros_like(v)
                 d_queries = []
                 d_keys = []
                 for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
@@ -257,14 +250,8 @@ class _AttendStrips(torch.autograd.Function):
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
                     d_taps[part].baddbmm_(patches.mT, dy)
                     d_patches = torch.bmm(dy, shared.taps[part].mT)
-                    d_attended = _from_patches(
-                        d_patches, shared.heads, columns.number
-                    )  # (S, n h, C)
-                    d_v = (
-                        torch.bmm(maps.mT, d_attended)
-                        if d_v is None
-                        else d_v.baddbmm_(maps.mT, d_attended)
-                    )
+                    d_attended = _from_patches(d_patches, shared.heads, columns.number)
+                    d_v.baddbmm_(maps.mT, d_attended)
                     d_maps = torch.bmm(d_attended, v.mT)
                     product = content * d_maps
                     sums = product.sum(-1, keepdim=True)
@@ -278,7 +265,6 @@ class _AttendStrips(torch.autograd.Function):
                         q_of_part = q_of_part * scale_of_row
                     d_queries.append(d_q)
                     d_keys.append(torch.bmm(d_scores.mT, q_of_part))
-                assert d_v is not None
                 d_by_tile.append(_collect(torch.stack(d_queries), by_tile.shape[2:]))
                 _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])
         d_q = _from_tiles(torch.stack(d_by_tile).unflatten(0, by_tile.shape[:2]))
@@ -286,28 +272,6 @@ class _AttendStrips(torch.autograd.Function):
         if not shared.offsets:
             return d_q, d_keys_values, d_filters, None, None, None, None, None
         d_scale = torch.stack(d_scales).unflatten(1, (-1, shared.heads)).sum((1, 3)).flatten()
-        d_offset = (
-            torch.stack(d_offsets).unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
-        )
+        d_offset = torch.stack(d_offsets).unflatten(1, (-1, shared.heads))  # (P, n, h, m)
+        d_offset = d_offset.transpose(1, 2).flatten(0, 1)
         return d_q, d_keys_values, d_filters, d_scale, d_offset, None, None, None
-
-
-def attend_strips(
-    q: Tensor,
-    keys_values: Tensor,
-    filters: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    biases: tuple[Tensor, Tensor],
-    tiles: Tiles,
-) -> Tensor:
-    """Return the sum over heads of A_h v filter_h, by strip.
-
-    Without an offset, A_h is the softmax alone, and scales belong to the filters.
-
-    Shape: q (B, R t, S t', nh, hd), keys_values (B, width, height, nh hd + C), filters (C_out, C / G, nh), scale (nh,),
-        offset (nh, n, m), keys column by column, or None, biases (R, t, rows), (S, t', columns)
-        -> (B, C_out, R t, S t')
-    """
-    y = _AttendStrips.apply(q, keys_values, filters, scale, offset, *biases, tiles)
-    return y.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isomorph.layers.grid import GridSize
+
 # Queries of a tile along an axis, for a stride of 1 (measured by benchmarks/gpsa_stages.py): on any device, and for
 # the rows and columns of a CPU, where fewer keys cost less and only the rows of keys are written out.
 TILE = 4
@@ -59,9 +61,7 @@ class AxisTiles(NamedTuple):
 Tiles = tuple[AxisTiles, AxisTiles]
 
 
-def tile_bias(
-    tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def tile_bias(tiles: Tiles, window: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 0 for keys of a tile in the window, and a very low score outside. Shape: -> (T, 1, n, m)
 
     It is finite: a softmax over low scores only would not be.

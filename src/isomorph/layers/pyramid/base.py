@@ -28,7 +28,7 @@ from isomorph.layers.pyramid.batchnorm import (
     normalise,
     uses_batch_statistics,
 )
-from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
+from isomorph.layers.pyramid.chains import Chains, Unit, join_maps
 from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import (
     Moments,
@@ -113,6 +113,11 @@ class Parallel(KeepsInEval):
         """The pyramids and linear layers."""
         raise NotImplementedError
 
+    @property
+    def has_altered_parts(self) -> bool:
+        """True if a part inside has hooks or a forward of another class."""
+        return any(part is not self and _computes_otherwise(part) for part in self.parts)
+
     def run_branches(self, x: Tensor) -> Tensor:
         """Run every branch on all tokens, as the paper does."""
         raise NotImplementedError
@@ -138,7 +143,7 @@ class Parallel(KeepsInEval):
             return self.forward(x[None])[0]
         self._check_input(x)
         parts = self.parts
-        if parts[0] is not self and any(map(_computes_otherwise, parts)):
+        if self.has_altered_parts:
             return self.run_branches(x)
         forms = [part.form_now() for part in parts if isinstance(part, Pyramid)]
         if all(form == "running" for form in forms):
@@ -177,26 +182,22 @@ class Parallel(KeepsInEval):
         weight, bias = collapse(chains, moments)
         if len(chains) == len(self.parts):
             return weight, bias
-        weights = []
-        biases = []
+        maps = []
         start = 0
         for part in self.parts:
             if isinstance(part, Pyramid):
                 stop = start + part.out_features
-                weights.append(weight[:, start:stop])
-                biases.append(bias[:, start:stop])
+                maps.append((weight[:, start:stop], bias[:, start:stop]))
                 start = stop
             else:
-                own_weight, own_bias = _at_mean(part, moments)
-                weights.append(own_weight)
-                biases.append(own_bias)
-        return join(weights), join(biases)
+                maps.append(_at_mean(part, moments))
+        return join_maps(maps)
 
     def fold_parts(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return the parts in eval mode as one affine map. Shape: -> (G, out, C), (G, out)"""
-        maps = [part.fold() if isinstance(part, Pyramid) else fold([part]) for part in self.parts]
-        weight = join([weight for weight, _ in maps])
-        bias = join([bias for _, bias in maps])
+        weight, bias = join_maps(
+            [part.fold() if isinstance(part, Pyramid) else fold([part]) for part in self.parts]
+        )
         if dtype is None:
             return weight, bias
         return cast_clamped(weight, dtype), bias.to(dtype)
@@ -221,8 +222,9 @@ class Parallel(KeepsInEval):
         """Return one plain layer, fused in float64. Raises: UserError in train mode, or if a part is not plain."""
         if self.training or any(map(uses_batch_statistics, self.modules())):
             raise UserError(NEEDS_EVAL)
-        altered = self.parts[0] is not self and any(map(_computes_otherwise, self.parts))
-        if altered or not all(part.is_plain for part in self.parts if isinstance(part, Pyramid)):
+        if self.has_altered_parts or not all(
+            part.is_plain for part in self.parts if isinstance(part, Pyramid)
+        ):
             raise UserError(
                 "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; "
                 "merge or remove them first"
@@ -388,11 +390,10 @@ class Pyramid(Parallel):
         for branch in self.branches._modules.values():
             chain: list[Any] = list(branch._modules.values())
             pairs = zip(chain[::2], chain[1::2], strict=False)
-            units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
+            units.append([Unit(layer, norm) for layer, norm in pairs])
             if len(chain) % 2:
-                last_layers.append(_tensors(chain[-1]))
-        skip = None if self.skip is None else _tensors(self.skip)
-        return Chains(units, last_layers, skip, self.norm, self.output_scale)
+                last_layers.append(chain[-1])
+        return Chains(units, last_layers, self.skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
         """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
@@ -455,7 +456,3 @@ class Pyramid(Parallel):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
-
-
-def _tensors(layer: Any) -> LinearTensors:
-    return LinearTensors(layer._parameters["weight"], layer._parameters["bias"])

@@ -1,5 +1,6 @@
 """What BatchNorm does to an affine map in eval mode, and the running statistics that it keeps in train mode."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import at_least_float32, is_eager
+from isomorph.layers.modes import is_eager, upcast
 from isomorph.layers.pyramid.moments import check_count
 
 NEEDS_EVAL = (
@@ -84,11 +85,17 @@ def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Return linear layers and BatchNorms with running statistics as one map. Shape: -> (G, out, C), (G, out)"""
+    """Return linear layers and BatchNorms with running statistics as one map. Shape: -> (G, out, C), (G, out)
+
+    The first may be a BatchNorm if what reads it has no groups.
+    """
     weight: Any = None
     bias: Any = None
     for layer in layers:
         if isinstance(layer, _BatchNorm):
+            if weight is None:
+                weight = torch.eye(layer.num_features).unsqueeze(0).to(layer.running_mean)
+                bias = torch.zeros_like(weight[..., 0])
             weight, bias = normalise(layer, weight, bias)
             continue
         matrix = weight_matrix(layer)  # type: ignore[arg-type]
@@ -103,6 +110,18 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
             bias = layer_bias + apply_matrix(matrix, bias)
             weight = matrix @ weight
     return weight, bias
+
+
+def merge(layers: Sequence[nn.Module], like: Any) -> Any:
+    """Return a copy of a linear layer or convolution that computes a chain of layers as `fold` does, with a bias."""
+    weight, bias = fold(layers)
+    merged = copy.deepcopy(like)
+    trainable = like.weight.requires_grad
+    merged.weight = nn.Parameter(weight.reshape(-1, *like.weight.shape[1:]), trainable)
+    merged.bias = nn.Parameter(bias.flatten(), trainable)
+    width = "out_features" if isinstance(merged, nn.Linear) else "out_channels"
+    setattr(merged, width, bias.numel())
+    return merged
 
 
 def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +141,8 @@ def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, T
 
 def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
     """Return a weight as one matrix per group, in float32 at least. Shape: -> (G, out, C)"""
-    weight = layer.weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
-    return weight.to(at_least_float32(weight))
+    groups = getattr(layer, "groups", 1)
+    return upcast(layer.weight.flatten(1).unflatten(0, (groups, -1)))
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:

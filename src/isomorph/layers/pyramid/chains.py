@@ -9,23 +9,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import constant
 
-
-class LinearTensors(NamedTuple):
-    """Weight and bias of a linear layer or convolution."""
-
-    weight: Tensor
-    bias: Tensor | None
+# A linear layer, or a convolution.
+Linear = nn.Linear | nn.Conv2d
 
 
 class Unit(NamedTuple):
     """A linear layer of a branch and the BatchNorm that normalises its outputs."""
 
-    linear: LinearTensors
+    linear: Linear
     norm: _BatchNorm
 
 
@@ -33,8 +29,8 @@ class Chains(NamedTuple):
     """The layers of a pyramid: units of every branch, last layers, skip, what rectifies, the factor of the sum."""
 
     units: list[list[Unit]]
-    last_layers: list[LinearTensors]
-    skip: LinearTensors | None
+    last_layers: list[Linear]
+    skip: Linear | None
     rectifier: _BatchNorm | None
     scale: float
 
@@ -78,6 +74,11 @@ def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) ->
 def join(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along axis 1; a single tensor is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def join_maps(maps: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return affine maps of one input as one. Shape: of (G, out, C), (G, out) -> (G, all out, C), (G, all out)"""
+    return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
 
 
 def _join_tensors(

@@ -29,15 +29,16 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import is_arithmetic_bound, is_eager, without_autocast
+from isomorph.layers.modes import Gradients, is_arithmetic_bound, is_eager, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.chains import (
     Chains,
     ChainSizes,
     ChainTensors,
-    LinearTensors,
+    Linear,
     Unit,
     join,
+    join_maps,
 )
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
@@ -103,9 +104,14 @@ def _stack(blocks: Tensor) -> Tensor:
     return stacked if blocks.ndim == 4 else stacked.unsqueeze(-1)
 
 
+def _is_sum(left: Tensor, right: Tensor) -> bool:
+    """True for a product with a vector in a compiled graph: as a sum the compiler can fuse it."""
+    return not is_eager() and min(left.shape[-1], right.shape[-1]) <= 1
+
+
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; for a compiler a product with a vector is a sum, which it can fuse."""
-    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+    """Return left @ right."""
+    if not _is_sum(left, right):
         return torch.bmm(left, right)
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
 
@@ -118,7 +124,7 @@ def _add_product(
     alpha: float = 1.0,
 ) -> Tensor:
     """Return beta added + alpha left @ right."""
-    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+    if not _is_sum(left, right):
         return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     return beta * added + alpha * _product(left, right)
 
@@ -490,7 +496,7 @@ class _Collapse(torch.autograd.Function):
         d_weight: Tensor | None,
         d_bias: Tensor | None,
         *_: Any,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
@@ -555,8 +561,7 @@ def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tens
             groups[-1].append(chains)
         else:
             groups.append([chains])
-    maps = [_collapse_alike(part, moments) for part in groups]
-    return join([weight for weight, _ in maps]), join([bias for _, bias in maps])
+    return join_maps([_collapse_alike(part, moments) for part in groups])
 
 
 def _belong_together(last: Chains, chains: Chains) -> bool:
@@ -582,11 +587,11 @@ class _Layers(NamedTuple):
     """The layers of pyramids that are computed together, branch after branch, in ascending order of their depths."""
 
     levels: list[list[Unit]]
-    last_layers: list[LinearTensors]
-    skips: list[LinearTensors]
+    last_layers: list[Linear]
+    skips: list[Linear]
     rectifiers: list[_BatchNorm]
 
-    def linear(self) -> list[LinearTensors]:
+    def linear(self) -> list[Linear]:
         """Return the linear layers: those that read the input, further units by level, last ones."""
         layers = [unit.linear for unit in self.levels[0]] + self.skips
         for level in self.levels[1:]:
@@ -669,8 +674,8 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     linear = layers.linear()
     norms = layers.norms()
     sizes = _sizes_of(pyramids, layers, *mean.shape)
-    tensors = [weight for weight, _ in linear]
-    tensors += [_filled(bias, len(weight), 0.0, mean) for weight, bias in linear]
+    tensors = [layer.weight for layer in linear]
+    tensors += [_filled(layer.bias, len(layer.weight), 0.0, mean) for layer in linear]
     tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
     tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
     weight, bias, variances, *means = _Collapse.apply(

@@ -5,6 +5,7 @@ from typing import Any
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from isomorph.layers.grid import Sides
 from isomorph.layers.modes import disable_autocast
 from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.base import Pyramid, Rectify, TrainingForm, apply_map, is_altered
@@ -51,10 +52,10 @@ class PyramidConv2d(Pyramid):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int] = 1,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: Sides = 1,
+        stride: Sides = 1,
+        padding: Sides = 0,
+        dilation: Sides = 1,
         groups: int = 1,
         layout: str = "P-W2S",
         rectify: Rectify = "rescale",

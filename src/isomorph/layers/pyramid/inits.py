@@ -12,18 +12,23 @@ from isomorph.layers.pyramid.batchnorm import apply_matrix, fold, weight_matrix
 
 
 @torch.no_grad()
-def init_random(pyramid: Pyramid) -> None:
-    """Draw linear layers and filters, viewed as matrices, Xavier-uniform with zero biases; reset BatchNorms.
-
-    Source: MAE, whose code TDRL trains with; the paper itself does not say
-    """
-    for layer in pyramid.modules():
+def init_as_mae(model: nn.Module) -> None:
+    """Draw Xavier-uniform weights for every matrix, zeros for biases; filters are one matrix, as in MAE's code."""
+    for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(layer.weight.view(len(layer.weight), -1))
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-        elif isinstance(layer, _BatchNorm):
-            layer.reset_parameters()
+
+
+def init_random(pyramid: Pyramid) -> None:
+    """Draw the weights of all layers as MAE does, and reset BatchNorms.
+
+    Source: MAE, whose code TDRL trains with; the paper itself does not say
+    """
+    init_as_mae(pyramid)
+    for norm in pyramid.norms:
+        norm.reset_parameters()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.layers.modes import (
+    Gradients,
     at_least_float32,
     disable_autocast,
     is_arithmetic_bound,
@@ -175,7 +176,7 @@ class MeasureMoments(torch.autograd.Function):
     @without_autocast
     def backward(
         ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor, *_: Any
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         source, mean, *totals = ctx.saved_tensors
         total = totals[0] if totals else max(ctx.count, 1)
         if _can_write_into(d_source) and ctx.window is None and not totals:

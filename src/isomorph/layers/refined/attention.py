@@ -22,9 +22,10 @@ from isomorph.layers.attention_base import (
     factory_kwargs,
     join_heads,
     plain_attention,
+    softmax_map,
     split_heads,
 )
-from isomorph.layers.grid import GridSize, fill_grid
+from isomorph.layers.grid import GridSize, TokenGrid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
@@ -155,6 +156,11 @@ class RefinedAttention(AttentionBase):
         q, k, _ = self.queries_keys_values(x)
         return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), **kw)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that `to_attention` compares both layers on."""
+        return 64
+
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals.
@@ -166,11 +172,7 @@ class RefinedAttention(AttentionBase):
                 "this layer is part of a Refined-ViT and was not recast; "
                 "for plain attention create the model with ratio=0, kernel=0, share=0"
             )
-        return plain_attention(self, self.num_probe_tokens(), atol, "keep it")
-
-    def num_probe_tokens(self) -> int:
-        """Return how many tokens `to_attention` compares both layers on."""
-        return 64
+        return plain_attention(self, self.num_tokens, atol, "keep it")
 
 
 class ExpandedAttention(RefinedAttention):
@@ -249,7 +251,7 @@ class ExpandedAttention(RefinedAttention):
         self.proj.in_features = expanded.shape[1]
 
 
-class SpatialAttention(RefinedAttention):
+class SpatialAttention(TokenGrid, RefinedAttention):
     """Refined attention whose maps are convolved over the image, so that neighbouring positions share attention.
 
     For each query, the attention over the grid of keys is treated as an image and convolved. `RefinedAttention`
@@ -292,12 +294,9 @@ class SpatialAttention(RefinedAttention):
             raise ValueError(
                 "SpatialAttention does not support attn_mask: every grid position is a real token",
             )
-        H, W = fill_grid(k.shape[2], grid_size or self.grid_size, self.prefix_tokens)
-        maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
-        return self.refine(maps, (H, W), self.prefix_tokens)
-
-    def num_probe_tokens(self) -> int:
-        return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
+        grid_size = self.check_grid(k, grid_size)
+        maps = self.attn_drop(softmax_map(q * self.scale, k))  # (B, H, N, N)
+        return self.refine(maps, grid_size, self.prefix_tokens)
 
 
 class LocalAttention(RefinedAttention):
@@ -338,16 +337,16 @@ class LocalAttention(RefinedAttention):
         **options: Any,
     ) -> Tensor:
         """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
-        drop = self.attn_drop.p if self.training else 0.0
-        if token_mask is None:
-            values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)
-            mixed = _attend_wide_values(q, k, values, None, drop, self.scale)  # (B, H, N, k hd)
-            return _sum_shifted(mixed, v.shape[-1])
-        keys = token_mask[..., None, :]  # (B, 1, 1, N)
-        real = token_mask[..., None]  # (B, 1, N, 1)
-        values = _convolve_values(v * real, self.refine.local())
-        mixed = _attend_wide_values(q, k, values, keys, drop, self.scale)
-        return _sum_shifted(mixed * real, v.shape[-1])
+        keys = None
+        if token_mask is not None:
+            keys = token_mask[..., None, :]  # (B, 1, 1, N)
+            real = token_mask[..., None]  # (B, 1, N, 1)
+            v = v * real
+        values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)
+        mixed = _attend_wide_values(q, k, values, keys, self.drop_probability, self.scale)
+        if token_mask is not None:
+            mixed = mixed * real
+        return _sum_shifted(mixed, v.shape[-1])
 
 
 def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class SquareKernel(nn.Module):
             raise ValueError(
                 f"kernel_size {kernel_size} must be an odd number, at least 1 (1: no convolution)",
             )
-        self.kernel_size, self.init = kernel_size, init
+        self.kernel_size = kernel_size
+        self.init = init
         self.make_taps(maps, **kind)
         self.reset_parameters()
 

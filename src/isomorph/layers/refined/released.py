@@ -7,12 +7,11 @@ authors' checkpoints. Letters as in `refiner.py`, and hd head width.
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import join_heads, split_heads, split_joint
+from isomorph.layers.attention_base import join_heads, softmax_map, split_heads, split_joint
 
 
 class ReleasedDLA(nn.Module):
@@ -49,7 +48,7 @@ class ReleasedAttention(Attention):
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
         q, k, v = split_joint(self.qkv(x), self.num_heads)
-        applied = torch.softmax((q * self.scale) @ k.mT, dim=-1)
+        applied = softmax_map(q * self.scale, k)
         if maps is not None:
             applied = applied + maps * self.scale
         return self.attn_drop(applied), v

@@ -21,12 +21,8 @@ from isomorph.layers.attention_base import (
     plain_attention,
     trains_bias,
 )
-from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
-from isomorph.layers.modes import (
-    KeepsInEval,
-    at_least_float32,
-    constant,
-)
+from isomorph.layers.grid import GridSize, TokenGrid, axis_offsets, known_true, no_mask, require_map
+from isomorph.layers.modes import KeepsInEval, constant, upcast
 
 
 def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
@@ -39,11 +35,15 @@ def resize_table(table: Tensor, grid_size: GridSize) -> Tensor:
     # sizes that an export leaves open are not known to be equal, and are interpolated
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
-    exact = table.to(at_least_float32(table))
     # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
-    exact = exact.unsqueeze(0)
+    exact = upcast(table).unsqueeze(0)
     resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
     return resized[0].to(table.dtype)
+
+
+def offset_entries(size: int, device: torch.device) -> Tensor:
+    """Return the entry of a table of offsets along an axis for every query and key. Shape: -> (size, size)"""
+    return size - 1 - axis_offsets(size, size, device=device, dtype=torch.long)
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
@@ -52,9 +52,8 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     In front are three: from a prefix token to a position, from a position to a prefix token, between prefix tokens.
     """
     H, W = grid_size
-    rows = H - 1 - axis_offsets(H, H, device=device, dtype=torch.long)
-    columns = W - 1 - axis_offsets(W, W, device=device, dtype=torch.long)
-    rows = rows * (2 * W - 1)
+    rows = offset_entries(H, device) * (2 * W - 1)
+    columns = offset_entries(W, device)
     entries = rows[:, None, :, None] + columns[:, None]  # (H, W, H, W)
     entries = entries.view(H * W, H * W)
     if prefix:
@@ -76,10 +75,10 @@ def expand_table(
     Source of the scalars: BEiT (Bao et al., 2022), as published
     """
     flat = table.flatten(1)
-    if prefix and scalars is None:
-        flat = F.pad(flat, (3, 0))
-    elif prefix and scalars is not None:
+    if scalars is not None:
         flat = torch.cat([scalars.mT.to(flat.dtype), flat], 1)
+    elif prefix:
+        flat = F.pad(flat, (3, 0))
     entries = constant(_entries, table, grid_size, prefix)
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
@@ -156,15 +155,11 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
         """Return softmax(q k^T / sqrt(hd) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
-        drop = self.attn_drop.p if self.training else 0.0
         bias = self.position_bias(grid_size, q.dtype)
-        return attend_with_bias(bias, drop, self.scale, q, k, v)
+        return attend_with_bias(bias, self.drop_probability, self.scale, q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 4:
-            raise ValueError(
-                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
-            )
+        require_map(x)
         grid_size = (x.shape[1], x.shape[2])
         return self.mix_tokens(x.flatten(1, 2), grid_size).unflatten(1, grid_size)
 
@@ -181,11 +176,6 @@ class RelativeAttention(AttentionBase, KeepsInEval):
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         return self.token_scores(x.flatten(1, 2), (x.shape[1], x.shape[2]))
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
-        q, k, bias = self.content_scores(x)
-        return (q @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -210,8 +200,9 @@ class PostRelativeAttention(RelativeAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
         """Return (softmax(q k^T / sqrt(hd)) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
-        drop = self.attn_drop.p if self.training else 0.0
-        content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
+        content = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.drop_probability, scale=self.scale
+        )
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
@@ -234,7 +225,7 @@ def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
 
 
 @register_notrace_module
-class ViTRelativeAttention(RelativeAttention):
+class ViTRelativeAttention(TokenGrid, RelativeAttention):
     """Relative attention on the tokens of a ViT, which can learn how far apart positions are (CoAtNet).
 
         y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
@@ -291,36 +282,19 @@ class ViTRelativeAttention(RelativeAttention):
         is_causal: bool = False,
         grid_size: GridSize | None = None,
     ) -> Tensor:
-        return self.mix_tokens(x, self.check_call(x, attn_mask, is_causal, grid_size))
+        no_mask(self, attn_mask, is_causal)
+        return self.mix_tokens(x, self.check_grid(x, grid_size))
 
-    def attention(
+    def content_scores(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         grid_size: GridSize | None = None,
-    ) -> Tensor:
-        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, bias = self.token_scores(x, grid_size)
-        return (q @ k.mT + bias).softmax(-1)
-
-    def content_scores(
-        self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
     ) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
-        return self.token_scores(x, grid_size or self.grid_size)
-
-    def check_call(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        grid_size: GridSize | None,
-    ) -> GridSize:
-        """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
         no_mask(self, attn_mask, is_causal)
-        return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)
+        return self.token_scores(x, self.check_grid(x, grid_size))
 
     def extra_repr(self) -> str:  # without the grid, which is that of the last image
         return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"
@@ -328,5 +302,4 @@ class ViTRelativeAttention(RelativeAttention):
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals. Raises: ValueError unless the bias is zero."""
-        tokens = self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
-        return plain_attention(self, tokens, atol, "keep it, or call reset_bias()")
+        return plain_attention(self, self.num_tokens, atol, "keep it, or call reset_bias()")

@@ -24,8 +24,9 @@ from isomorph.layers.attention_base import (
     like_attention,
     split_heads,
 )
-from isomorph.layers.grid import GridSize, no_mask
-from isomorph.layers.modes import at_least_float32, constant
+from isomorph.layers.grid import GridSize, no_mask, require_map
+from isomorph.layers.modes import constant
+from isomorph.layers.relative.attention import offset_entries, resize_table
 
 
 def offset_vectors(table: Tensor, size: int) -> Tensor:
@@ -33,20 +34,10 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
 
     Shape: table (2 s - 1, hd) -> (size, size, hd)
     """
-    if table.shape[0] != 2 * size - 1:
-        exact = table.to(at_least_float32(table))
-        by_channel = exact.T.unsqueeze(0)  # (1, hd, 2 s - 1)
-        resized = F.interpolate(by_channel, 2 * size - 1, mode="linear")
-        table = resized[0].T.to(table.dtype)
-    entries = constant(_offset_entries, table, size)
+    resized = resize_table(table.T.unsqueeze(-1), (size, 1))  # (hd, 2 size - 1, 1)
+    table = resized.squeeze(-1).T
+    entries = constant(offset_entries, table, size)
     return table.index_select(0, entries.flatten()).unflatten(0, entries.shape)
-
-
-def _offset_entries(size: int, device: torch.device) -> Tensor:
-    """Return the entry of a table of offsets for every query and key. Shape: -> (size, size)"""
-    positions = torch.arange(size, device=device)
-    offsets = positions[:, None] - positions
-    return offsets + size - 1
 
 
 def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -116,21 +107,14 @@ class DecomposedAttention(AttentionBase):
         is_causal: bool = False,
     ) -> Tensor:
         no_mask(self, attn_mask, is_causal)
-        if x.ndim != 4:
-            raise ValueError(
-                f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)",
-            )
+        require_map(x)
         queries, keys, v = self.longer_queries_keys(x)
         # torch's fast kernels need q, k and v of one width
         values = F.pad(v, (0, sum(self.window_of(x))))
-        drop = self.attn_drop.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=drop, scale=1.0)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=self.drop_probability, scale=1.0
+        )
         return self.project_windows(mixed[..., : self.head_dim], x)
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map of every window that `forward` applies. Shape: x (B, H, W, C) -> (B n, nh, N, N)"""
-        queries, keys, _ = self.longer_queries_keys(x)
-        return (queries @ keys.mT).softmax(-1)
 
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         """Return the longer queries and keys, whose products are the scores, position included."""

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from isomorph.layers.pyramid.batchnorm import merge
 
 
 class MaxPool(nn.Module):
@@ -116,8 +117,8 @@ class MBConv(InvertedBottleneck):
         """
         block: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(block.expand, nn.Conv2d) and isinstance(block.depthwise, nn.Conv2d):
-            block.expand = _fold_after(_fold_before(block.norm, block.expand), block.norm1)
-            block.depthwise = _fold_after(block.depthwise, block.norm2)
+            block.expand = merge([block.norm, block.expand, block.norm1], like=block.expand)
+            block.depthwise = merge([block.depthwise, block.norm2], like=block.depthwise)
             block.norm = nn.Identity()
             block.norm1 = nn.GELU()
             block.norm2 = nn.GELU()
@@ -151,27 +152,6 @@ def _fuse_inside(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution with the norm after it."""
-    folded = fuse_conv_bn_eval(conv, norm)
-    folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
-    return folded
-
-
-def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
-    """W (s x + t) = (W s) x + W t, for a 1x1 convolution."""
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
-    shift = norm.bias - norm.running_mean * scale
-    folded = copy.deepcopy(conv)
-    bias = conv.weight.flatten(1) @ shift
-    if conv.bias is not None:
-        bias = bias + conv.bias
-    trainable = conv.weight.requires_grad
-    folded.weight = nn.Parameter(conv.weight * scale[:, None, None], trainable)
-    folded.bias = nn.Parameter(bias, trainable)
-    return folded
-
-
 class Stem(nn.Module):
     """y = conv2(norm(conv1(x))), of 3x3 convolutions, the first strided; the norm ends in GELU: CoAtNet Table 3, S0.
 
@@ -200,7 +180,7 @@ class BatchNormStem(Stem):
         """Return the stem in eval mode with its norm folded in float64."""
         stem: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(stem.conv1, nn.Conv2d):
-            stem.conv1 = _fold_after(stem.conv1, stem.norm)
+            stem.conv1 = merge([stem.conv1, stem.norm], like=stem.conv1)
             stem.norm = nn.GELU()
             stem.__class__ = Stem
         return stem.to(self.norm.weight.dtype)

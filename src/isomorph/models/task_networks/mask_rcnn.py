@@ -31,7 +31,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.modes import at_least_float32, require_finite
+from isomorph.layers.grid import pad_to_multiple
+from isomorph.layers.modes import at_least_float32, require_finite, upcast
 from isomorph.models.base import (
     Mixin,
     State,
@@ -57,15 +58,11 @@ Target = dict[str, Tensor]
 _RATIOS = (0.5, 1.0, 2.0)
 
 
-def _in_float32(x: Tensor) -> Tensor:
-    return x.to(at_least_float32(x))
-
-
 class Float32Outputs(Mixin):
     """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
 
     def forward(self, x: Any) -> Any:
-        return tree_map(_in_float32, super().forward(x))
+        return tree_map(upcast, super().forward(x))
 
 
 class ProposalHead(Float32Outputs, RPNHead):
@@ -465,9 +462,8 @@ class MaskRCNN(BackboneNetwork):
         """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
         require_images(x)
         cell = int(self.strides[-2])
-        _, _, H, W = x.shape
-        x = F.pad(x, (0, -W % cell, 0, -H % cell))
-        return self.pyramid(_named_levels(self.backbone_maps(x)))
+        maps = self.backbone_maps(pad_to_multiple(x, cell, cell))
+        return self.pyramid(_named_levels(maps))
 
     def forward(
         self,

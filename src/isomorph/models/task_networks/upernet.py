@@ -17,6 +17,7 @@ from timm.layers import ConvNormAct, PatchEmbed
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
+from isomorph.layers.grid import pad_to_multiple
 from isomorph.models.base import Variant, image_cfg, register_variants, require_images
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
@@ -230,7 +231,7 @@ class UPerNet(BackboneNetwork):
         height, width = x.shape[-2:]
         if (ph, pw) == (1, 1) or torch.compiler.is_exporting() or not (height % ph or width % pw):
             return x
-        return F.pad(x, (0, -width % pw, 0, -height % ph))
+        return pad_to_multiple(x, ph, pw)
 
     def forward_features(self, x: Tensor) -> list[Tensor]:
         """Return the maps that the heads read, finest first. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
