@@ -476,7 +476,7 @@ class _Collapse(torch.autograd.Function):
         ctx.centred = centred
         ctx.kept = (len(z), len(p))
         ctx.mark_non_differentiable(collapsed.variances, *collapsed.means)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # variances and means have no gradients
         ctx.save_for_backward(
             mean,
             covariance,
@@ -491,31 +491,17 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(
-        ctx: Any,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-        *_: Any,
-    ) -> Gradients:
+    def backward(ctx: Any, d_weight: Tensor, d_bias: Tensor, *_: Any) -> Gradients:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
         z = saved[:deeper]
         p = saved[deeper : deeper + products]
         tensors = saved[deeper + products :]
-        if d_weight is None and d_bias is None:
-            return (None,) * (4 + len(tensors))
-        if d_weight is None:
-            d_weight = torch.zeros_like(weight)
-        if d_bias is None:
-            d_bias = weight.new_zeros(weight.shape[:-1])
         if torch.is_grad_enabled() and is_eager():
             inputs = (mean, covariance, *tensors)
-            return (
-                None,
-                None,
-                *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias),
-            )
+            gradients = _differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias)
+            return None, None, *gradients
 
         if not ctx.centred:
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
@@ -523,9 +509,9 @@ class _Collapse(torch.autograd.Function):
             z = [*z, total[:, : sizes.rows[-1]]]
         chain_tensors = ChainTensors(sizes, tensors, mean, levels=z)
         collapsed = _Collapsed(weight, d_bias, variances, [], total, z, p)
-        gradients = _backward(chain_tensors, collapsed, mean, covariance, d_weight, d_bias)
-        d_tensors = _of_each_tensor(gradients, sizes.groups, tensors)
-        return None, None, gradients.mean, gradients.covariance, *d_tensors
+        grads = _backward(chain_tensors, collapsed, mean, covariance, d_weight, d_bias)
+        d_tensors = _of_each_tensor(grads, sizes.groups, tensors)
+        return None, None, grads.mean, grads.covariance, *d_tensors
 
 
 def _differentiable_gradients(
