@@ -22,8 +22,8 @@ from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_parse_error, name_options
 from isomorph.cli.run import app
+from isomorph.cli.train import parse_overrides
 from isomorph.lab.data.sources import Source, spaced_images
-from isomorph.lab.recipes import parse_overrides
 from isomorph.lab.training.recipe.read import apply_overrides
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.models import download

@@ -343,10 +343,6 @@ def test_evaluation_is_the_same_whatever_the_batches(digits):
     repeated = masked.evaluate_pretraining(task, model, [*digits, (images[:1], torch.tensor([-1]))])
     assert repeated == found  # label -1: to fill up a process's batches
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
-    assert (
-        found["reconstruction"]
-        != masked.evaluate_pretraining(task, model, digits, seed=1)["reconstruction"]
-    )
 
 
 def pair(student="pyramids", block=4, **cfg):

@@ -236,6 +236,25 @@ def test_a_scale_that_one_side_has_is_merged_or_one():
     assert bool((report.model.blocks[0].ls1.gamma == 1).all())
 
 
+class ScaledByProduct(nn.Module):
+    """A linear layer whose outputs are multiplied by the product of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first = nn.Parameter(torch.rand(4) + 0.5)
+        self.second = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return self.linear(x) * (self.first * self.second)
+
+
+def test_a_product_of_parameters_that_only_the_target_has_is_one():
+    report = iso.port_weights(nn.Sequential(nn.Linear(4, 4)), ScaledByProduct(), torch.randn(2, 4))
+    assert report.equal
+    assert (report.model.first * report.model.second == 1).all()
+
+
 def test_a_bias_that_the_target_lacks_is_never_lost_silently():
     source = timm_vit()
     target = timm_vit(qkv_bias=False)

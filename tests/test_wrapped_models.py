@@ -65,6 +65,14 @@ WRAPPED = COMPILED | {
     "ModelEmaV3": ModelEmaV3,
 }
 
+SURGERY = {
+    "absorb": lambda cnn: iso.absorb(cnn, mean=(0.5,) * 3, std=(0.25,) * 3),
+    "fuse": lambda cnn: iso.fuse(cnn, norms=False),
+    "insert": lambda cnn: iso.insert(cnn, iso.layers.MapAttention, after="layer3"),
+    "recalibrate": lambda cnn: iso.recalibrate(cnn, torch.randn(8, 3, 32, 32)),
+    "unstride": lambda cnn: iso.unstride(cnn, where="layer3"),
+}
+
 SOURCE = iso.data.open_source("digits", "test").subset(range(8))
 
 
@@ -96,6 +104,11 @@ def test_surgery_takes_the_model_inside(how):
         back = (iso.fuse if pyramids else iso.revert)(torch.compile(new))
         assert iso.surgery.notes(back) == (NOTE,)
         iso.verify(given, back, x)
+
+
+@pytest.mark.parametrize("name", SURGERY)
+def test_all_surgery_says_that_its_copy_is_not_compiled(name):
+    assert NOTE in iso.surgery.notes(SURGERY[name](torch.compile(plain("ConvToGPSA"))))
 
 
 @pytest.mark.parametrize("how", [how for how in WRAPPED if how not in ("parts", "both")])

@@ -1,7 +1,7 @@
 """The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -123,6 +123,17 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     return f"there is no model {name!r}; {hint}"
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return "did you mean X?" with the most similar of the known names, or other advice where none is similar.
+
+    >>> from isomorph.errors import did_you_mean
+    >>> did_you_mean("trian", ["train", "test"], "choose train or test")
+    'did you mean train?'
+    """
+    close = get_close_matches(name[:200], list(known), n=1)
+    return f"did you mean {close[0]}?" if close else otherwise
+
+
 def unknown_field(field: str, names: Sequence[str]) -> str:
     """Return that there is no field of this name in its group, which has `names`: the most similar, or all of them.
 
@@ -132,8 +143,7 @@ def unknown_field(field: str, names: Sequence[str]) -> str:
     """
     last = field.rpartition(".")[2]
     others = [name for name in names if name != last]  # one of this name may be of another task
-    close = get_close_matches(last, others, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"fields: {', '.join(others)}"
+    hint = did_you_mean(last, others, f"fields: {', '.join(others)}")
     return f"{field} is not a field ({hint})"
 
 

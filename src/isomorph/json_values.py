@@ -1,11 +1,43 @@
 """What JSON can hold of a report."""
 
+import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 # An object of JSON: values by name.
 JsonObject = dict[str, Any]
+
+
+def read_object(path: Path) -> JsonObject | None:
+    """Return the object in a JSON file; None where there is none, or where it cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def flatten(groups: Mapping[str, Any], prefix: str = "") -> JsonObject:
+    """Return the values in nested groups by dotted name.
+
+    >>> from isomorph.json_values import flatten
+    >>> flatten({"optim": {"lr": 0.1}, "epochs": 2})
+    {'optim.lr': 0.1, 'epochs': 2}
+    """
+    values: JsonObject = {}
+    for name, value in groups.items():
+        if isinstance(value, Mapping):
+            values |= flatten(value, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for a finite number of JSON; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def json_values(value: Any) -> Any:

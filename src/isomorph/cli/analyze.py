@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,10 +11,12 @@ from isomorph.checkpoints.paths import is_function
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.terminal_tables import say
 
 if TYPE_CHECKING:
     from isomorph.lab.report.page_models import PageModel
+    from isomorph.lab.report.run_files import AccuracyPoint, RunLog
 
 _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")  # which decide the pixels that a model gets
 
@@ -103,7 +105,7 @@ def analyze(
         sections = analyze_sections(models, shown, options)
     title = " and ".join(entry.name for entry in models)
     written = write_page(out, title, sections[0].finding, sections, page_footer())
-    measured: dict[str, Any] = {"out": str(out), "bytes": written}
+    measured: JsonObject = {"out": str(out), "bytes": written}
     texts: list[Any] = []
     if evolutions:
         measured["evolution"] = evolutions
@@ -120,12 +122,12 @@ def _open_models(
     names: list[str],
     opening: opt.OpenOptions,
     device: str,
-    size: tuple[int, int] | None,
+    size: opt.Size,
     read: Callable[[Any], Any] | None,
 ) -> list["PageModel"]:
     from isomorph.lab.report.page_models import unique_names
 
-    models: list[PageModel] = []
+    models = []
     for name, title in zip(names, unique_names(names), strict=True):
         opened = open_page_model(name, title, opening, device, names)
         models.append(replace(opened, inputs=read))
@@ -151,9 +153,11 @@ def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
             fitted = replace(fitted, model=fit_to_size(model.model, size))
     except UserError as error:
         raise UserError(f"{model.name}: {error}") from None
-    new = f"{size[0]} x {size[1]}"
     say(
-        f"isomorph: {model.name} gets images of {new}, its own size is {height} x {width}",
+        (
+            f"isomorph: {model.name} gets images of {size[0]} x {size[1]}, its own size is "
+            f"{height} x {width}"
+        ),
         sys.stderr,
     )
     return fitted
@@ -222,12 +226,12 @@ def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Ite
     return loaders
 
 
+@dataclass(frozen=True)
 class _ReadBatches:
     """The batches of a loader as a model reads them, with their labels."""
 
-    def __init__(self, loader: Iterable[Any], model: "PageModel") -> None:
-        self.loader = loader
-        self.model = model
+    loader: Iterable[Any]
+    model: "PageModel"
 
     def __iter__(self) -> Iterator[Any]:
         for images, labels in self.loader:
@@ -302,23 +306,21 @@ def compare_(
         from isomorph.lab.report.run_files import read_run_logs
     logs = read_run_logs(folders)
     options = library_options(opening)
-    points = _accuracy_points(folders, logs, evaluated or [], options)
-    histories: dict[str, Any] = {}
+    points = _accuracy_points(logs, evaluated or [], options)
+    histories: JsonObject = {}
     with spinner("measuring") as show_step:
         if along:
-            histories = _measure_along(folders, logs, along, test, options, device, show_step)
+            histories = _measure_along(logs, along, test, options, device, show_step)
     sampled = (
         f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
     )
-    sections = compare_sections(
-        logs, gating_histories(folders, logs, options), histories, sampled, points
-    )
+    sections = compare_sections(logs, gating_histories(logs, options), histories, sampled, points)
     if not sections:
         raise UserError(
             f"{points[0].name} is the only model; give another one in --evaluated, or a run"
         )
     size = write_page(out, _title_of(logs, points), sections[0].finding, sections, page_footer())
-    measured: dict[str, Any] = {"out": str(out), "bytes": size}
+    measured: JsonObject = {"out": str(out), "bytes": size}
     if histories:
         measured["along"] = histories_json(histories)
     if points:
@@ -336,23 +338,23 @@ def _title_of(logs: Sequence[Any], points: Sequence[Any]) -> str:
     return f"{len(compared)} {'runs' if logs else 'models'}"
 
 
-def gating_histories(folders: Sequence[Path], logs: Sequence[Any], options: Any) -> dict[str, Any]:
+def gating_histories(logs: Sequence["RunLog"], options: Any) -> JsonObject:
     """Return gates, centres and spans along each run of a model with gated layers; other runs are left out."""
     from isomorph.lab.training import gating_history
 
     histories = {}
-    for folder, log in zip(folders, logs, strict=True):
+    for log in logs:
         with suppress(UserError):  # no gated layer
-            histories[log.name] = gating_history(folder, log.problems, options)
+            histories[log.name] = gating_history(log.folder, log.problems, options)
     return histories
 
 
-def _open_images(log: Any, test: AlongOptions) -> Any:
+def _open_images(log: "RunLog", test: AlongOptions) -> Any:
     from isomorph.lab.data.formats.registry import open_source
     from isomorph.lab.data.sources import first_classes
     from isomorph.lab.evaluation.model_data import sample_images
 
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
     if not test.data:
         data = log.recipe.get("data") or {}
     name = test.data or data.get("source")
@@ -366,14 +368,13 @@ def _open_images(log: Any, test: AlongOptions) -> Any:
 
 
 def _measure_along(
-    folders: Sequence[Path],
-    logs: Sequence[Any],
+    logs: Sequence["RunLog"],
     keys: Sequence[str],
     test: AlongOptions,
     options: Any,
     device: str,
     show_step: Callable[[str], None],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log."""
     from isomorph.lab.distributed import open_runtime
     from isomorph.lab.report.compare_page import MeasureHistory
@@ -382,15 +383,15 @@ def _measure_along(
 
     if not logs:
         raise UserError("--along measures runs; give the folder of at least one run")
-    histories: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    histories: dict[str, JsonObject] = {key: {} for key in keys}
     measures = {key: MEASURES[key].of for key in keys}
     device = str(open_runtime(device).device)
-    for folder, log in zip(folders, logs, strict=True):
+    for log in logs:
         show_step(log.name)
         try:
             images = _open_images(log, test)
             epochs, values = attention_history(
-                folder, measures, images, device, log.problems, options
+                log.folder, measures, images, device, log.problems, options
             )
         except UserError as error:
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
@@ -403,8 +404,8 @@ def _measure_along(
 
 
 def _accuracy_points(
-    folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path], options: Any
-) -> list[Any]:
+    logs: Sequence["RunLog"], evaluated: Sequence[Path], options: Any
+) -> list["AccuracyPoint"]:
     """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model."""
     from isomorph.lab.report.run_files import AccuracyPoint, read_points
     from isomorph.lab.training.history import run_cost
@@ -413,12 +414,12 @@ def _accuracy_points(
     if len(logs) + len(points) <= 1:
         return points
     run_points = []
-    for folder, log in zip(folders, logs, strict=True):
+    for log in logs:
         if log.best_top1 is None:
             continue
         data = log.recipe.get("data") or {}
         try:
-            cost = run_cost(folder, options)
+            cost = run_cost(log.folder, options)
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
             continue

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
@@ -46,7 +45,7 @@ class ClassifierOptions:
     split: opt.Split = None
     partial: opt.Flag = False
     classes: opt.Count | None = None
-    rfc: tuple[Annotated[float, Parameter(validator=Number(gte=0, lte=100))], ...] = ()
+    rfc: tuple[Annotated[float, opt.real(0, 100)], ...] = ()
     rfc_fill: Literal["zero", "black"] = "zero"
     per_class: Path | None = None
     cost: bool = True
@@ -87,7 +86,7 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime
-        from isomorph.lab.evaluation.model_data import data_root, default_data
+        from isomorph.lab.evaluation.model_data import default_data, training_root
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
     locations = find_suites(classifier.suite, load.root, data) if classifier.suite else {}
@@ -100,7 +99,7 @@ def evaluate_(
         if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
         data_options = data_options._replace(
-            size=sizes[0] if sizes else None, root=data_root(net, data, load.root)
+            size=sizes[0] if sizes else None, root=training_root(net, data, load.root)
         )
         evaluate_task(task, net, model, classifier, data_options, runtime, json_)
         return
@@ -174,9 +173,6 @@ def _measure(
         test_sets = [TestSet(source, [Scoring("", source.labels, source.classes)])]
     if data_options.max_images is not None:
         test_sets = [test_set.spaced(data_options.max_images) for test_set in test_sets]
-    progress = {}
-    if runtime.is_main:
-        progress["progress"] = track_steps
     sweep = Sweep(sizes, options.rfc, options.rfc_fill)
     rows, class_rows = run_sweep(
         net,
@@ -184,8 +180,8 @@ def _measure(
         sweep,
         data_options.batch_size,
         data_options.workers,
-        runtime=runtime,
-        **progress,
+        track_steps,
+        runtime,
     )
     if options.per_class and runtime.is_main:
         write_atomically(options.per_class, lambda file: write_csv(file, class_rows))

@@ -53,7 +53,7 @@ def export(
     raw_images
         The file takes pixels from 0 to 255 as they are: the normalisation goes into the first layer.
     """
-    opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
+    opt.check_out(out, overwrite, model, opt.EXPORTED)
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
         from isomorph.models.input_sizes import evaluation_config, fit_to_size, random_inputs
@@ -121,7 +121,7 @@ def quantize(
     float_layers
         Globs over names of layers that stay in float.
     """
-    opt.check_out(out, overwrite, Path(model), (".onnx",))
+    opt.check_out(out, overwrite, model, (".onnx",))
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
     with spinner("quantize") as show_step:

@@ -126,7 +126,7 @@ def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None
     else:
         rules = {name: rule() for name, rule in RULES.items()}
         counting = cover_models(names, rules)
-    rows: Rows = []
+    rows = []
     with progress_bar("counting") as update:
         for row in counting:
             rows.append(row)

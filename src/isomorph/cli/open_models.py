@@ -1,7 +1,6 @@
 """Opening the models, recipes and images that a command names."""
 
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from isomorph.cli.messages import name_options
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
 from isomorph.cli.output import COMMAND
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject
+from isomorph.json_values import JsonObject, read_object
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
@@ -31,7 +30,7 @@ from isomorph.lab.training.open import (
 )
 from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
-from isomorph.spec import spec_of
+from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
@@ -47,18 +46,19 @@ def open_given(
     `pretrained` replaces that of the options. `among` are all models of the command: the first has the weights, and the
     options are about checkpoints of other programs alone, if there are any.
 
-    Raises: UserError when there is no such model.
+    Raises: UserError when there is no such model, or for --no-pretrained with weights.
     """
     if Path(name).suffix in EXPORTED:
-        takers = "evaluate, predict, robustness and verify (as its second model)"
         raise UserError(
-            f"{name} is an exported model, which only {takers} take; give its checkpoint"
+            f"{name} is an exported model, which only evaluate, predict, robustness and verify (as "
+            "its second model) take; give its checkpoint"
         )
     weights = None
     if not among or name == among[0]:
         weights = getattr(opening, "weights", None)
     if pretrained is None:
         pretrained = getattr(opening, "pretrained", True)
+        check_pretrained_option(among or [name], getattr(opening, "weights", None), pretrained)
     name = _on_disk(name)
     among = list(map(_on_disk, among))
     if any(map(needs_options, among)) and not needs_options(name):
@@ -87,11 +87,7 @@ def find_recipe(path: Path) -> JsonObject | None:
     if not path.exists():
         return None
     folder = path if path.is_dir() else path.parent
-    try:
-        recipe = json.loads((folder / "recipe.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return recipe if isinstance(recipe, dict) else None
+    return read_object(folder / "recipe.json")
 
 
 @functools.cache
@@ -101,8 +97,7 @@ def _on_disk(name: str) -> str:
 
 
 def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
-    """Open a model for deployment. Raises: UserError for --no-pretrained with weights, or a pre-training run."""
-    check_pretrained_option([name], opening.weights, opening.pretrained)
+    """Open a model for deployment. Raises: as `open_given`, and UserError for a pre-training run."""
     recipe = find_recipe(Path(name))
     if recipe and recipe.get("mask"):
         raise UserError(
@@ -158,7 +153,7 @@ def _print_notes(model: nn.Module) -> nn.Module:
 
 
 def comparison_inputs(
-    model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[tuple[int, int]] = ()
+    model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[ImageSize] = ()
 ) -> list[Inputs]:
     """Return test images, by default one batch, of every size or the model's own; random inputs without data."""
     tried_sizes = sizes or (None,)

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -20,7 +19,7 @@ from cyclopts.validators import Path as PathKind
 import isomorph as iso
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, require_new, require_writable
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError, unknown_model
+from isomorph.errors import UserError, did_you_mean, one_line, unknown_model
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
 app = App(
@@ -64,6 +63,11 @@ def whole(least: int, most: int) -> Parameter:
     return Parameter(converter=_parse_whole_number, validator=Number(gte=least, lte=most))
 
 
+def real(least: float, most: float) -> Parameter:
+    """Return the parameter of a number within limits."""
+    return Parameter(validator=Number(gte=least, lte=most))
+
+
 def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
     sizes = []
     for token in tokens:
@@ -97,31 +101,21 @@ def _check_model(kind: type, path: Any) -> None:
 
 def _names_if_unknown(name: str) -> list[str]:
     """Return the names of all models if no file of timm's or isomorph's models has the word, else an empty list."""
-    folders = (
-        Path(str(distribution("timm").locate_file("timm/models"))),
-        Path(__file__).parents[1] / "models",
-    )
-    texts = [path.read_text("utf8") for folder in folders for path in folder.rglob("*.py")]
+    timm_models = Path(str(distribution("timm").locate_file("timm/models")))
+    own_models = Path(__file__).parents[1] / "models"
+    files = [*timm_models.rglob("*.py"), *own_models.rglob("*.py")]
+    text = "\n".join(path.read_text("utf8") for path in files)
     own_names = [model["name"] for model in tables()["models"]]
-    if name in own_names or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+    if name in own_names or re.search(rf"\b{re.escape(name)}\b", text):
         return []
-    return own_names + [
-        model
-        for text in texts
-        for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
-    ]
+    return own_names + re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
 
 
 def _check_data(kind: type, name: str | None) -> None:
     sources = tables()["sources"]
     if name is None or name in sources or os.path.isdir(os.path.expanduser(name)):
         return
-    suggestions = get_close_matches(name[:200], sources, n=1)
-    hint = (
-        f"did you mean {suggestions[0]}?"
-        if suggestions
-        else f"give a folder, or one of {', '.join(sources)}"
-    )
+    hint = did_you_mean(name, sources, f"give a folder, or one of {', '.join(sources)}")
     raise ValueError(
         f"data source {name!r} is unknown, and there is no folder of that name; {hint}"
     )
@@ -133,9 +127,9 @@ Count = Annotated[int, whole(1, 10**7)]
 Classes = Annotated[int, whole(0, 10**7)]
 Seed = Annotated[int, whole(0, 2**31 - 1)]
 Severity = Annotated[int, whole(1, 5)]
-Atol = Annotated[float, Parameter(validator=Number(gte=0, lte=1e6))]
-Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Seconds = Annotated[float, Parameter(validator=Number(gte=0, lte=24 * 60 * 60))]
+Atol = Annotated[float, real(0, 1e6)]
+Share = Annotated[float, real(0, 1)]
+Seconds = Annotated[float, real(0, 24 * 60 * 60)]
 BatchSize = Annotated[int, whole(1, 2**16), Parameter(help="Images per batch.")]
 Size = Annotated[
     tuple[int, int] | None,
@@ -292,7 +286,7 @@ def loading() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "isomorph":
             raise
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
     finally:
         raise_on_interrupt()
 
@@ -300,7 +294,7 @@ def loading() -> Iterator[None]:
 def check_out(
     out: Path | None,
     overwrite: bool,
-    source: Path | None = None,
+    source: str | Path | None = None,
     suffixes: Sequence[str] = (".safetensors",),
     option: str = "--out",
 ) -> None:
@@ -312,7 +306,7 @@ def check_out(
         return
     if out.suffix not in suffixes:
         raise UserError(f"{option} {out} must end in {' or '.join(suffixes)}")
-    if source and source.exists() and out.exists() and out.samefile(source):
+    if source and os.path.exists(source) and out.exists() and out.samefile(source):
         raise UserError(f"{option} {out} is the model that is changed; give another file")
     if not out.is_dir():
         require_new(out, overwrite, option)

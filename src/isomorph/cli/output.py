@@ -42,10 +42,11 @@ def page_footer() -> str:
     """Return the footer of a page: versions and the date, and on a line of its own the command that writes the page."""
     import torch
 
-    versions = (
-        f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    return (
+        f"isomorph {iso.__version__}, torch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d %H:%M')}. This file loads nothing from the network. Made "
+        f"by:\n{shlex.join(['isomorph', *COMMAND])}"
     )
-    return f"{versions}. This file loads nothing from the network. Made by:\n{shlex.join(['isomorph', *COMMAND])}"
 
 
 def page_line(out: object, size: int) -> str:

@@ -1,7 +1,5 @@
 """The port and resize commands."""
 
-from pathlib import Path
-
 import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
@@ -36,15 +34,13 @@ def port(
     partial
         Save the target with what could be carried even if the models are not equal.
     """
-    opt.check_out(out, overwrite, Path(source))
+    opt.check_out(out, overwrite, source)
     with opt.loading():
         from torch import Tensor
 
         from isomorph.cli.open_models import open_given
-        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
-    check_pretrained_option([source], opening.weights, opening.pretrained)
     with spinner("port") as show_step:
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
@@ -97,12 +93,10 @@ def resize(
         Height and width of images, or one number for both; by default the model's own.
     """
     images.check()
-    opt.check_out(out, overwrite, Path(model))
+    opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import comparison_inputs, open_given
-        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import training_config
-    check_pretrained_option([model], opening.weights, opening.pretrained)
     with spinner("resize") as show_step:
         show_step(f"loading {model}")
         net = open_given(model, opening)

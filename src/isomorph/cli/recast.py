@@ -2,7 +2,6 @@
 
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -74,7 +73,7 @@ def recast(
     exclude
         Glob over module names to leave out of --where, with the modules inside; several may be given.
     """
-    opt.check_out(out, overwrite, Path(model))
+    opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.models.input_sizes import random_inputs

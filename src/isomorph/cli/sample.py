@@ -1,7 +1,7 @@
 """The sample and fid commands."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from isomorph.checkpoints.paths import require_new
 from isomorph.cli import options as opt
@@ -65,9 +65,16 @@ def sample(
     if out.is_dir():
         check_replaceable(out)
     with progress_bar("sampling") as update:
-        options: dict[str, Any] = dict(seed=seed, batch_size=batch_size, size=size)
-        options["progress"] = lambda done, total: update(done, total, "sampling")
-        pixels = generate(net.to(target), images, sampler, steps, **options)
+        pixels = generate(
+            net.to(target),
+            images,
+            sampler,
+            steps,
+            seed=seed,
+            batch_size=batch_size,
+            size=size,
+            progress=lambda done, total: update(done, total, "sampling"),
+        )
     (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
     made = {
         "out": str(out),

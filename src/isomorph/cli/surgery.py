@@ -4,9 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
@@ -59,10 +56,8 @@ def verify(
     with opt.loading():
         from isomorph.cli.open_models import comparison_inputs, open_given
         from isomorph.deployment.artefact import as_exported, open_artefact
-        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
-    check_pretrained_option(both, opening.weights, opening.pretrained)
     first = open_given(original, opening, among=both)
     if Path(other).suffix in opt.EXPORTED:
         second: Any = open_artefact(other, to_compare=True)
@@ -125,13 +120,11 @@ def fuse(
     across
         Merge across modules too; --no-across keeps what every other module gets and gives, for code that taps it.
     """
-    opt.check_out(out, overwrite, Path(model))
+    opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.lab.training.open import check_pretrained_option
         from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
-    check_pretrained_option([model], opening.weights, opening.pretrained)
     net = open_given(model, opening)
     fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine, across)
     if not (report.fused or report.merged):
@@ -200,7 +193,7 @@ def insert(
     after
         Glob over names of modules; several may be given.
     """
-    opt.check_out(out, overwrite, Path(model))
+    opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.models.input_sizes import random_inputs
@@ -251,7 +244,7 @@ def prune(
     /,
     *,
     out: opt.Out,
-    tolerance: Annotated[float, Parameter(validator=Number(gte=0, lte=0.5))] = 0.01,
+    tolerance: Annotated[float, opt.real(0, 0.5)] = 0.01,
     where: list[str] | None = None,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     atol: opt.Atol | None = None,

@@ -1,9 +1,9 @@
 """The demo and train commands."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from pydantic_core import SchemaValidator, ValidationError
@@ -12,11 +12,25 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
-from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
+from isomorph.json_values import flatten
+from isomorph.lab.recipes import load_recipe, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 from isomorph.yaml_values import parse_value
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
+
+# Options of other commands, and the recipe fields that they are.
+_OTHER_NAMES = {
+    "split": "data.split",
+    "size": "data.size",
+    "root": "data.root",
+    "classes": "data.classes",
+    "batch_size": "data.batch_size",
+    "workers": "data.workers",
+    "weights": "model.weights",
+    "arch": "model.name",
+    "num_classes": "model.num_classes",
+}
 
 
 @opt.command
@@ -75,7 +89,7 @@ def train(
     values = recipe_values(recipe)
     iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
-    check_names([*_paths(values), *given])
+    check_names([*flatten(values), *given])
     check_values(overrides)
     if iterations and "epochs" in given and "iterations" not in given:
         raise UserError(
@@ -111,7 +125,7 @@ def check_names(paths: Iterable[str]) -> None:
         for name in path.replace("-", "_").split("."):
             field = f"{group}.{name}".lstrip(".")
             if group in groups and name not in groups[group]:
-                unknown[unknown_field(field, groups[group])] = None
+                unknown[unknown_field(field, list(groups[group]))] = None
                 break
             group = field
     if unknown:
@@ -120,28 +134,22 @@ def check_names(paths: Iterable[str]) -> None:
 
 def check_values(assignments: Iterable[str]) -> None:
     """Raise UserError for numbers, flags and choices that their field does not take; loading the recipe checks all."""
-    schemas = tables()["recipe_values"]
+    groups = tables()["recipe_fields"]
     problems: list[str] = []
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         field = name.replace("-", "_")
-        if field not in schemas:
+        group, _, last = field.rpartition(".")
+        schema = groups.get(group, {}).get(last)
+        if schema is None:
             continue
         try:
-            SchemaValidator(schemas[field]).validate_python(parse_value(text))
+            SchemaValidator(schema).validate_python(parse_value(text))
         except ValidationError as error:
             wrong = error.errors(include_url=False)
             problems += [describe_value(field, problem) for problem in wrong]
     if problems:
         raise invalid_fields("the recipe", problems)
-
-
-def _paths(values: Mapping[str, Any], start: str = "") -> Iterator[str]:
-    """Yield the paths of all values in groups, such as optim.lr."""
-    for name, value in values.items():
-        yield f"{start}{name}"
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{start}{name}.")
 
 
 def _spell_out_size(assignment: str) -> str:
@@ -151,3 +159,44 @@ def _spell_out_size(assignment: str) -> str:
         return assignment
     name, height, width = match.groups()
     return f"{name}=[{height}, {width or height}]"
+
+
+def parse_overrides(tokens: Sequence[str]) -> list[str]:
+    """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
+
+    Names that other commands use are fields: `--size` is data.size, `--weights` is model.weights.
+
+    Raises: UserError for a field without a value, or one that is given twice.
+    """
+    assignments = []
+    rest = list(tokens)
+    given = set[str]()
+    before: list[str] = []  # an option and its value
+    while rest:
+        token = rest.pop(0)
+        field = token.removeprefix("--")
+        if "=" not in token:
+            if token.startswith("--") and (not rest or rest[0].startswith("--")):
+                raise UserError(f"{token} has no value; write {token} VALUE")
+            if not token.startswith("--"):
+                raise UserError(_stray(token, before))
+            before = [token, rest.pop(0)]
+            field = f"{field}={before[1]}"
+        name = field.partition("=")[0].replace("-", "_")
+        option = token.partition("=")[0]
+        if name in _OTHER_NAMES:
+            name = _OTHER_NAMES[name]
+            field = f"{name}={field.partition('=')[2]}"
+        if name in given:
+            raise UserError(f"{option} is given twice; give it one value")
+        given.add(name)
+        assignments.append(field)
+    return assignments
+
+
+def _stray(token: str, before: Sequence[str]) -> str:
+    """Return what to write for a token that is neither an option nor its value, after an option and its value."""
+    if not before:
+        return f"{token!r} is not an option; write a field of the recipe as --{token} VALUE"
+    option, value = before
+    return f"{option} takes one value, not {value} and {token}; write {option} '[{value}, {token}]' for a list"

@@ -12,16 +12,15 @@ import isomorph as iso
 from isomorph.analysis.cost import count_parameters
 from isomorph.cli.tables import PATH
 from isomorph.json_values import JsonObject
-from isomorph.lab.data.formats.registry import SOURCES
-from isomorph.lab.data.streams import STREAMS
-from isomorph.lab.training.recipe.recipe import closed_groups, document_fields, plain_values
+from isomorph.lab.data.streams import IMAGE_SOURCES
+from isomorph.lab.training.recipe.recipe import closed_groups, document_fields
 from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
 
 
 def library_tables() -> JsonObject:
     """Return what tables.json has to contain."""
-    sources = {*SOURCES, *STREAMS}
+    sources = set(IMAGE_SOURCES)
     for task in TASKS:
         sources.update(find_task(task).sources)
     return {
@@ -30,7 +29,6 @@ def library_tables() -> JsonObject:
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
         "recipe_fields": closed_groups(),
-        "recipe_values": plain_values(),
         "sources": sorted(sources),
     }
 

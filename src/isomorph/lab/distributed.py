@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from isomorph.errors import UserError, first_line
 from isomorph.terminal_tables import say
@@ -180,13 +181,11 @@ def derive_seed(purpose: str, *numbers: int) -> int:
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Return a tensor, or the tensors in lists, tuples and dictionaries, on a device; all else unchanged."""
-    if hasattr(values, "to"):
-        return values.to(device, non_blocking=True)
-    if isinstance(values, dict):
-        return {name: to_device(value, device) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(to_device(value, device) for value in values)
-    return values
+
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+
+    return tree_map(move, values)
 
 
 def seed_everything(purpose: str, seed: int, *position: int) -> None:

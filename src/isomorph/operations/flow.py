@@ -92,11 +92,12 @@ class Flow(TorchFunctionMode):
         for tensor, before in zip(tensors_read, inputs, strict=True):
             if value_of(tensor) != before:
                 tensors_made.append(tensor)
-        outputs = tuple(dict.fromkeys(map(value_of, tensors_made)))
-        self.tensors |= {value_of(tensor): tensor for tensor in tensors_made}
+        made = {value_of(tensor): tensor for tensor in tensors_made}
+        self.tensors |= made
         self.tensors |= dict(zip(inputs, tensors_read, strict=True))
         self._memories |= set(map(_memory_of, tensors_made))
-        self._record(Operation(name, self.running.innermost, inputs, outputs, args, kwargs, func))
+        module = self.running.innermost
+        self._record(Operation(name, module, inputs, tuple(made), args, kwargs, func))
         return out
 
     def _find_shared_memory(self, tensors: list[Tensor]) -> None:
@@ -186,8 +187,7 @@ def _values_in(*objects: Any) -> tuple[TensorVersion, ...]:
 
 
 def name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name
+    return getattr(_known_by(func), "__name__", str(func))
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -113,18 +113,20 @@ class FusedCall:
     def attend(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Return the values weighed by the edited map; 0 for a query that may attend to nothing."""
         mask = self.mask
-        lowest = torch.finfo(self.query.dtype).min
-        scores = self.scaled_query @ self.repeated[0].mT  # (..., Nq, Nk)
-        if mask is None:
-            maps = edit(scores.softmax(-1), None)
-        elif mask.dtype == torch.bool:  # a finite score: the gradient of a row of -inf is NaN
-            maps = edit(scores.masked_fill(~mask, lowest).softmax(-1), mask)
-        else:
-            maps = edit((scores + mask.clamp(min=lowest)).softmax(-1), None)
-        out = F.dropout(maps, self.dropout_p) @ self.repeated[1]
+        allowed: Tensor | None = None
+        key, value = self.repeated
+        scores = self.scaled_query @ key.mT  # (..., Nq, Nk)
+        lowest = torch.finfo(self.query.dtype).min  # the gradient of a row of -inf is NaN
+        if mask is not None and mask.dtype == torch.bool:
+            allowed = mask
+            scores = scores.masked_fill(~mask, lowest)
+        elif mask is not None:
+            scores = scores + mask.clamp(min=lowest)
+        maps = edit(scores.softmax(-1), allowed)
+        out = F.dropout(maps, self.dropout_p) @ value
         if mask is None:
             return out
-        attends = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+        attends = (mask > -torch.inf if allowed is None else allowed).any(-1, keepdim=True)
         return out.masked_fill(~attends, 0)
 
 
@@ -179,16 +181,7 @@ class FollowMaps(TorchFunctionMode):
         )
 
     def at_fused(self, call: FusedCall) -> Tensor:
-        return F.scaled_dot_product_attention(
-            call.query,
-            call.key,
-            call.value,
-            call.attn_mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        return F.scaled_dot_product_attention(**vars(call))
 
     def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
         """Take notice of a softmax over keys."""

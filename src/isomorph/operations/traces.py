@@ -8,23 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations.values import NOT_HELD, held_by, value_of
+from isomorph.operations.values import NOT_HELD, PLAIN, held_by, value_of
 
 # Objects that nothing can change.
-_CONSTANTS: tuple[type, ...] = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    type(None),
-    type(Ellipsis),
-    Enum,
-)
-_CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS: tuple[type, ...] = (*PLAIN, complex, range, slice, type(Ellipsis), Enum)
 # A model that refers to more objects than this is not looked through.
 _MOST_OBJECTS = 200_000
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,8 @@ class Absorb(Rule):
     scale: float = 255.0
     channels: str = _COLOURS
 
-    atol: ClassVar[float] = 1e-5
-    keeps_output: ClassVar[bool] = False
+    atol = 1e-5
+    keeps_output = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", tuple(map(float, self.mean)))
@@ -67,30 +67,33 @@ class Absorb(Rule):
         check_number("scale", self.scale, (1e-6, 1e6))
         if len(self.mean) != len(self.std) or not self.std or min(self.std) <= 0:
             raise UserError("mean and std need a number for each channel, and std positive ones")
-        letters = sorted(set(_COLOURS) & set(self.channels))
-        is_order = letters == sorted(_COLOURS) and all(
-            self.channels.count(x) == 1 for x in _COLOURS
-        )
+        colours = sorted(letter for letter in self.channels if letter in _COLOURS)
+        is_order = colours == sorted(_COLOURS)
         if self.channels != _COLOURS and len(self.mean) != len(_COLOURS):
             raise UserError(
                 f"channels {self.channels!r} is for models of colour images; this mean has {len(self.mean)}"
             )
-        if self.channels not in _GREY and not is_order:
+        if not self.is_grey and not is_order:
             raise UserError(
                 f"channels {self.channels!r} must be grey, or name r, g and b once each and further channels by other "
                 "letters, like bgr or rgbx"
             )
 
     @property
-    def order(self) -> list[int | None]:
-        """The channel of the normalised image that each raw channel is, None for a further one."""
-        if self.channels == _COLOURS or self.channels in _GREY:
+    def order(self) -> list[int]:
+        """The channel of the normalised image that each raw channel is, -1 for a further one."""
+        if self.channels == _COLOURS or self.is_grey:
             return list(range(len(self.mean)))
-        return [_COLOURS.find(letter) if letter in _COLOURS else None for letter in self.channels]
+        return [_COLOURS.find(letter) for letter in self.channels]
 
     @property
     def is_grey(self) -> bool:
         return self.channels in _GREY
+
+    @property
+    def raw_channels(self) -> int:
+        """Number of channels of a raw image."""
+        return 1 if self.is_grey else len(self.order)
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the normalised image of a raw one. Shape: (B, C', H, W) -> (B, C, H, W)"""
@@ -111,49 +114,37 @@ class Absorb(Rule):
         is_same = not self.is_grey and self.order == list(range(len(self.mean)))
         if plain.groups != 1 and not is_same:
             return "it has groups, so that channels cannot be exchanged"
-        return layer_mismatch(plain, nn.Conv2d, "nn.Conv2d")
+        return layer_mismatch(plain, nn.Conv2d)
 
     @torch.no_grad()
     def build(self, site: Site) -> nn.Module:
         self.check(site)
         module = site.module
-        plain = plain_layer(module)
-        assert isinstance(plain, nn.Conv2d)
-        weight, mean, input_channels = self._for_raw_images(plain)
+        plain: Any = plain_layer(module)
+        filters = plain.weight.double().unflatten(0, (plain.groups, -1))  # (G, out, in, k, k)
+        std, mean = (
+            self.scale * filters.new_tensor(numbers).view(plain.groups, 1, -1, 1, 1)
+            for numbers in (self.std, self.mean)
+        )
+        filters = filters / std
+        weight = filters.flatten(0, 1)
+        if plain.groups == 1:  # further channels read the zeros behind the others
+            weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, self.order]
         if pads_with_zeros(module):
             # The border is 0 of normalised images, which is the mean of raw ones.
-            conv = _with_filters(plain, weight, plain.bias)
+            means = [*(self.scale * number for number in self.mean), 0.0]
+            parts: dict[str, nn.Module] = {"shift": SubtractMean([means[i] for i in self.order])}
             padding = same_padding(module)
-            parts: dict[str, nn.Module] = {"shift": SubtractMean(mean.tolist())}
             if padding is not None:
                 parts["pad"] = padding
-            return nn.Sequential(OrderedDict(parts, conv=conv)).to(plain.weight)
-        bias = -(weight.sum((2, 3)) * mean.to(input_channels.device)[input_channels]).sum(1)
+            parts["conv"] = _with_filters(plain, weight, plain.bias)
+            return nn.Sequential(OrderedDict(parts)).to(plain.weight)
+        bias = -(filters * mean).sum((2, 3, 4)).flatten()  # (G out,)
         if plain.bias is not None:
             bias += plain.bias.double()
         if self.is_grey:
             weight = weight.sum(1, keepdim=True)
         return _with_filters(plain, weight, bias)
-
-    def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, Tensor, Tensor]:
-        """Return filters for raw channels in float64, the mean of each channel, and the channels of each filter."""
-        device = conv.weight.device
-        scale = self.scale * torch.tensor(self.std, dtype=torch.float64, device=device)
-        mean = self.scale * torch.tensor(self.mean, dtype=torch.float64, device="cpu")
-        channels = torch.arange(conv.in_channels, device=device)
-        # (out, in / groups)
-        input_channels = channels.view(conv.groups, -1).repeat_interleave(
-            conv.out_channels // conv.groups, 0
-        )
-        weight = conv.weight.double() / scale[input_channels][..., None, None]
-        if conv.groups != 1:
-            return weight, mean, input_channels
-        ignored = len(mean)  # a channel of zeros behind the others
-        order = [ignored if channel is None else channel for channel in self.order]
-        weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, order]
-        mean = F.pad(mean, (0, 1))[order]
-        input_channels = torch.arange(len(order), device=device).expand(len(weight), -1)
-        return weight, mean, input_channels
 
 
 def pads_with_zeros(module: nn.Module) -> bool:
@@ -209,7 +200,8 @@ def absorb(
         True
     """
     rule = Absorb(tuple(mean), tuple(std), scale, channels)
-    new = copy_model(check_model(model))
+    check_model(model)
+    new = copy_model(model)
     example = own_example(new) if images is None else images[:1]
     if not isinstance(example, Tensor):
         raise UserError("the model does not say which images it takes; give some as images=")
@@ -220,7 +212,7 @@ def absorb(
         )
     for name in names:
         reason = rule.reason(Site(new, name))
-        if reason is not None:
+        if reason:
             raise UserError(
                 f"{name} reads the images, and cannot absorb their normalisation: {reason}"
             )
@@ -265,11 +257,8 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
     """Raise UserError if the models differ in float64, on images of the example's size."""
     exact = copy_module(model).cpu().double().eval()
     generator = torch.Generator().manual_seed(0)
-    count = 1 if rule.is_grey else len(rule.order)
-    raw = (
-        torch.rand(2, count, *example.shape[2:], generator=generator, dtype=torch.float64)
-        * rule.scale
-    )
+    shape = (2, rule.raw_channels, *example.shape[2:])
+    raw = rule.scale * torch.rand(shape, generator=generator, dtype=torch.float64)
     expected = run_model(exact, rule.normalise(raw))
     difference = relative_difference(expected, run_model(apply_edit(exact, edit), raw))
     if not difference <= _EQUAL:
@@ -282,7 +271,7 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
 def _record_raw_images(model: nn.Module, rule: Absorb) -> None:
     """Let the model's data config say that images are raw."""
     config = dict(spec_of(model).config)
-    count = 1 if rule.is_grey else len(rule.order)
+    count = rule.raw_channels
     config |= dict(mean=(0.0,) * count, std=(1 / rule.scale,) * count)
     if config.get("input_size"):
         config["input_size"] = (count, *config["input_size"][1:])

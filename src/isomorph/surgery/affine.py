@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.operations import TensorVersion
-from isomorph.surgery.channels import ChannelStep
+from isomorph.operations import Operation, TensorVersion
+from isomorph.surgery.channels import ChannelStep, Kind
 from isomorph.surgery.layer_calls import InputWindow
 
 # What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias).
@@ -58,17 +58,32 @@ class Affine:
     through: "Affine | None" = None
 
     @property
+    def layers(self) -> list[str | None]:
+        """The layer of each summand, None for the source itself."""
+        return [summand.layer for summand in self.summands]
+
+    @property
     def has_layer(self) -> bool:
-        return any(summand.layer for summand in self.summands)
+        return any(self.layers)
 
     @property
     def is_layer_alone(self) -> bool:
         """True if nothing lies between a layer and the value."""
         return self.has_layer and len(self.summands) == 1 and not self.changes
 
-    def moved(self, step: ChannelStep) -> "Affine":
-        """Return what a step makes of the value."""
-        return replace(self, steps=(*self.steps, step), through=None)
+    def moved(
+        self,
+        operation: Operation,
+        value: TensorVersion,
+        kind: Kind,
+        others: tuple[Operation, ...] = (),
+    ) -> "dict[TensorVersion, Affine]":
+        """Return each output of an operation that moves the value; `others` move other parts of it."""
+        moved = {}
+        for number, output in enumerate(operation.outputs):
+            step = ChannelStep(operation, value, kind, number, others)
+            moved[output] = replace(self, steps=(*self.steps, step), through=None)
+        return moved
 
     def scaled(self, gain: Tensor, shift: Tensor, change: Change) -> "Affine":
         """Return gain * value + shift, computed by what the change removes."""

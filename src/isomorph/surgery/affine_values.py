@@ -30,6 +30,7 @@ from isomorph.surgery.layer_calls import (
     is_unchanged,
     window_of,
 )
+from isomorph.surgery.modules import parent_name
 from isomorph.surgery.plain_layers import describe_attachments
 
 _TAKES_PART = ("__getitem__", "select", "narrow")
@@ -69,9 +70,9 @@ class AffineValues:
         self.chained: list[tuple[TensorVersion, Affine]] = []
         self.operations_of: dict[str, list[Operation]] = defaultdict(list)
         depending = [
-            candidate
-            for candidate in flow.operations
-            if not flow.constant.issuperset(candidate.outputs)
+            operation
+            for operation in flow.operations
+            if not flow.constant.issuperset(operation.outputs)
         ]
         for operation in depending:
             self.operations_of[operation.module].append(operation)
@@ -86,6 +87,10 @@ class AffineValues:
 
     def shape(self, value: TensorVersion) -> tuple[int, ...]:
         return tuple(self.flow.tensors[value].shape)
+
+    def _depends_on(self, operation: Operation) -> list[TensorVersion]:
+        """Return the values that an operation reads and that follow from the inputs of the model."""
+        return [value for value in operation.inputs if value not in self.flow.constant]
 
     def _read(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine values, and the values that they take up."""
@@ -105,7 +110,7 @@ class AffineValues:
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
         """Return what an operation computes as an affine value: a layer, norm, scale or sum; None for any other."""
-        depends_on = [value for value in operation.inputs if value not in self.flow.constant]
+        depends_on = self._depends_on(operation)
         if not depends_on:
             return None
         x = depends_on[0]
@@ -163,10 +168,7 @@ class AffineValues:
             else:  # into readers a scale goes where it was computed, before an average or a choice
                 may_move = base.has_layer or kind == "move"
             if may_move:
-                return {
-                    output: base.moved(ChannelStep(operation, value, kind, i, tuple(others)))
-                    for i, output in enumerate(operation.outputs)
-                }
+                return base.moved(operation, value, kind, tuple(others))
         return {}
 
     def _is_read_in_parts(self, value: TensorVersion) -> bool:
@@ -190,9 +192,10 @@ class AffineValues:
         weight = self._parameter_of(arguments["weight"])
         if weight is not arguments["weight"]:
             window = window._replace(computed=True)
-        name, reason = self._owner(operation, weight, arguments.get("bias"))
         if weight is None or (window.computed and window.transposed):
-            reason = "its layer computes its weight"
+            self.rejected[output] = "its layer computes its weight"
+            return None
+        name, reason = self._owner(operation, weight, arguments.get("bias"))
         if reason:
             self.rejected[output] = reason
             return None
@@ -207,12 +210,7 @@ class AffineValues:
     def _through_two_layers(self, before: Affine, affine: Affine, name: str) -> Affine | None:
         """Return a pointwise layer and the layer before it as a function of what that one reads, or None."""
         first = carrier_of(before.summands)
-        if (
-            first is None
-            or len(before.summands) > 1
-            or before.changes
-            or self.is_avoided(first.layer, name)
-        ):
+        if first is None or not before.is_layer_alone or self.is_avoided(first.layer, name):
             return None
         if first.window.groups > 1 or not first.window.is_plain:
             return None
@@ -245,16 +243,12 @@ class AffineValues:
         is_in_order = rows is not None and rows.tolist() == list(range(len(parameter)))
         return parameter if is_in_order else None
 
-    def _owner(
-        self, operation: Operation, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[str, str]:
+    def _owner(self, operation: Operation, weight: Tensor, bias: Tensor | None) -> tuple[str, str]:
         """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
-        names = [] if weight is None else self.flow.names.get(id(weight), [])
-        if weight is None or not names:
-            return "", "its layer computes its weight"
+        names = self.flow.names[id(weight)]
         if len(names) > 1:
             return "", f"the weight of {names[0]} is tied"
-        name = names[0].rpartition(".")[0]
+        name = parent_name(names[0])
         module = self.model.get_submodule(name)
         shown_name = name or "the model"
         if len(self.flow.reads[value_of(weight)]) != 1:
@@ -263,7 +257,7 @@ class AffineValues:
         if attached:
             return name, f"{shown_name} has {attached}"
         if bias is not None and (
-            len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1
+            len(self.flow.names.get(id(bias), ())) > 1 or len(self.flow.reads[value_of(bias)]) != 1
         ):
             return name, f"the bias of {shown_name} is tied or used elsewhere"
         own_bias = (vars(module) | module._parameters).get("bias", weight)
@@ -299,14 +293,15 @@ class AffineValues:
         change = ("identity", name)
         base = self._affine_to_extend(x)
         if base is None:
-            self.left[name] = self._why_none_before(x)
-            return self._new_affine(x, 1).scaled(gain, shift, change)
-        sides = (-1, *[1] * (len(self.shape(x)) - 2))
-        scale = self._by_channel(base, gain.view(sides), shift.view(sides))
-        if isinstance(scale, str):
-            self.left[name] = scale
-            return self._new_affine(x, 1).scaled(gain, shift, change)
-        return base.scaled(*scale, change)
+            reason = self._why_none_before(x)
+        else:
+            sides = (-1, *[1] * (len(self.shape(x)) - 2))
+            scale = self._by_channel(base, gain.view(sides), shift.view(sides))
+            if not isinstance(scale, str):
+                return base.scaled(*scale, change)
+            reason = scale
+        self.left[name] = reason
+        return self._new_affine(x, 1).scaled(gain, shift, change)
 
     def _read_affine_norm(self, operation: Operation) -> Affine | None:
         """Return the weight and bias of a LayerNorm, RMSNorm or GroupNorm as a function of what it normalises."""
@@ -337,32 +332,17 @@ class AffineValues:
     def _why_needed(self, operation: Operation) -> str:
         """Return why the module of an operation cannot become the identity, or ""."""
         name = operation.module
-        if operation.name in NORMS:
-            reason = self._why_not_alone(name)
-            if reason:
-                return reason
-        if not name or not self._computes_in_turn(name):
+        reason = self._why_not_alone(name)
+        if not reason and (not name or not self._computes_in_turn(name)):
             return "its module computes more than the norm"
-        return describe_attachments(self.model.get_submodule(name)) or ""
+        return reason
 
     def _computes_in_turn(self, name: str) -> bool:
         """True for a module called once with one value, whose operations of arithmetic follow one another."""
-        calls = self.flow.inputs[name]
-        if len(calls) != 1 or len(calls[0]) != 1:
-            return False
-        (value,) = calls[0]
+        value = only_value(self.flow.inputs[name])
         for operation in self.operations_of[name]:
-            depends_on = [
-                value_read
-                for value_read in operation.inputs
-                if value_read not in self.flow.constant
-            ]
-            is_arithmetic = (
-                operation.name in ARITHMETIC
-                or operation.name == "batch_norm"
-                or is_unchanged(operation)
-            )
-            if not is_arithmetic or depends_on != [value]:
+            is_arithmetic = operation.name in ARITHMETIC | {"batch_norm"} or is_unchanged(operation)
+            if not is_arithmetic or self._depends_on(operation) != [value]:
                 return False
             value = operation.outputs[0]
         return True
@@ -457,12 +437,9 @@ class AffineValues:
         first_terms = self._terms(first)
         second_terms = self._terms(second)
         if subtracts:
-            negated = []
-            for term in second_terms:
-                layers = [summand.layer for summand in term.summands]
-                if not self.is_avoided(*layers):
-                    negated.append(term.negated())
-            second_terms = negated
+            second_terms = [
+                term.negated() for term in second_terms if not self.is_avoided(*term.layers)
+            ]
         for first_term, second_term in product(first_terms, second_terms):
             total = sum_of(first_term, second_term)
             if total:
@@ -504,10 +481,14 @@ class AffineValues:
         base = self._affine_to_extend(operation.inputs[0])
         if base is None or is_turned or not numbers:
             return None
-        layers = [summand.layer for summand in base.summands]
-        if not all(layers) or self.is_avoided(*layers):
+        if not all(base.layers) or self.is_avoided(*base.layers):
             return None
         return base.times(1 / numbers[0] if operation.name in DIV else numbers[0])
+
+
+def only_value(calls: list[tuple[TensorVersion, ...]]) -> TensorVersion | None:
+    """Return the value that a module gets or gives, None if it is called several times or has several."""
+    return calls[0][0] if len(calls) == 1 and len(calls[0]) == 1 else None
 
 
 def _with_source(affine: Affine, factor: float) -> Affine:
@@ -522,9 +503,7 @@ def _along_axis(
 ) -> tuple[Tensor, Tensor] | None:
     """Return tensors that vary along one axis of those with which they are broadcast. Shape: -> (C,), (C,)"""
     sides = (1,) * (ndim - gain.ndim) + tuple(gain.shape)
-    if len(sides) != ndim:
-        return None
-    if any(side != 1 for i, side in enumerate(sides) if i != axis):
+    if len(sides) != ndim or gain.numel() != sides[axis]:  # it varies along another axis
         return None
     return gain.reshape(-1).expand(channels), shift.reshape(-1).expand(channels)
 
@@ -533,10 +512,10 @@ def why_stopped(
     channels: Channels, steps: tuple[ChannelStep, ...], gain: Tensor, shift: Tensor
 ) -> str:
     """Return through which operation a scale or a shift does not pass, or ""."""
-    if channels.keeps_order and bool((gain < 0).any()):
+    if channels.keeps_order and (gain < 0).any():
         largest = [step.operation.name for step in steps if step.kind == "largest"]
         return f"{largest[-1]}, through which a scale below 0 does not pass"
-    if bool(shift.any()) and not channels.keeps_shifts:
+    if shift.any() and not channels.keeps_shifts:
         last = steps[-1].operation.name
         return f"{last}, after zeros or an average with them, through which a shift does not pass"
     return ""

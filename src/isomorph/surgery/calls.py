@@ -236,21 +236,19 @@ def to_model(batch: Inputs, model: nn.Module) -> Any:
 
 def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
     """Return a batch with its floating-point and complex tensors in the given precision."""
-    return map_floats(batch, partial(cast, dtype=dtype))
+    return map_tensors(batch, partial(cast, dtype=dtype))
 
 
-def other_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield a batch again, and with other values and sizes."""
-    yield "a second call", batch
-    yield "negative inputs", map_floats(batch, torch.neg)
-    yield "another batch size", _with_other_count(batch)
-    if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
-        H, W = batch.shape[-2:]
-        step = math.gcd(H, W, 32)
-        yield "another size", F.interpolate(batch, (H + step, W + 2 * step))
+def with_other_size(batch: Inputs) -> Tensor | None:
+    """Return images of another size, None for other inputs."""
+    if not isinstance(batch, Tensor) or batch.ndim != 4 or not batch.is_floating_point():
+        return None
+    H, W = batch.shape[-2:]
+    step = math.gcd(H, W, 32)
+    return F.interpolate(batch, (H + step, W + 2 * step))
 
 
-def _with_other_count(batch: Inputs) -> Inputs:
+def with_other_count(batch: Inputs) -> Inputs:
     """Return the first example of a batch, or one example twice; of several inputs those with as many rows."""
     if isinstance(batch, Tensor):
         return _other_rows(batch) if batch.ndim else batch
@@ -265,11 +263,6 @@ def _with_other_count(batch: Inputs) -> Inputs:
 
 def _other_rows(x: Tensor) -> Tensor:
     return x[:1] if len(x) > 1 else torch.cat([x, x])
-
-
-def max_or_inf(values: Iterable[float]) -> float:
-    """Return the largest value, infinity if one is NaN, 0 without any."""
-    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 
 
 def relative(difference: float, scale: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from isomorph.layers.modes import noise
-from isomorph.operations import Flow, Operation, TensorVersion, tensors_in
+from isomorph.operations import Flow, FusedCall, Operation, TensorVersion, tensors_in
 from isomorph.surgery.layer_calls import is_unchanged
 
 # Operations each of whose outputs consists of elements of the input, and of zeros.
@@ -80,6 +80,12 @@ _ROUNDING = 1e-9
 
 Kind = Literal["move", "mean", "largest", "attention"]
 
+_KIND_OF: dict[str, Kind] = {
+    **dict.fromkeys(_MOVES, "move"),
+    **dict.fromkeys(_MEANS, "mean"),
+    **dict.fromkeys(_LARGEST, "largest"),
+}
+
 
 class ChannelStep(NamedTuple):
     """An operation on a value, and which of its outputs is followed; `others` read other parts of the value."""
@@ -118,7 +124,7 @@ class Channels:
         rows = self.labels.movedim(axis, 0).flatten(1)
         channels = rows.amax(1)
         is_same = (rows == channels[:, None]) | (rows < 0)
-        return channels if bool(is_same.all()) else None
+        return channels if is_same.all() else None
 
 
 def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind | None:
@@ -134,22 +140,16 @@ def kind_of_step(flow: Flow, operation: Operation, value: TensorVersion) -> Kind
         return None
     if any(tensor.dtype == torch.bool for tensor in tensors_in(operation.args[1:])):
         return None  # an index by a mask: its numbers decide the shape of the output
-    kinds: dict[Kind, set[str]] = {"move": _MOVES, "mean": _MEANS, "largest": _LARGEST}
-    return next((kind for kind, names in kinds.items() if operation.name in names), None)
-
-
-def _attention_arguments(operation: Operation) -> dict[str, Any]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    return dict(zip(names, operation.args, strict=False)) | operation.kwargs
+    return _KIND_OF.get(operation.name)
 
 
 def _is_plain_attention(flow: Flow, operation: Operation, value: TensorVersion) -> bool:
     """True for fused attention without dropout or a mask that depends on inputs, of which `value` are the values."""
-    arguments = _attention_arguments(operation)
-    is_value = id(arguments["value"]) == value[0]
-    mask = arguments.get("attn_mask")
+    call = FusedCall(*operation.args, **operation.kwargs)
+    is_value = id(call.value) == value[0]
+    mask = call.attn_mask
     constant_mask = mask is None or any(id(mask) == name for name, _ in flow.constant)
-    return is_value and constant_mask and not arguments.get("dropout_p")
+    return is_value and constant_mask and not call.dropout_p
 
 
 def _are_attention_weights(flow: Flow, value: TensorVersion) -> bool:
@@ -195,11 +195,10 @@ def _run_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor:
     """Return what a step makes of a tensor; attention has random weights."""
     tensors = {step.value: tensor}
     if step.operation.name == _FUSED_ATTENTION:
-        arguments = _attention_arguments(step.operation)
-        scores = {
-            other for other in step.operation.inputs if id(arguments.get("attn_mask")) != other[0]
-        }
-        tensors |= {other: _noise_like(flow.tensors[other]) for other in scores - {step.value}}
+        mask = FusedCall(*step.operation.args, **step.operation.kwargs).attn_mask
+        for other in step.operation.inputs:
+            if other != step.value and other[0] != id(mask):
+                tensors[other] = _noise_like(flow.tensors[other])
     elif step.kind == "attention":
         (weights,) = set(step.operation.inputs) - {step.value}
         tensors[weights] = _other_attention_weights(flow, weights)
@@ -211,7 +210,7 @@ def _after_step(flow: Flow, step: ChannelStep, tensor: Tensor) -> Tensor | None:
     try:
         after = _run_step(flow, step, tensor)
         # padded with another number than 0
-        if bool(_run_step(flow, step, torch.zeros_like(tensor)).any()):
+        if _run_step(flow, step, torch.zeros_like(tensor)).any():
             return None
         if step.kind == "largest" and not torch.equal(after, -_run_step(flow, step, -tensor)):
             return None
@@ -266,7 +265,7 @@ def _shares_channels(step: ChannelStep, labels: Tensor | None) -> bool:
     channels = parts.pop(step.output)
     for other in step.others:
         parts += _run(other, numbers)
-    return any(bool(torch.isin(part, channels).any()) for part in parts)
+    return any(torch.isin(part, channels).any() for part in parts)
 
 
 def _decode(codes: Tensor, ones: Tensor, table: Tensor) -> Tensor | None:
@@ -276,4 +275,4 @@ def _decode(codes: Tensor, ones: Tensor, table: Tensor) -> Tensor | None:
     nearest = ((numbers - 1) * len(table)).floor().long().clamp(0, len(table) - 1)
     right = (numbers - table[nearest]).abs() <= _ROUNDING
     empty = ~is_not_zero & (codes.abs() <= _ROUNDING)
-    return torch.where(is_not_zero, nearest, -1) if bool((right | empty).all()) else None
+    return torch.where(is_not_zero, nearest, -1) if (right | empty).all() else None

@@ -6,16 +6,17 @@ Without it the code of such a module still adds the 0 of every merged branch, wh
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from isomorph.layers.modes import noise
 from isomorph.operations import Flow, TensorVersion
 from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, names_in
-from isomorph.surgery.affine_values import AffineValues
+from isomorph.surgery.affine_values import AffineValues, only_value
 from isomorph.surgery.layer_calls import ARITHMETIC
-from isomorph.surgery.modules import lies_within
+from isomorph.surgery.modules import lies_within, parent_name
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -34,7 +35,7 @@ class Collapse(Rule):
 
     parts: tuple[str, ...]
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -63,16 +64,16 @@ def find_whole(
     if carrier is None or carrier.layer is None or affine.steps:
         return None
     whole = None
-    name = carrier.layer.rpartition(".")[0]
+    name = parent_name(carrier.layer)
     while name:
         children = _children_after(model, values.flow, name, value)
-        gets_source = values.flow.inputs[name] == [(affine.source,)]
+        gets_source = only_value(values.flow.inputs[name]) == affine.source
         has_arithmetic = any(item.name in ARITHMETIC for item in values.operations_of[name])
         if children is not None and gets_source and has_arithmetic:
             parts = (carrier.layer.removeprefix(f"{name}."), *children)
             stay = {f"{name}.{part}" for part in parts}
             whole = Whole(name, parts, frozenset(stay | names_in(affine)))
-        name = name.rpartition(".")[0]
+        name = parent_name(name)
     if whole is None:
         return None
     skips = tuple(item for item in affine.summands if item.layer is None and item.stays)
@@ -91,19 +92,19 @@ def _children_after(
     model: nn.Module, flow: Flow, name: str, value: TensorVersion
 ) -> list[str] | None:
     """Return the children of a module that lead in turn from a value to its output, or None."""
-    end = flow.outputs[name]
     children: list[str] = []
-    while end != [(value,)]:
-        following = None
+    while only_value(flow.outputs[name]) != value:
+        following: tuple[str, TensorVersion] | None = None
         for child, _ in model.get_submodule(name).named_children():
             path = f"{name}.{child}"
-            is_next = flow.inputs[path] == [(value,)] and flow.outputs[path] != [(value,)]
-            if is_next and child not in children and len(flow.outputs[path]) == 1:
-                following = child
-        if following is None or len(flow.outputs[f"{name}.{following}"][0]) != 1:
+            after = only_value(flow.outputs[path])
+            is_next = only_value(flow.inputs[path]) == value and child not in children
+            if is_next and after is not None and after != value:
+                following = child, after
+        if following is None:
             return None
-        children.append(following)
-        value = flow.outputs[f"{name}.{following}"][0][0]
+        child, value = following
+        children.append(child)
     return children
 
 
@@ -112,12 +113,11 @@ def can_collapse(model: nn.Module, whole: Whole) -> bool:
     for path, inner in model.get_submodule(whole.name).named_modules(prefix=whole.name):
         if describe_attachments(inner):
             return False
-        is_part = lies_within(path, whole.modules)
-        if is_part or inner._modules:
-            is_empty = not inner._parameters and not inner._buffers
-        else:
-            is_empty = _acts_alike_in_both_modes(inner)
-        if not is_part and not is_empty:
+        if lies_within(path, whole.modules):
+            continue
+        if inner._parameters or inner._buffers:
+            return False
+        if not inner._modules and not _acts_alike_in_both_modes(inner):
             return False
     return True
 
@@ -125,10 +125,7 @@ def can_collapse(model: nn.Module, whole: Whole) -> bool:
 @torch.no_grad()
 def _acts_alike_in_both_modes(module: nn.Module) -> bool:
     """Return True for a layer without parameters and buffers that gives the same in train and eval mode."""
-    if module._parameters or module._buffers:
-        return False
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(32, 32, 8, 8, generator=generator, device="cpu")
+    x = noise(32, 32, 8, 8).float()
     outputs: list[Any] = []
     for mode in (True, False):
         layer = copy.copy(module)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -155,16 +156,17 @@ def structure_notes(output: Any, other: Any, path: str = "") -> Iterator[str]:
 def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
     """Yield how two single outputs differ besides their values: in class, dtype, device or text."""
     where = path or "the output"
+    other_kind = f"{where} is {_kind(other)}, in the original {_kind(output)}"
     tensor = as_number(output)
     other_tensor = as_number(other)
     if tensor is None or other_tensor is None:
         if type(output) is not type(other):
-            yield f"{where} is {_kind(other)}, in the original {_kind(output)}"
+            yield other_kind
         elif isinstance(output, str | bytes) and output != other:
             yield f"{where} is {other!r:.40}, in the original {output!r:.40}"
         return
     if isinstance(output, Tensor) is not isinstance(other, Tensor):
-        yield f"{where} is {_kind(other)}, in the original {_kind(output)}"
+        yield other_kind
     elif tensor.dtype != other_tensor.dtype:
         yield f"{where} is in {_dtype(other_tensor)}, in the original in {_dtype(tensor)}"
     if tensor.device != other_tensor.device:
@@ -228,8 +230,8 @@ def compare_tensors(
     """
     check_structure(*single)
     check_structure(*double)
+    redraw_once = cache(redraw)
     rows = []
-    random_outputs: list[Tensors] | None = None
     for path, exact in double[0].items():
         if not exact.numel():
             rows.append(
@@ -242,10 +244,8 @@ def compare_tensors(
             row = compared.difference(f"{path}{_index(axis, channels)}", axis, channels)
             if row.is_within(atol):
                 continue
-            random_outputs = redraw() if random_outputs is None else random_outputs
-            if compared.stay_smaller(
-                axis, channels, [outputs[path] for outputs in random_outputs if path in outputs]
-            ):
+            random_outputs = [outputs[path] for outputs in redraw_once() if path in outputs]
+            if compared.stay_smaller(axis, channels, random_outputs):
                 rows.append(row)
     return rows
 
@@ -359,11 +359,8 @@ def _finite(values: Tensor) -> Tensor:
 
 def _scales(values: Tensor, axis: int) -> Tensor:
     """Return the largest value at every index of an axis. Shape: (..., C, ...) -> (C,)"""
-    return (
-        _finite(values.abs()).movedim(axis, 0).flatten(1).amax(1)
-        if values.ndim > 1
-        else _finite(values.abs())
-    )
+    rows = _finite(values.abs()).movedim(axis, 0).reshape(values.shape[axis], -1)
+    return rows.amax(1)
 
 
 def _count_not_finite(values: Tensor, others: Tensor) -> str:

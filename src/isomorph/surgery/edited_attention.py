@@ -206,7 +206,7 @@ def edit_reason(layer: nn.Module) -> str | None:
     if facts.no_map:
         return f"{name} {facts.no_map}"
     reason = first_quantised_part(layer)
-    if reason is not None:
+    if reason:
         return reason
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"

@@ -95,15 +95,12 @@ class _Side:
             if not self.dependent.isdisjoint(call.inputs):
                 self.dependent.update(call.outputs)
         self.by_size: dict[int, list[int]] = defaultdict(list)
+        self.summaries: dict[int, Tensor] = {}
         for number in sorted(self.dependent):
             value = run.values[number]
             if value.is_floating_point() and value.numel():
                 self.by_size[value.numel()].append(number)
-        self.summaries = {
-            number: _summary(run.values[number])
-            for numbers in self.by_size.values()
-            for number in numbers
-        }
+                self.summaries[number] = _summary(value)
         # The equal value of the other model, for the values that have one.
         self.matches: dict[int, _Match] = {}
         # Values with a match, and those that they are computed from.
@@ -211,38 +208,32 @@ def first_difference(
     before = other_side.difference_before(call)
     value = other.values[number]
     original_call: Call | None = None
-    nearest = math.inf
+    nearest = (True, math.inf)
     for candidate, original_number in original_side.border():
         _, distance = in_layout(original.values[original_number].to(value), value, tolerance)
-        is_same_kind = _name(candidate) == _name(call)
-        had_same_kind = original_call is not None and _name(original_call) == _name(call)
-        better = (not is_same_kind, distance) < (not had_same_kind, nearest)
-        if original_call is None or better:
+        is_other_kind = candidate.operation != call.operation
+        if original_call is None or (is_other_kind, distance) < nearest:
             original_call = candidate
-            nearest = distance
+            nearest = is_other_kind, distance
     scale = float(other_side.summaries[number][-1])
     return FirstDifference(
         module=call.module,
-        operation=_name(call),
+        operation=call.operation,
         original_module=original_call.module if original_call else "",
-        original_operation=_name(original_call) if original_call else "",
+        original_operation=original_call.operation if original_call else "",
         before=before.difference,
-        after=nearest,
+        after=nearest[1],
         absolute_before=before.difference * before.scale,
-        absolute_after=nearest * scale,
+        absolute_after=nearest[1] * scale,
         reasons=_reasons(original_call, call, original_side, other_side) if original_call else (),
     )
-
-
-def _name(call: Call) -> str:
-    return call.name.strip("_")
 
 
 def _reasons(
     original_call: Call, call: Call, original_side: _Side, other_side: _Side
 ) -> tuple[str, ...]:
     """Return the settings and weights by which two calls of one function differ."""
-    if _name(original_call) != _name(call):
+    if original_call.operation != call.operation:
         return ()
     settings = differing(settings_of(original_call), settings_of(call))
     reasons = [

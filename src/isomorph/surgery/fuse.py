@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, batches_of, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
-from isomorph.surgery.modules import lies_within, outermost_modules
+from isomorph.surgery.modules import lies_within, outermost_modules, parent_name
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
@@ -45,14 +45,12 @@ class Fuse(Rule):
     'Linear'
     """
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     def reason(self, site: Site) -> str | None:
-        return (
-            None
-            if _has_own_fuse(site.module)
-            else f"{type(site.module).__name__} has no fused form"
-        )
+        if _has_own_fuse(site.module):
+            return None
+        return f"{type(site.module).__name__} has no fused form"
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)
@@ -71,9 +69,10 @@ class Fuse(Rule):
             fuse_pyramids(copied)
             fused = copied.fuse()
         except RuntimeError:
-            if reason := first_altered_part(module):
-                raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
-            raise
+            reason = first_altered_part(module)
+            if reason is None:
+                raise
+            raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
         if isinstance(module, Pyramid):
             fused.has_new_bias = not module.replaces_bias
         return fused
@@ -167,12 +166,11 @@ def fuse(
     """
     with float32_on(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
+    uncalled = _uncalled_alternatives(report)
     if report.left and report.difference is None:
-        warnings.warn(
-            f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}",
-            stacklevel=2,
-        )
-    elif uncalled := _uncalled_alternatives(report):
+        reason = next(iter(report.left.values()))
+        warnings.warn(f"fuse merged no norms ({len(report.left)}): {reason}", stacklevel=2)
+    elif uncalled:
         warnings.warn(
             f"no example calls {uncalled[0]}: outputs of inputs that do may change; give one",
             stacklevel=2,
@@ -182,9 +180,9 @@ def fuse(
 
 def _uncalled_alternatives(report: FuseReport) -> list[str]:
     """Return the modules that no example calls and next to which one was merged: the model may choose among them."""
-    parents = {name.rpartition(".")[0] for name in report.merged}
+    parents = {parent_name(name) for name in report.merged}
     uncalled = [name for name, why in report.left.items() if why == NOT_CALLED]
-    return [name for name in (*uncalled, *report.uncalled) if name.rpartition(".")[0] in parents]
+    return [name for name in (*uncalled, *report.uncalled) if parent_name(name) in parents]
 
 
 def fuse_with_report(
@@ -224,14 +222,11 @@ def fuse_with_report(
         merged = merge(exact, calls, across)
         new = _replay(new, merged.edits)
         new.load_state_dict(merged.model.state_dict())
-        left |= merged.left
+        left |= merged.report.left
         report = replace(
-            report,
-            merged=merged.into,
-            across=merged.across,
-            uncalled=merged.uncalled,
+            merged.report,
+            fused=names,
             untried=tuple(calls.untried),
-            wholes=merged.wholes,
             difference=calls.largest,
             inputs=calls.sizes,
             entry_points=tuple(calls.entries),

@@ -20,6 +20,7 @@ from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, V
 from isomorph.layers.grid import GridSize
 from isomorph.surgery.attention_layers import attention_facts
 from isomorph.surgery.edited_attention import AlteredAttention
+from isomorph.surgery.modules import parent_name
 from isomorph.surgery.rule import Rule, check_grid
 from isomorph.surgery.site import Site, TokenGrid, embedding_of, only_embedding_model
 
@@ -156,7 +157,7 @@ def _register_grid_hooks(model: Any) -> None:
     blocks: set[nn.Module] = set()
     for name in layers:
         while "." in name:
-            name = name.rpartition(".")[0]
+            name = parent_name(name)
             blocks.add(named[name])
     for module in blocks:
         module.register_forward_pre_hook(grids.before_block, with_kwargs=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from isomorph.layers.modes import eval_mode
 from isomorph.operations import ModuleCall, observing, tensors_in
 from isomorph.operations.observe import Notice
 from isomorph.surgery.altered import Altered, altered_class, copy_as
-from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
-from isomorph.surgery.recast import apply_edit, check_model
+from isomorph.surgery.calls import Inputs, map_tensors, run_model, to_model, with_other_size
+from isomorph.surgery.recast import apply_rules, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 from isomorph.surgery.site import Site, Where, describe_where, matches_where, nearest_names
@@ -138,8 +138,8 @@ class Insert(Rule):
     entry: int | str | None = None
     """Index or key of the entry that is changed, of an output with several."""
 
-    atol: ClassVar[float] = 0.0
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
+    atol = 0.0
+    kind = (nn.Module,)
 
     def reason(self, site: Site) -> str | None:
         if self.block not in BLOCKS:
@@ -191,34 +191,31 @@ def insert(
     >>> bool((new(x) == cnn(x)).all())
     True
     """
-    model = check_model(model)
-    example = own_example(model) if example is None else example
+    plain = check_model(model)
+    example = own_example(plain) if example is None else example
     if example is None:
         raise UserError(
             "give an example, a batch as the model reads it: the shapes are those of its outputs"
         )
     # inference tensors have no gradients
-    example = map_tensors(to_model(example, model), torch.clone)
+    example = map_tensors(to_model(example, plain), torch.clone)
     name = _registered_name(block)
-    outputs_of: dict[str, list[Any]] = {path: [] for path in _paths_after(model, after)}
+    outputs_of: dict[str, list[Any]] = {path: [] for path in _paths_after(plain, after)}
 
     def note(call: ModuleCall) -> None:
         outputs_of[call.name].append(call.output)
 
-    before = _outputs(copy_model(model), example, outputs_of, after=note)
+    before = _outputs(copy_model(plain), example, outputs_of, after=note)
     counts = {path: len(module_outputs) for path, module_outputs in outputs_of.items()}
-    for change, other in other_inputs(example):
-        if change == "another size":
-            with suppress(UserError):  # it runs at one size only
-                _outputs(copy_model(model), other, outputs_of, after=note)
+    other = with_other_size(example)
+    if other is not None:
+        with suppress(UserError):  # it runs at one size only
+            _outputs(copy_model(plain), other, outputs_of, after=note)
     rules = {
-        path: _make_rule(model, path, module_outputs, name, entry)
+        path: _make_rule(plain, path, module_outputs, name, entry)
         for path, module_outputs in outputs_of.items()
     }
-    new = copy_model(model)
-    for rule in dict.fromkeys(rules.values()):
-        paths = tuple(path for path in rules if rules[path] == rule)
-        new = apply_edit(new, Edit(rule, paths))
+    new = apply_rules(copy_model(model), rules)
     for path, rule in rules.items():
         features = _entry(outputs_of[path][0], rule.entry)
         inserted = new.get_submodule(f"{path}.inserted")
@@ -316,15 +313,16 @@ def _make_rule(
     except (KeyError, IndexError, TypeError):
         raise UserError(f"the output of {path} has no entry {entry!r}") from None
     if not _is_features(features):
-        description = (
-            tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        )
         raise UserError(
-            f"{path} returns no map or tokens, but {description}; choose a module that does"
+            f"{path} returns no map or tokens, but {_described(features)}; choose a module that does"
         )
     layout = _layout(model, path, features, _entry(outputs[-1], entry))
     channel_axis = 1 if layout == "map" else -1
     return Insert(block, features.shape[channel_axis], layout, entry)
+
+
+def _described(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _items_of(output: Any) -> list[tuple[Any, Any]]:
@@ -347,7 +345,9 @@ def _layout(model: nn.Module, path: str, features: Tensor, other_features: Tenso
     if features.ndim > 3:
         modules.append(model)
     for module in modules:
-        sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
+        sizes: Counter[int] = Counter()
+        for parameter in module.parameters():
+            sizes.update(parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = features.ndim > 3  # if nothing tells
     for first_votes, last_votes in votes:
@@ -385,13 +385,9 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
             raise UserError(
                 f"the block after {path} changes its input in place; make its first layer not in place"
             )
-        if not isinstance(y, Tensor):
+        if not isinstance(y, Tensor) or y.shape != x.shape:
             raise UserError(
-                f"the block after {path} turns {tuple(x.shape)} into a {type(y).__name__}; it must keep the shape"
-            )
-        if y.shape != x.shape:
-            raise UserError(
-                f"the block after {path} turns {tuple(x.shape)} into {tuple(y.shape)}; it must keep the shape"
+                f"the block after {path} turns {tuple(x.shape)} into {_described(y)}; it must keep the shape"
             )
 
     try:

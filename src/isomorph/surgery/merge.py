@@ -3,8 +3,8 @@
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.operations import copy_module
 from isomorph.surgery.affine import Group
 from isomorph.surgery.collapse import Collapse, can_collapse
+from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge_plan import MergePlan
 from isomorph.surgery.merged_weights import merged_weights
+from isomorph.surgery.modules import parent_name
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.site import Site
@@ -36,15 +38,14 @@ class Merge(Rule):
     outputs: int = 0
     bias: bool = False
 
-    atol: ClassVar[float] = 1e-4
-    keeps_output: ClassVar[bool] = False
+    atol = 1e-4
+    keeps_output = False
 
     def reason(self, site: Site) -> str | None:
         module = site.module
         needs_weight = self.form in ("layer", "unscaled")
-        return (
-            "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
-        )
+        has_weight = getattr(module, "weight", None) is not None
+        return "it has no weight" if needs_weight and not has_weight else None
 
     @torch.no_grad()
     def build(self, site: Site) -> nn.Module:
@@ -107,19 +108,11 @@ def find_faults(
 
 
 class Merged(NamedTuple):
-    """A model with all groups merged that leave it equal, its edits, what was merged into what, and what was left.
-
-    `across`: of what was merged, a module in between whose inputs or outputs changed. `uncalled`: modules with
-    parameters that no call runs or reads. `wholes`: modules that became one of their layers.
-    """
+    """A model with all groups merged that leave it equal, the edits that merged them, and what was merged and left."""
 
     model: nn.Module
     edits: list[tuple[Rule, str]]
-    into: dict[str, str]
-    left: dict[str, str]
-    across: dict[str, str]
-    uncalled: tuple[str, ...]
-    wholes: tuple[str, ...]
+    report: FuseReport
 
 
 # The order of merging. Into readers first: one of them may be a branch that is written into another layer afterwards.
@@ -198,13 +191,13 @@ def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
 
     `as_slice`: for a norm that goes, whose place is asked for only as the end of a slice of an nn.Sequential.
     """
-    path = name.rpartition(".")[0]
+    path = parent_name(name)
     if as_slice and not isinstance(model.get_submodule(path), nn.Sequential):
         return False
     while path:
         if not isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return False
-        path = path.rpartition(".")[0]
+        path = parent_name(path)
     return True
 
 
@@ -224,7 +217,9 @@ class _Trials:
         if groups != self.chosen:
             self.last = copy_module(self.model)
             aliases = _aliases(self.last)
-            self.edits = [edit for group in groups for edit in _apply(self.last, aliases, group)]
+            self.edits = []
+            for group in groups:
+                self.edits += _apply(self.last, aliases, group)
             self.chosen = groups
         return self.last
 
@@ -243,7 +238,7 @@ def _aliases(model: nn.Module) -> Aliases:
 def merge(
     model: nn.Module,
     calls: ReferenceCalls,
-    across: bool = True,
+    across: bool,
     avoid: frozenset[str] = frozenset(),
 ) -> Merged:
     """Return a copy of a float64 model with all groups merged that leave it equal.
@@ -278,24 +273,28 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plan, faults)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    wholes = tuple(group.whole.name for group in accepted if group.whole)
-    merged = Merged(new, trials.edits, into, left, between, _uncalled(model, plan), wholes)
-    if not any(group.kind == "readers" for group in accepted):
-        return merged
-    # layers of two norms may read one value now
-    return _join_rounds(merged, merge(new, calls, across, avoid))
-
-
-def _join_rounds(first: Merged, second: Merged) -> Merged:
-    """Return two rounds of merging as one."""
-    left = {name: reason for name, reason in first.left.items() if name not in second.into}
-    return Merged(
-        model=second.model,
-        edits=[*first.edits, *second.edits],
-        into=first.into | second.into,
+    report = FuseReport(
+        merged=into,
         left=left,
+        across=between,
+        uncalled=_uncalled(model, plan),
+        wholes=tuple(group.whole.name for group in accepted if group.whole),
+    )
+    if not any(group.kind == "readers" for group in accepted):
+        return Merged(new, trials.edits, report)
+    # layers of two norms may read one value now
+    further = merge(new, calls, across, avoid)
+    edits = [*trials.edits, *further.edits]
+    return Merged(further.model, edits, _join_rounds(report, further.report))
+
+
+def _join_rounds(first: FuseReport, second: FuseReport) -> FuseReport:
+    """Return what two rounds of merging did."""
+    return replace(
+        first,
+        merged=first.merged | second.merged,
+        left={name: reason for name, reason in first.left.items() if name not in second.merged},
         across=first.across | second.across,
-        uncalled=first.uncalled,
         wholes=tuple(dict.fromkeys((*first.wholes, *second.wholes))),
     )
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from isomorph.operations import Flow, Operation, TensorVersion, hooks_on
 from isomorph.surgery.affine import Affine, Change, Group, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, why_stopped
-from isomorph.surgery.channels import ChannelStep, follow_channels, kind_of_step
+from isomorph.surgery.channels import follow_channels, kind_of_step
 from isomorph.surgery.collapse import find_whole
 from isomorph.surgery.layer_calls import LAYERS, InputWindow, adds_zero, is_unchanged
-from isomorph.surgery.modules import lies_within
+from isomorph.surgery.modules import lies_within, parent_name
 
 
 class _Reader(NamedTuple):
@@ -43,7 +43,7 @@ class MergePlan(NamedTuple):
 
 
 def plan_merges(
-    model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()
+    model: nn.Module, flow: Flow, affine: bool, avoid: frozenset[str] = frozenset()
 ) -> MergePlan:
     """Return what one call of a model shows, without the tensors of the call."""
     builder = _PlanBuilder(model, flow, affine, avoid)
@@ -53,13 +53,7 @@ def plan_merges(
 class _PlanBuilder:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        flow: Flow,
-        affine: bool = False,
-        avoid: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, model: nn.Module, flow: Flow, affine: bool, avoid: frozenset[str]) -> None:
         self.model = model
         self.flow = flow
         self.groups: list[Group] = []
@@ -105,7 +99,7 @@ class _PlanBuilder:
         deciding = set(self.flow.branches_on_data)
         for name in sorted(self.flow.branches_on_data, key=len, reverse=True):
             while name in deciding and name and not any(self.flow.outputs[name]):
-                name = name.rpartition(".")[0]
+                name = parent_name(name)
                 deciding.add(name)
         return deciding
 
@@ -116,7 +110,7 @@ class _PlanBuilder:
         for value, tensor in self.flow.tensors.items():
             if self.flow.reads.get(value):
                 parameters = self.flow.names.get(id(tensor), ())
-                names |= {name.rpartition(".")[0] for name in parameters}
+                names |= {parent_name(name) for name in parameters}
         return names
 
     def _weight(self, name: str) -> Tensor:
@@ -219,12 +213,7 @@ class _PlanBuilder:
         if is_unchanged(operation) or adds_zero(operation):
             return {operation.outputs[0]: affine}
         kind = kind_of_step(self.flow, operation, value)
-        if not kind:
-            return {}
-        return {
-            output: affine.moved(ChannelStep(operation, value, kind, i))
-            for i, output in enumerate(operation.outputs)
-        }
+        return affine.moved(operation, value, kind) if kind else {}
 
     def _add_reader(
         self, operation: Operation, value: TensorVersion, affine: Affine, readers: list[_Reader]
@@ -243,7 +232,7 @@ class _PlanBuilder:
             return f"{name} is transposed"
         if not window.is_plain:
             return f"{name} computes its weight"
-        if bool(affine.shift.any()) and any(window.padding):
+        if affine.shift.any() and any(window.padding):
             return f"{name} pads with zeros"
         axis = len(self._values.shape(value)) - 1 - len(window.kernel)
         gain = affine.summands[0].gain
@@ -362,9 +351,9 @@ class _PlanBuilder:
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
-        zero_branches = {
-            name for group in self.groups for form, name in group.changes if form == "nothing"
-        }
+        zero_branches = set()
+        for group in self.groups:
+            zero_branches |= {name for form, name in group.changes if form == "nothing"}
         outputs: dict[str, int] = {}
         for output, before in reversed(self._values.chained):
             first = carrier_of(before.summands)
@@ -372,8 +361,8 @@ class _PlanBuilder:
             last = second.layer
             if first is None or not first.layer or not last or zero_branches & {first.layer, last}:
                 continue
-            is_shared = any(summand.layer is None for summand in before.summands)
-            if is_shared or first.window.groups > 1 or not first.window.is_plain:
+            adds_source = not all(before.layers)
+            if adds_source or first.window.groups > 1 or not first.window.is_plain:
                 continue
             first_weight = self._weight(first.layer)
             second_weight = self._weight(last)
@@ -390,7 +379,7 @@ class _PlanBuilder:
                 carriers=(first.layer, last),
                 windows=(first.window, second.window),
                 changes=(("identity", last),),
-                needs_sum=bool(before.changes) or len(before.summands) > 1,
+                needs_sum=not before.is_layer_alone,
             )
             self._add(
                 group, self._values_between(before.source, output), frozenset(names_in(before))

@@ -104,9 +104,7 @@ def _filters(summand: Summand, weight: Tensor | None, window: InputWindow, like:
 def _identity_filters(like: Tensor, window: InputWindow) -> Tensor:
     """Return the filters that give their input: 1 in the middle of each channel's own filter."""
     filters = torch.zeros_like(like)
-    rows = torch.arange(len(like), device=like.device)
-    middle: tuple[Any, ...] = tuple(side // 2 for side in window.kernel)
-    filters[(rows, rows % like.shape[1], *middle)] = 1.0
+    nn.init.dirac_(filters if like.ndim > 2 else filters[..., None], window.groups)
     return filters
 
 

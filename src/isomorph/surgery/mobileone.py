@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from isomorph.layers.pyramid.batchnorm import fold, normalise
 from isomorph.layers.pyramid.conv import convolve_normalised
-from isomorph.surgery.plain_layers import is_plain_norm, linear_mismatch, override_reason
+from isomorph.surgery.plain_layers import (
+    conv_like,
+    is_plain_norm,
+    linear_mismatch,
+    override_reason,
+)
 
 
 @register_notrace_module
@@ -37,8 +42,8 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
     if block.reparam_conv is not None:
         return "it is already fused; recast its reparam_conv instead"
-    reason = override_reason(block, MobileOneBlock, "timm's MobileOneBlock")
-    if reason is not None:
+    reason = override_reason(block, MobileOneBlock)
+    if reason:
         return reason
     if type(block.drop_path) is not nn.Identity:
         return (
@@ -48,10 +53,10 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if block.conv_scale is not None:
         branches.append(block.conv_scale)
     for branch in branches:
-        if override_reason(branch, ConvNormAct, "ConvNormAct") or branch.aa is not None:
+        if override_reason(branch, ConvNormAct) or branch.aa is not None:
             return "one of its branches is not a convolution and a BatchNorm alone"
         reason = linear_mismatch(branch.conv)
-        if reason is not None:
+        if reason:
             return f"one of its branches: {reason}"
     norms = [branch.bn for branch in branches]
     if block.identity is not None:
@@ -71,14 +76,6 @@ def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
         eye = torch.eye(first.weight.shape[1]).to(first.weight).expand(first.groups, -1, -1)
         maps.append(normalise(exact.identity, eye, eye.new_zeros(eye.shape[:2])))
     weights, biases = zip(*maps, strict=True)  # (G, out, C), (G, out)
-    merged = nn.Conv2d(
-        first.in_channels,
-        first.out_channels,
-        1,
-        stride=first.stride,
-        groups=first.groups,
-        device=first.weight.device,
-    ).double()
-    merged.weight.copy_(sum(weights).view_as(merged.weight))
-    merged.bias.copy_(sum(biases).flatten())  # type: ignore[union-attr]
-    return merged.to(next(block.parameters()).dtype)
+    weight = nn.Parameter(sum(weights).view_as(first.weight))
+    bias = nn.Parameter(sum(biases).flatten())
+    return conv_like(first, weight, bias).to(next(block.parameters()).dtype)

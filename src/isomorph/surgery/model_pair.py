@@ -27,6 +27,7 @@ from isomorph.surgery.calls import (
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import (
     ROUNDING,
+    Pair,
     TensorDifference,
     Tensors,
     as_number,
@@ -124,13 +125,9 @@ class ModelPair:
             if not is_compared:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
-        single, recast_single, double, recast_double = map(tensors_by_path, outputs)
-        recast_single = _with_names_of(single, recast_single)
-        recast_double = _with_names_of(double, recast_double)
+        pairs = _named_alike(*outputs[:2]), _named_alike(*outputs[2:])
         try:
-            tensors = compare_tensors(
-                (single, recast_single), (double, recast_double), self.atol, redraw
-            )
+            tensors = compare_tensors(*pairs, self.atol, redraw)
         except UserError:
             chosen = self._compare_choices(runs, redraw)
             if chosen is None:
@@ -178,24 +175,22 @@ class ModelPair:
         ]
         if any(call.unmatched for call in repeated):
             return None
-        single, recast_single, double, recast_double = map(
-            _numbers_of, (repeated[0], repeated[1], exact_call, repeated[2])
-        )
+        single = _numbers_of(repeated[0]), _numbers_of(repeated[1])
+        double = _numbers_of(exact_call), _numbers_of(repeated[2])
         try:
-            tensors = compare_tensors(
-                (single, recast_single), (double, recast_double), self.atol, redraw
-            )
+            tensors = compare_tensors(single, double, self.atol, redraw)
         except UserError:
             return None
         if not all(row.is_within(self.atol) for row in tensors):
             return tensors, ()
-        changed = list(
-            dict.fromkeys((*repeated[0].changed, *repeated[1].changed, *repeated[2].changed))
-        )
+        changed: dict[str, None] = {}
+        for call in repeated:
+            changed |= dict.fromkeys(call.changed)
+        places = tuple(changed)
         self.extra_notes[
-            f"rounding decides between almost equal numbers in {list_names(changed)}: {_REPEATED}"
+            f"rounding decides between almost equal numbers in {list_names(places)}: {_REPEATED}"
         ] = None
-        return tensors, tuple(changed)
+        return tensors, places
 
     def _redraw(self, batch: Inputs) -> list[Tensors]:
         """Return outputs of the original for other inputs, none for inputs without floating-point numbers."""
@@ -312,10 +307,11 @@ def _compare_module(
         row = TensorDifference(
             first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes"
         )
-        return Difference.of(name, [row], atol, kind)
+        return Difference.of(name, [row], atol, kind=kind)
     pair = {path: outputs[path] for path in shared}, {path: others[path] for path in shared}
     rows = compare_tensors(pair, pair, atol, by_channel=False)
-    return Difference.of(name, [replace(row, rounding=rounding) for row in rows], atol, kind)
+    rows = [replace(row, rounding=rounding) for row in rows]
+    return Difference.of(name, rows, atol, kind=kind)
 
 
 _REPEATED = (
@@ -323,11 +319,13 @@ _REPEATED = (
 )
 
 
-def _with_names_of(outputs: Tensors, others: Tensors) -> Tensors:
-    """Return the other model's outputs, a single one by the name of the first model's, such as `logits`."""
+def _named_alike(output: Any, other: Any) -> Pair:
+    """Return the tensors of two outputs; a single one by the name that the first has for it, such as `logits`."""
+    outputs = tensors_by_path(output)
+    others = tensors_by_path(other)
     if len(outputs) == len(others) == 1:
-        return dict(zip(outputs, others.values(), strict=True))
-    return others
+        others = dict(zip(outputs, others.values(), strict=True))
+    return outputs, others
 
 
 def _call(run: _Run) -> Any:
@@ -357,11 +355,8 @@ def _are_identical(inputs: Inputs, others: Inputs) -> bool:
     other_tensors = tensors_in(others)
     if [x.shape for x in tensors] != [x.shape for x in other_tensors]:
         return False
-    for x, y in zip(tensors, other_tensors, strict=True):
-        both_nan = (x != x) & (y != y)  # NaN is not equal to itself
-        if not ((x == y) | both_nan).all():
-            return False
-    return True
+    pairs = zip(tensors, other_tensors, strict=True)
+    return all(torch.allclose(x, y, 0, 0, equal_nan=True) for x, y in pairs)
 
 
 def _has_numbers(output: Any, exact: Any) -> bool:

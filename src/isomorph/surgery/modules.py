@@ -5,12 +5,17 @@ from collections.abc import Callable, Collection, Sequence
 from torch import nn
 
 
-def list_names(names: Sequence[str]) -> str:
-    """Return at most three names in a row, and the number of the others."""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += f" and {len(names) - 3} more"
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in a row, and the number of the others."""
+    shown = ", ".join(name or "the model" for name in names[:most])
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
     return shown
+
+
+def parent_name(name: str) -> str:
+    """Return the name of the module that has one as a child, "" for the model itself."""
+    return name.rpartition(".")[0]
 
 
 def lies_within(path: str, names: Collection[str]) -> bool:
@@ -18,7 +23,7 @@ def lies_within(path: str, names: Collection[str]) -> bool:
     while path not in names:
         if not path:
             return False
-        path = path.rpartition(".")[0]
+        path = parent_name(path)
     return True
 
 

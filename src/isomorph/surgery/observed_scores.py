@@ -23,6 +23,9 @@ from isomorph.spec import image_size, spec_of
 from isomorph.surgery.altered import copy_as
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 
+# Sizes that the tokens of a layer may have, each with the number of tokens before them.
+TokenGrids = Sequence[tuple[GridSize, int]]
+
 # Arguments in which layers of timm receive the size of the feature map of their tokens.
 SIZE_NAMES = ("feat_size", "size", "resolution")
 
@@ -133,9 +136,7 @@ def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str,
     return arguments
 
 
-def _trials(
-    layer: nn.Module, grids: Sequence[tuple[GridSize, int]]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def _trials(layer: nn.Module, grids: TokenGrids) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield inputs that a layer may take: tokens, and feature maps with the channels last and first."""
     width = _width(layer)
     if width is None:
@@ -158,13 +159,13 @@ def _run(layer: nn.Module, x: Tensor, arguments: dict[str, Any]) -> Scores | Non
     return mode.scores.get("")
 
 
-def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int]]:
+def _grids_of(grids: TokenGrids) -> TokenGrids:
     """Return the grids of the trials with their prefix tokens: a layer's own, if they are small, and a few others."""
     small = [(grid, prefix) for grid, prefix in grids if grid[0] * grid[1] <= _MOST_TOKENS]
     return [*small, *((grid, 0) for grid in _GRIDS)]
 
 
-def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ()) -> Scores | None:
+def observe_scores(layer: nn.Module, grids: TokenGrids = ()) -> Scores | None:
     """Return the attention scores that a copy of a layer computes of made-up inputs, or None.
 
     First tensors have shapes alone (device meta), then values in float64, which some layers need. `grids` are sizes
@@ -183,7 +184,7 @@ def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ())
     return None
 
 
-def fused_scale(layer: Any, grids: Sequence[tuple[GridSize, int]] = ()) -> float | None:
+def fused_scale(layer: Any, grids: TokenGrids = ()) -> float | None:
     """Return the scale with which the fused form of a layer of timm computes what its plain form does.
 
     None if the layer runs fused or has no fused form, if a trial call does not tell, and if the two forms differ in

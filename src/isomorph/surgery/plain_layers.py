@@ -68,27 +68,25 @@ _PERMANENT_HINT = (
 )
 
 
-def override_reason(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
-    """Return by which methods a module computes, saves or loads differently from the class `kind`, or None.
-
-    `name` is the class in messages.
-    """
+def override_reason(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Return by which methods a module computes, saves or loads differently from a class of torch or timm, or None."""
     find = inspect.getattr_static
     methods = []
     for method in _CHECKED_ATTRIBUTES:
         if find(type(module), method, None) is not find(kind, method, None):
             methods.append(method)
-    return (
-        f"{type(module).__name__} overrides {' and '.join(methods)} of {name}" if methods else None
-    )
+    if not methods:
+        return None
+    owner = "timm's " if kind.__module__.startswith("timm.") else "nn."
+    return f"{type(module).__name__} overrides {' and '.join(methods)} of {owner}{kind.__name__}"
 
 
-def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
-    """Return how a module differs from a plain layer of the class `kind`, or None; `name` is the class in messages."""
+def layer_mismatch(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Return how a module differs from a plain layer of a class of torch, or None."""
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
-    reason = override_reason(module, kind, name)
-    if reason is not None:
+    reason = override_reason(module, kind)
+    if reason:
         return reason
     tensors: dict[str, Tensor] = {}
     tensors.update(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -107,6 +105,12 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
         if not tensor.is_floating_point():
             return f"its {part} has dtype {tensor.dtype}, which is not a floating-point type"
     return None
+
+
+def projection_mismatch(module: nn.Module, name: str) -> str | None:
+    """Return how a child of a module differs from a plain nn.Linear, whose weights can be split, or None."""
+    reason = layer_mismatch(getattr(module, name), nn.Linear)
+    return f"its {name}: {reason}" if reason else None
 
 
 def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
@@ -156,8 +160,8 @@ def first_altered_part(layer: nn.Module) -> str | None:
     for path, part in layer.named_modules():
         if not isinstance(part, nn.Linear | nn.Conv2d):
             continue
-        reason = layer_mismatch(part, type(part), "")
-        if reason is not None:
+        reason = layer_mismatch(part, type(part))
+        if reason:
             return f"its {path}: {reason}"
     return None
 
@@ -278,11 +282,11 @@ def is_plain_norm(module: nn.Module) -> bool:
 def linear_mismatch(module: nn.Module) -> str | None:
     """Return why a layer is not a plain linear layer or convolution, or None if it is."""
     if isinstance(module, nn.Linear):
-        return layer_mismatch(module, nn.Linear, "nn.Linear")
+        return layer_mismatch(module, nn.Linear)
     if not isinstance(module, nn.Conv2d):
         return f"{type(module).__name__} is not a linear layer or convolution"
-    reason = layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
-    if reason is not None:
+    reason = layer_mismatch(module, nn.Conv2d)
+    if reason:
         return reason
     if module.padding_mode != "zeros":
         return f"padding_mode={module.padding_mode!r} is not 'zeros'"

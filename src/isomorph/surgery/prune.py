@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -10,8 +10,8 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.modules import outermost_modules
-from isomorph.surgery.recast import apply_edit, check_finite, check_model
-from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
+from isomorph.surgery.recast import apply_rules, check_finite, check_model
+from isomorph.surgery.rule import Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
 from isomorph.surgery.site import Site, Where, describe_where, matches_where
 
@@ -44,7 +44,7 @@ class Prune(Rule):
     'PositionalConv2d'
     """
 
-    atol: ClassVar[float] = LARGEST_ATOL
+    atol = LARGEST_ATOL
 
     becomes: Literal["position", "convolution", "attention", "windows"]
     """What is left: attention by position alone, a convolution, plain attention, or attention in windows alone."""
@@ -174,11 +174,5 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
         raise UserError(
             f"nothing to prune: {_nothing_to_prune(list(_select_prunable(model, where).values()), tolerance)}"
         )
-    pruned = copy_model(model)
-    for form in dict.fromkeys(forms.values()):
-        rule = Prune(form, tolerance)  # type: ignore[arg-type]  # a string that is one of the forms
-        pruned = apply_edit(
-            pruned,
-            Edit(rule, tuple(name for name, layer_form in forms.items() if layer_form == form)),
-        )
-    return pruned
+    rules = {name: Prune(form, tolerance) for name, form in forms.items()}  # type: ignore[arg-type]
+    return apply_rules(copy_model(model), rules)

@@ -3,10 +3,11 @@
 A checkpoint is rebuilt from them: create the base model, apply the edits, load the tensors.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
     >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
     ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
     """
-    return _select(model, rule, where, exclude).accepted
+    return _select(check_model(model), rule, where, exclude).accepted
 
 
 class _Choice(NamedTuple):
@@ -151,7 +152,7 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
     if not isinstance(rule, Rule):
         example = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
         raise UserError(f"{rule!r} is not a rule; give an instance, like {example}")
-    sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
+    sites = _sites(model, parts=rule.takes_parts and not callable(where))
     choice = _Choice(rule, where, exclude, sites)
     _check_globs(where, choice)
     _check_globs(exclude, choice)
@@ -236,7 +237,7 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     """Return what to select instead of modules of other classes, as the end of a message."""
     for site in selected:
         stand_in = describe_stand_in(site.module)
-        if stand_in is not None:
+        if stand_in:
             return f"; {site.name} {stand_in}"
     if choice.exclude != ():
         return "; exclude leaves out the others"
@@ -314,8 +315,9 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
     ('Conv2d', 'GPSA2d')
     """
-    selection = _select(model, rule, where, exclude)
-    root = Site(check_model(model))
+    plain = check_model(model)
+    selection = _select(plain, rule, where, exclude)
+    root = Site(plain)
     for name in selection.accepted:
         site = root.at(name)
         if not site.part:
@@ -372,6 +374,14 @@ def kept_random_state(model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         torch.rand(num_edited, device="cpu")
         yield
+
+
+def apply_rules(model: nn.Module, rules: Mapping[str, Rule]) -> nn.Module:
+    """Apply a rule to each named module in place, one edit for all of one rule; return the model."""
+    for rule in dict.fromkeys(rules.values()):
+        names = tuple(name for name in rules if rules[name] == rule)
+        model = apply_edit(model, Edit(rule, names))
+    return model
 
 
 def apply_rule(model: nn.Module, rule: Rule, where: Where) -> nn.Module:
@@ -489,21 +499,22 @@ class Ties:
     """The names of each parameter that two or more modules of a model share; a module used twice counts once."""
 
     def __init__(self, model: nn.Module) -> None:
-        names_of: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in _parameters_by_module(model):
-            names_of.setdefault(parameter, []).append(name)
+        parameters = _parameters_by_module(model)
+        self.names = set(parameters)
+        names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in parameters.items():
+            names_of[parameter].append(name)
         self.groups = [names for names in names_of.values() if len(names) > 1]
-        self.names = {name for names in names_of.values() for name in names}
 
     def restore(self, model: nn.Module) -> Iterator[str]:
         """Tie parameters again if name, shape and values are unchanged; yield a sentence for every tie that is less."""
-        current = dict(_parameters_by_module(model))
+        current = _parameters_by_module(model)
         new = [name for name in current if name not in self.names]
         for names in self.groups:
             present = [name for name in names if name in current]
             tied = []
             if present:
-                shared = Counter(current[name] for name in present).most_common(1)[0][0]
+                shared = mode(current[name] for name in present)
                 tied = [name for name in present if _are_equal(current[name], shared)]
                 _share(model, tied, shared)
             untied = [name for name in names if name not in tied]
@@ -531,9 +542,12 @@ def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
     return [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]
 
 
-def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters_by_module(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name; one that several modules share has a name in each."""
+    parameters: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
-        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
+        parameters.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
+    return parameters
 
 
 def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:

@@ -29,10 +29,10 @@ from isomorph.surgery.calls import (
     cast_floats,
     copy_inputs,
     describe_shape,
-    other_inputs,
     own_inputs,
     run_model,
     to_model,
+    with_other_count,
 )
 from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import relative_difference
@@ -88,8 +88,8 @@ class ReferenceCalls:
         self,
         model: nn.Module,
         example: Inputs | Sequence[Inputs],
-        only_forward: bool = False,
-        affine: bool = False,
+        only_forward: bool,
+        affine: bool,
     ) -> None:
         first, *others = [cast_floats(x, torch.float64) for x in batches_of(example)]
         # The difference that the last comparison without a fault has found.
@@ -151,11 +151,8 @@ class ReferenceCalls:
         """Add calls at other sizes than the example's, or where it runs at one size only of another batch size."""
         for inputs in _other_sizes(first):
             self._try(model, FORWARD, inputs)
-        if self.calls:
-            return
-        for name, other in other_inputs(first):
-            if name == "another batch size":
-                self._try(model, FORWARD, other)
+        if not self.calls:
+            self._try(model, FORWARD, with_other_count(first))
 
     def _check(self, first: Inputs) -> None:
         """Keep the calls whose outputs can be compared. Raises: DoesNotRun and NotFinite, as the class."""
@@ -195,14 +192,9 @@ class ReferenceCalls:
         flows: list[Flow] = []
 
         def run(model: nn.Module, call: Callable[[], Any]) -> ChosenCall:
-            recorded: list[ChosenCall] = []
-
-            def call_once() -> Any:
-                recorded.append(record_choices(model, call))
-                return recorded[0].output
-
-            flows.append(see(model, call_once))
-            return recorded[0]
+            flow = see(model, partial(record_choices, model, call))
+            flows.append(flow)
+            return flow.result
 
         outputs, chosen = self._outputs(model, entry, inputs, run)
         plan = plan_merges(model, flows[0], self._affine)

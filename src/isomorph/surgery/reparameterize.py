@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from timm.utils.model import reparameterize_model
 from torch import nn
@@ -30,7 +30,7 @@ class Reparameterize(Rule):
     0
     """
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     def reason(self, site: Site) -> str | None:
         is_timm = type(site.module).__module__.startswith("timm.")

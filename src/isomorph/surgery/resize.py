@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError, first_line
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import copy_module, tensors_in, unwrap
+from isomorph.operations import copy_module, tensors_in
 from isomorph.spec import ImageSize
 from isomorph.spec import image_size as height_and_width
 from isomorph.surgery.calls import call_model, check_not_empty
@@ -40,7 +40,7 @@ def resize_filters(filters: Tensor, size: ImageSize) -> Tensor:
     Shape: (O, C, h, w) -> (O, C, *size), in float64
     Source: FlexiViT (Beyer et al., 2023), section 3.4
     """
-    inverse = torch.linalg.pinv(resizing_matrix(_sides(filters), size))  # (h w, h' w')
+    inverse = torch.linalg.pinv(resizing_matrix(sides_of(filters), size))  # (h w, h' w')
     resized = filters.double().flatten(2) @ inverse.to(filters.device)  # (O, C, h' w')
     return resized.reshape(*filters.shape[:2], *size)
 
@@ -92,8 +92,12 @@ class ResizeReport:
         return {name: value for name, value in vars(self).items() if name != "model"} | shifts
 
     def __str__(self) -> str:
-        lines = [f"{name} {_by(old)} -> {_by(new)}" for name, (old, new) in self._sizes.items()]
-        lines = [", ".join(lines)]
+        sizes = {"patches": self.patch, "grid": self.grid, "images": self.image}
+        changes = [
+            f"{name} {describe_size(old)} -> {describe_size(new)}"
+            for name, (old, new) in sizes.items()
+        ]
+        lines = [", ".join(changes)]
         if self.patch[0] != self.patch[1]:
             lines.append(
                 f"  exact: each patch is embedded as the original embeds it resized (relative difference "
@@ -112,12 +116,8 @@ class ResizeReport:
 
     __repr__ = __str__
 
-    @property
-    def _sizes(self) -> dict[str, tuple[ImageSize, ImageSize]]:
-        return {"patches": self.patch, "grid": self.grid, "images": self.image}
 
-
-def _by(size: ImageSize) -> str:
+def describe_size(size: ImageSize) -> str:
     return f"{size[0]}x{size[1]}"
 
 
@@ -149,9 +149,9 @@ def resize_patches(
         >>> report.grid, report.model(torch.randn(2, 3, 32, 32)).shape
         (((2, 2), (4, 4)), torch.Size([2, 1000]))
     """
-    original = unwrap(check_model(model))
+    original: Any = check_model(model)
     check_not_empty(images)
-    new, by_timm = _for_sizes(original, patch_size, image_size)
+    new, by_timm = for_sizes(original, patch_size, image_size)
     embed = original.patch_embed
     layer = embed.proj
     old_image: ImageSize = tuple(embed.img_size)
@@ -162,7 +162,7 @@ def resize_patches(
     original_logits = _logits(original, images_by_size[old_image])
     return ResizeReport(
         model=new,
-        patch=(_kernel(layer), _kernel(new.patch_embed.proj)),
+        patch=(kernel_of(layer), kernel_of(new.patch_embed.proj)),
         grid=(tuple(embed.grid_size), tuple(new.patch_embed.grid_size)),
         image=(old_image, new_image),
         embedding=_embedding_difference(layer, new.patch_embed.proj, images_by_size[new_image]),
@@ -172,7 +172,7 @@ def resize_patches(
     )
 
 
-def _for_sizes(
+def for_sizes(
     original: Any, patch_size: int | ImageSize | None, image_size: int | ImageSize | None
 ) -> tuple[Any, Any]:
     """Return copies of a model for other sizes, with filters computed in float64 and as timm computes them.
@@ -187,11 +187,11 @@ def _for_sizes(
             "other size in its own library, and give it the weights by iso.port_weights"
         )
     assert embed is not None
-    patch = height_and_width(patch_size or _kernel(layer))
+    patch = height_and_width(patch_size or kernel_of(layer))
     image = height_and_width(image_size or tuple(embed.img_size))
     if image[0] % patch[0] or image[1] % patch[1]:
         raise UserError(
-            f"patches of {_by(patch)} do not fill images of {_by(image)}; give multiples of them"
+            f"patches of {describe_size(patch)} do not fill images of {describe_size(image)}; give multiples of them"
         )
     by_timm: Any = copy_module(original)
     try:
@@ -206,42 +206,15 @@ def _for_sizes(
     return new, by_timm
 
 
-@dataclass(frozen=True)
-class OtherSize:
-    """A copy of a vision transformer for the images and patches of another model, and its own sizes."""
-
-    model: nn.Module
-    image: ImageSize
-    patch: ImageSize
-
-    @classmethod
-    def of(cls, model: nn.Module, images: Tensor, patch: ImageSize | None) -> "OtherSize":
-        """Return the copy. Raises: UserError as `resize_patches`."""
-        original: Any = unwrap(model)
-        new, _ = _for_sizes(original, patch, _sides(images))
-        return cls(new, tuple(original.patch_embed.img_size), _kernel(original.patch_embed.proj))
-
-    def back(self, model: nn.Module) -> nn.Module:
-        """Return a copy of a model like this one for the sizes that it had."""
-        return _for_sizes(unwrap(model), self.patch, self.image)[0]
-
-    def describe(self, images: Tensor) -> str:
-        """Return what is resized."""
-        embed: Any = self.model.patch_embed
-        sizes = [f"images of {_by(_sides(images))} and {_by(self.image)}"]
-        if _kernel(embed.proj) != self.patch:
-            sizes.append(f"patches of {_by(_kernel(embed.proj))} and {_by(self.patch)}")
-        return ", ".join(sizes)
-
-    @torch.no_grad()
-    def shift(self, original: nn.Module, resized: nn.Module, images: Tensor) -> OutputShift | None:
-        """Return by how much outputs move from the original, on the images, to a resized model; None without logits."""
-        try:
-            logits = _single_tensor(call_model(original, images))
-            new_logits = _single_tensor(call_model(resized, _resized(images, self.image)))
-            return _shift(logits, new_logits)
-        except UserError:
-            return None
+def shift_between(
+    original: nn.Module, resized: nn.Module, images: Tensor, size: ImageSize
+) -> OutputShift | None:
+    """Return by how much outputs move from a model to one for images of another size; None without logits."""
+    try:
+        logits = _single_tensor(call_model(original, images))
+        return _shift(logits, _single_tensor(call_model(resized, _resized(images, size))))
+    except UserError:
+        return None
 
 
 def _single_tensor(outputs: Any) -> Tensor:
@@ -253,7 +226,7 @@ def _single_tensor(outputs: Any) -> Tensor:
 
 
 def _resized(images: Tensor, size: ImageSize) -> Tensor:
-    if _sides(images) == size:
+    if sides_of(images) == size:
         return images
     return F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
 
@@ -271,7 +244,7 @@ def _embed(layer: nn.Conv2d, patches: Tensor) -> Tensor:
 
 def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float:
     """Return the difference of new embeddings of patches from the old ones of the patches resized."""
-    sizes = _kernel(old), _kernel(new)
+    sizes = kernel_of(old), kernel_of(new)
     patches = _patches(images, sizes[1])
     resized = torch.linalg.pinv(resizing_matrix(*sizes)) @ patches
     return relative_difference(_embed(old, resized), _embed(new, patches))
@@ -279,18 +252,18 @@ def _embedding_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> flo
 
 def _enlarged_difference(old: nn.Conv2d, new: nn.Conv2d, images: Tensor) -> float | None:
     """Return the difference of new embeddings of enlarged patches from the old ones; None if patches shrink."""
-    sizes = _kernel(old), _kernel(new)
+    sizes = kernel_of(old), kernel_of(new)
     if sizes[0] == sizes[1] or sizes[1][0] < sizes[0][0] or sizes[1][1] < sizes[0][1]:
         return None
     patches = _patches(images, sizes[0])
     return relative_difference(_embed(old, patches), _embed(new, resizing_matrix(*sizes) @ patches))
 
 
-def _sides(images: Tensor) -> ImageSize:
+def sides_of(images: Tensor) -> ImageSize:
     return images.shape[-2], images.shape[-1]
 
 
-def _kernel(layer: nn.Conv2d) -> ImageSize:
+def kernel_of(layer: nn.Conv2d) -> ImageSize:
     return layer.kernel_size[0], layer.kernel_size[1]
 
 
@@ -305,6 +278,5 @@ def _shift(outputs: Tensor, others: Tensor) -> OutputShift:
         raise UserError(
             "outputs of the model have a value for each position; give a model with a head or pooling"
         )
-    distance = (outputs - others).double().square().mean().sqrt()
-    size = outputs.double().square().mean().sqrt()
-    return OutputShift(float(distance / size), class_agreement(outputs, others))
+    distance = (outputs - others).double().norm()
+    return OutputShift(float(distance / outputs.double().norm()), class_agreement(outputs, others))

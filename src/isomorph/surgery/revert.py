@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -57,14 +56,12 @@ class Revert(Rule):
     'Conv2d'
     """
 
-    atol: ClassVar[float] = 1e-3
+    atol = 1e-3
 
     def reason(self, site: Site) -> str | None:
-        return (
-            None
-            if _revert_method(site.module)
-            else f"{type(site.module).__name__} has no original form"
-        )
+        if _revert_method(site.module):
+            return None
+        return f"{type(site.module).__name__} has no original form"
 
     def build(self, site: Site) -> nn.Module:
         self.check(site)

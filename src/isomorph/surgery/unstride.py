@@ -3,7 +3,7 @@
 import copy
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import BlurPool2d
@@ -31,8 +31,8 @@ class Unstride(Rule):
     (1, 1)
     """
 
-    atol: ClassVar[float] = 0.0
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
+    atol = 0.0
+    kind = (nn.Module,)
 
     def reason(self, site: Site) -> str | None:
         module = site.module

@@ -20,9 +20,10 @@ from isomorph.surgery.calls import (
     describe_shape,
     map_floats,
     map_tensors,
-    other_inputs,
     relative,
     run_model,
+    with_other_count,
+    with_other_size,
 )
 from isomorph.surgery.comparison import (
     TensorDifference,
@@ -236,14 +237,14 @@ def _first_example(x: Tensor) -> Tensor:
 
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield other inputs, and images of twice the size and zeros."""
-    yield from other_inputs(batch)
-    if (
-        isinstance(batch, Tensor)
-        and batch.ndim == 4
-        and batch.is_floating_point()
-        and max(batch.shape[-2:]) <= _DOUBLED
-    ):
+    """Yield a batch again, and with other values and sizes."""
+    yield "a second call", batch
+    yield "negative inputs", map_floats(batch, torch.neg)
+    yield "another batch size", with_other_count(batch)
+    other = with_other_size(batch)
+    if other is not None:
+        yield "another size", other
+    if isinstance(batch, Tensor) and other is not None and max(batch.shape[-2:]) <= _DOUBLED:
         yield _TWICE, F.interpolate(batch[:2].float(), scale_factor=2).to(batch.dtype)
     yield "zeros", map_floats(batch, torch.zeros_like)
 

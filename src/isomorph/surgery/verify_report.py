@@ -1,13 +1,13 @@
 """What `verify` reports of two models: their largest differences, and where they are."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from isomorph.errors import UserError
 from isomorph.json_values import json_values
-from isomorph.surgery.calls import max_or_inf, relative
+from isomorph.surgery.calls import relative
 from isomorph.surgery.comparison import Fidelity, TensorDifference
 from isomorph.surgery.first_difference import FirstDifference
 from isomorph.surgery.modules import list_names
@@ -39,12 +39,7 @@ class Difference:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        tensors: Sequence[TensorDifference],
-        atol: float,
-        kind: str = "",
-        **facts: Any,
+        cls, name: str, tensors: Sequence[TensorDifference], atol: float, **facts: Any
     ) -> "Difference":
         """Return the difference of outputs, which is that of the tensor that differs most."""
         worst = max(tensors, key=lambda row: (row.excess(atol), row.scale))
@@ -54,7 +49,6 @@ class Difference:
             worst.fp64,
             worst.scale,
             worst.rounding,
-            kind=kind,
             where="" if worst.is_within(atol) else worst.path,
             tensors=tuple(tensors),
             **facts,
@@ -70,13 +64,13 @@ class Difference:
         return all(row.is_within(atol) for row in self.tensors)
 
     def __str__(self) -> str:
-        scale = f"where max |out| is {self.scale:.3g}"
         location = f", in {self.where}" if self.where else ""
+        end = f"where max |out| is {self.scale:.3g}{location}"
         if self.kind:
-            return f"module {self.name}, {self.kind}: max |diff| {self.fp64:.3g} {scale}{location}"
+            return f"module {self.name}, {self.kind}: max |diff| {self.fp64:.3g} {end}"
         if self.mode:
-            return f"input {self.name}, {self.mode}: max |diff| {self.fp32:.3g} {scale}{location}"
-        return f"input {self.name}: max |diff| {self.fp32:.3g}, {self.fp64:.3g} {scale}{location}"
+            return f"input {self.name}, {self.mode}: max |diff| {self.fp32:.3g} {end}"
+        return f"input {self.name}: max |diff| {self.fp32:.3g}, {self.fp64:.3g} {end}"
 
     def details(self, atol: float) -> list[str]:
         """Return a line for each tensor that differs, where there are several."""
@@ -126,12 +120,12 @@ class VerifyReport:
     @property
     def fp32(self) -> float:
         """Largest difference of the outputs in float32, over all inputs."""
-        return max_or_inf(row.fp32 for row in self.inputs if not row.mode)
+        return _largest(row.fp32 for row in self.inputs if not row.mode)
 
     @property
     def fp64(self) -> float:
         """Largest difference of the outputs in float64, over all inputs."""
-        return max_or_inf(row.fp64 for row in self.inputs if not row.mode)
+        return _largest(row.fp64 for row in self.inputs if not row.mode)
 
     @property
     def finite(self) -> bool:
@@ -164,8 +158,8 @@ class VerifyReport:
         if self.not_called:
             return f"NOT equal: the model reads the weights of {list_names(self.not_called)} without calling it"
         plain = [row for row in self.inputs if not row.mode]
-        single = max_or_inf(relative(row.fp32, row.scale) for row in plain)
-        double = max_or_inf(relative(row.fp64, row.scale) for row in plain)
+        single = _largest(relative(row.fp32, row.scale) for row in plain)
+        double = _largest(relative(row.fp64, row.scale) for row in plain)
         differences = f"max |diff| / max |out| {single:.3g} (float32), {double:.3g} (float64)"
         differing = self._differing
         if differing:
@@ -226,6 +220,11 @@ class VerifyReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _largest(values: Iterable[float]) -> float:
+    """Return the largest value, infinity if one is NaN, 0 without any."""
+    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 
 
 class NotEqual(UserError):

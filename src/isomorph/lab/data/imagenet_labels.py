@@ -88,8 +88,10 @@ def imagenet_classes(
         name for name, label in zip(names.values(), known, strict=True) if label not in allowed
     ]
     if unknown:
-        others = f"{len(unknown)} classes that are not among the {len(allowed)} of {suite}"
-        raise UserError(f"{title} has {others}, for example {unknown[0]}; {hint}")
+        raise UserError(
+            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, "
+            f"for example {unknown[0]}; {hint}"
+        )
     return labels
 
 
@@ -104,8 +106,10 @@ def _label_of_wnid(name: str, title: str) -> int:
     if label is not None:
         return label
     if _WNID.fullmatch(name):
-        hint = "which ImageNet-1k does not have; remove it, or choose its suite"
-        raise UserError(f"{title} has class {name!r}, {hint}")
+        raise UserError(
+            f"{title} has class {name!r}, which ImageNet-1k does not have; remove it, or choose "
+            "its suite"
+        )
     raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
 
 

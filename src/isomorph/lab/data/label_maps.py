@@ -34,19 +34,15 @@ class MapLabels(NamedTuple):
     box: Tensor
     flipped: Any
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "MapLabels":
-        """Return the labels on another device."""
-        return MapLabels(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
 
+def random_label_maps(labels: Tensor, classes: int) -> MapLabels:
+    """Return random label maps of images with these labels, not cropped, as large as NFNet's published ones.
 
-def random_label_maps(labels: Tensor, classes: int, kept: int = 5, side: int = 18) -> MapLabels:
-    """Return random label maps of images with these labels, not cropped; NFNet's published ones have 5 x 18 x 18.
-
-    Shape: labels (B,) -> maps (B, 2, kept, side, side)
+    Shape: labels (B,) -> maps (B, 2, 5, 18, 18)
     """
     count = len(labels)
     device = labels.device
-    shape = (count, kept, side, side)
+    shape = (count, 5, 18, 18)
     scores = torch.rand(shape, device=device)
     likeliest = torch.randint(classes, shape, device=device)
     maps = torch.stack([scores, likeliest.to(scores.dtype)], dim=1)

@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -33,9 +34,18 @@ Labels = Tensor | MapLabels
 # image, label, errors of unreadable images skipped before it
 Example = tuple[Tensor, int | MapLabels, list[str]]
 
-_NO_AUGMENTATION: dict[str, Any] = dict(
+_NO_AUGMENTATION: ImageConfig = dict(
     scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0
 )
+
+
+def mean_and_std(
+    config: Mapping[str, Any], device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of the channels in a data config. Shape: -> (C, 1, 1), (C, 1, 1)"""
+    mean = torch.tensor(config["mean"], device=device)
+    std = torch.tensor(config["std"], device=device)
+    return mean[:, None, None], std[:, None, None]
 
 
 class IsolatedDataLoader(DataLoader[Any]):
@@ -250,12 +260,12 @@ def train_transform(
     return transforms.Compose([resize, crop, transform])
 
 
+@dataclass(frozen=True)
 class SeededDataset(Dataset[Example]):
     """The images of a source by index and augmentation seed; an unreadable one is replaced by the next."""
 
-    def __init__(self, source: Source, unreadable: int) -> None:
-        self.source = source
-        self.unreadable = unreadable
+    source: Source
+    unreadable: int
 
     def __getitem__(self, seeded: SeededIndex) -> Example:
         index, seed = seeded

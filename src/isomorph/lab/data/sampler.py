@@ -63,16 +63,14 @@ class BatchParts:
     total: int = 1
 
 
+@dataclass(frozen=True)
 class TrainSampler(Sampler[list[SeededIndex]]):
     """Sampler of one process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
 
-    def __init__(
-        self, order: BatchOrder, epochs: int, first: int = 0, parts: BatchParts = BatchParts()
-    ) -> None:
-        self.order = order
-        self.epochs = epochs
-        self.first = first
-        self.parts = parts
+    order: BatchOrder
+    epochs: int
+    first: int = 0
+    parts: BatchParts = BatchParts()
 
     def __len__(self) -> int:
         return (self.epochs * self.order.steps - self.first) * len(self.parts.own)

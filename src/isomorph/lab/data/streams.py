@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from isomorph.lab.data.formats.huggingface import (
     open_dataset_split,
 )
 from isomorph.lab.data.formats.naming import SPLITS
-from isomorph.lab.data.formats.registry import data_root
+from isomorph.lab.data.formats.registry import SOURCES, data_root
 from isomorph.lab.data.loaders import (
     Example,
     IsolatedDataLoader,
@@ -38,6 +39,8 @@ from isomorph.lab.data.sources import (
 from isomorph.lab.distributed import derive_seed, seed_generators
 
 STREAMS = ("huggingface-stream",)
+# All data of labelled images by name.
+IMAGE_SOURCES = (*SOURCES, *STREAMS)
 _ROWS_PER_READ = 16
 Transform = Callable[[Image.Image], Any]
 StreamSample = tuple[ImageLike, int, int]  # an image as stored, its label, its id
@@ -206,6 +209,7 @@ def _worker_position() -> tuple[int, int]:
     return (0, 1)
 
 
+@dataclass(frozen=True)
 class _TrainBatches(IterableDataset[_StreamBatch]):
     """One process's parts of every batch, from a step on; the workers produce the parts in turn.
 
@@ -214,14 +218,15 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
     whichever step the run resumes: the samples of earlier steps are skipped.
     """
 
-    def __init__(
-        self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int
-    ) -> None:
-        self.stream = stream
-        self.transform = transform
-        self.sampler = sampler
-        self.unreadable = unreadable
-        self.size = sampler.order.batch // sampler.parts.total  # images of a part of a batch
+    stream: Stream
+    transform: Transform
+    sampler: TrainSampler
+    unreadable: int
+
+    @property
+    def size(self) -> int:
+        """Images of a part of a batch."""
+        return self.sampler.order.batch // self.sampler.parts.total
 
     def __iter__(self) -> Iterator[_StreamBatch]:
         steps = self.sampler.order.steps
@@ -280,11 +285,11 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         return images, labels, problems
 
 
+@dataclass(frozen=True)
 class _StreamTestImages(IterableDataset[tuple[Any, int]]):
-    def __init__(self, stream: Stream, transform: Transform, parts: BatchParts) -> None:
-        self.stream = stream
-        self.transform = transform
-        self.parts = parts
+    stream: Stream
+    transform: Transform
+    parts: BatchParts
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         worker, workers = _worker_position()

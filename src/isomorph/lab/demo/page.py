@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_spans, gates
 from isomorph.analysis.cost import count_macs
+from isomorph.lab.data.loaders import mean_and_std
 from isomorph.lab.demo.run import LAYERS, SHOWN, VERIFIED, Demo
 from isomorph.lab.report.attention_viewer import (
     Viewer,
@@ -27,9 +28,11 @@ def write_demo_page(demo: Demo, path: Path) -> int:
     sections = [_equality_section(demo), _attention_section(demo), _start_section(demo)]
     title = "A CNN becomes attention, and a ViT starts as a convolution"
     lead = f"{demo.equality} {demo.start}"
-    made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:"
-    command = f"isomorph demo --out {shlex.quote(str(path))}"
-    return write_page(path, title, lead, sections, footer=f"{made}\n{command}")
+    footer = (
+        f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
+        f"isomorph demo --out {shlex.quote(str(path))}"
+    )
+    return write_page(path, title, lead, sections, footer)
 
 
 def _equality_section(demo: Demo) -> Section:
@@ -65,11 +68,10 @@ def _attention_section(demo: Demo) -> Section:
 
 def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
     batch = demo.images[:SHOWN]
-    mean = torch.tensor(demo.config["mean"])[:, None, None]
-    std = torch.tensor(demo.config["std"])[:, None, None]
-    images = [
-        PageImage(f"digit {number}", image * std + mean) for number, image in enumerate(batch, 1)
-    ]
+    mean, std = mean_and_std(demo.config)
+    images = []
+    for number, image in enumerate(batch, 1):
+        images.append(PageImage(f"digit {number}", image * std + mean))
     shown = []
     for name, model in models.items():
         by_layer = {}

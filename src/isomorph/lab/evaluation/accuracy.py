@@ -1,9 +1,7 @@
 """Accuracy and calibration of classifiers, from counts that are added up batch by batch."""
 
 from collections.abc import Callable, Iterable
-from functools import reduce
-from operator import add
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,7 @@ _ECE_BINS = 15
 _STEP = 2.0**-28
 
 
-class _Counts:
-    def __add__(self, other: Self) -> Self:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return with_changes(self, **sums)
-
-
-class PredictionCounts(_Counts):
+class PredictionCounts:
     """Counts of a classifier's predictions, from which its metrics follow; counts of several processes can be added.
 
     Their size depends on the number of classes only, not of images.
@@ -98,7 +90,7 @@ class PredictionCounts(_Counts):
         return metrics
 
 
-class MultiLabelCounts(_Counts):
+class MultiLabelCounts:
     """Counts of predictions for images with any number of correct labels; images without labels do not count.
 
     Source: Beyer et al. (2020), ReaL accuracy: correct if the top-1 is among the image's labels
@@ -131,7 +123,8 @@ Counts = TypeVar("Counts", PredictionCounts, MultiLabelCounts)
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Add up the counts of several processes."""
-    return reduce(add, counts)
+    sums = {name: sum(getattr(own, name) for own in counts) for name in vars(counts[0])}
+    return with_changes(counts[0], **sums)
 
 
 @torch.no_grad()

@@ -26,15 +26,21 @@ def named_logits(outputs: Any) -> Any:
     return getattr(outputs, "logits", outputs)
 
 
+def first_logits(outputs: Any) -> Any:
+    """Return the candidate for logits in a model's outputs: the tensor, the first of several, or `logits`."""
+    logits = named_logits(outputs)
+    if isinstance(logits, tuple | list) and logits:
+        return logits[0]
+    return logits
+
+
 def class_logits(outputs: Any) -> Tensor:
-    """Return the logits in a classifier's outputs: the tensor, the first of several, or `logits` as in transformers.
+    """Return the `first_logits` in a classifier's outputs.
 
     Shape: -> (B, K) float32
     Raises: UserError for outputs without logits of images, NotFinite for NaN or infinite ones.
     """
-    logits = named_logits(outputs)
-    if isinstance(logits, tuple | list) and logits:
-        logits = logits[0]
+    logits = first_logits(outputs)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         given = f"is a {type(outputs).__name__}"
         if isinstance(logits, Tensor):
@@ -91,8 +97,10 @@ def check_same_classes(model: nn.Module, classes: Sequence[str]) -> None:
     check_own_classes(model, classes)
     for number, (own, given) in enumerate(zip(label_names(model), classes, strict=False)):
         if own != given and not own.isdigit() and not given.isdigit():
-            where = f"class {number} is {own} in the model and {given} in the data"
-            raise UserError(f"{where}; give data with the model's classes, in its order")
+            raise UserError(
+                f"class {number} is {own} in the model and {given} in the data; give data with the "
+                "model's classes, in its order"
+            )
 
 
 def shorten(names: Sequence[str]) -> str:
@@ -126,3 +134,16 @@ def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
         for wnid in set(names) & set(wnids)
     }
     return lambda label: english.get(names[label], str(names[label]))
+
+
+def likeliest_classes(
+    model: nn.Module, logits: Tensor, count: int
+) -> list[list[tuple[str, float]]]:
+    """Return names and probabilities of the `count` most likely classes of each image. Shape: logits (B, classes)"""
+    classes = logits.shape[1]
+    name = class_namer(model, classes)
+    shares, numbers = logits.softmax(-1).topk(min(count, classes))
+    likeliest = []
+    for own_shares, own_numbers in zip(shares.tolist(), numbers.tolist(), strict=True):
+        likeliest.append(list(zip(map(name, own_numbers), own_shares, strict=True)))
+    return likeliest

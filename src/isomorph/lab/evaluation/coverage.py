@@ -4,7 +4,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import timm
 import torch
@@ -13,10 +12,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.analysis.cost import count_parameters
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.surgery.fuse import fuse_with_report
 from isomorph.surgery.recast import acceptance
 from isomorph.surgery.rule import Rule
+from isomorph.terminal_tables import Row
 
 
 def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
@@ -47,17 +47,17 @@ def timm_models(names: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
+def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[Row]:
     """Yield a row for every timm model: its name, family and parameters, or the `error` that it raises.
 
     Under `rules`: the number of accepted modules, of how many, and the reasons for the others with their counts, N in
     place of numbers.
     """
 
-    def measure(name: str) -> dict[str, Any]:
+    def measure(name: str) -> Row:
         with torch.device("meta"):
             model = timm.create_model(name)
-        counts: dict[str, Any] = {}
+        counts: Row = {}
         for kind, rule in rules.items():
             accepted, rejected = acceptance(model, rule)
             reasons = _count_reasons(rejected.values())
@@ -67,7 +67,7 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
     return _rows(names, measure)
 
 
-def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
+def merge_norms(names: Iterable[str]) -> Iterator[Row]:
     """Yield what `fuse` does to the norms of every timm model, with random weights and statistics.
 
     Models without BatchNorm are skipped. A row has the number of BatchNorms, how many are `merged`, how many of those
@@ -77,9 +77,7 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
     return _rows(names, _merged_norms)
 
 
-def _rows(
-    names: Iterable[str], measure: Callable[[str], dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _rows(names: Iterable[str], measure: Callable[[str], Row]) -> Iterator[Row]:
     """Yield a row for every timm model with what `measure` returns, if anything, or its error."""
     for name in names:
         row = {"model": name, "family": family_of(name)}
@@ -87,12 +85,12 @@ def _rows(
             with warnings.catch_warnings(action="ignore"):
                 measured = measure(name)
         except Exception as error:  # of any module of timm
-            measured = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            measured = {"error": f"{type(error).__name__}: {one_line(error)[:200]}"}
         if measured:
             yield row | measured
 
 
-def _merged_norms(name: str) -> dict[str, Any]:
+def _merged_norms(name: str) -> Row:
     model = _randomised(timm.create_model(name).eval())
     norms = _norms_of(model)
     if not norms:
@@ -137,12 +135,12 @@ def _randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def summarise_coverage(rows: Iterable[Row]) -> dict[str, Row]:
     """Return the coverage of every family: its models, and for each rule the modules, reasons and models it covers.
 
     `some` counts models in which it accepts a module, `every` all of its kind, `having` those with one of the kind.
     """
-    families: dict[str, dict[str, Any]] = {}
+    families: dict[str, Row] = {}
     for row in rows:
         if "error" in row:
             continue

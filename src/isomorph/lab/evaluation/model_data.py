@@ -2,7 +2,7 @@
 
 import csv
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from isomorph.analysis.cost import count_parameters, count_pass
 from isomorph.analysis.speed import throughput
 from isomorph.errors import DataWarning, UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.formats.tar import TarImages
-from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.loaders import ImageConfig, eval_loader
 from isomorph.lab.data.sources import (
     Source,
     first_classes,
@@ -35,17 +36,15 @@ from isomorph.lab.evaluation.accuracy import (
     for_each_batch,
     sum_counts,
 )
-from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.lab.evaluation.classes import check_own_classes, config_labels, shorten
 from isomorph.models.input_sizes import (
     evaluation_config,
     fit_to_size,
-    image_size,
     label_names,
 )
 from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
-from isomorph.terminal_tables import Metrics, Row, Rows
+from isomorph.terminal_tables import Row, Rows
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
@@ -63,14 +62,14 @@ def default_data(model: nn.Module) -> str:
     return "imagefolder"
 
 
-def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
+def record_root(model: nn.Module, recipe: JsonObject) -> None:
     """Record the folder of the data that a run's recipe names. It is not saved with the model."""
     data = recipe.get("data")
     root = data.get("root") if isinstance(data, Mapping) else None
     update_record(model, data_root=root if isinstance(root, str) else None)
 
 
-def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
+def training_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
     """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
     if data or root:
         return root
@@ -142,12 +141,11 @@ def open_split(
 def _open(
     model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None
 ) -> Source:
+    name = data or default_data(model)
     try:
-        return open_source(
-            data or default_data(model), split, data_root(model, data, root), fraction
-        )
+        return open_source(name, split, training_root(model, data, root), fraction)
     except UserError as error:
-        if data or root or default_data(model) != "imagefolder":
+        if data or root or name != "imagefolder":
             raise
         raise UserError(
             f"give data=NAME, a folder of images or a data source; without it, {error}"
@@ -223,7 +221,7 @@ def evaluation_data(
     size: ImageSize | None = None,
     classes: int | None = None,
     test_fraction: float | None = None,
-) -> tuple[Source, dict[str, Any]]:
+) -> tuple[Source, ImageConfig]:
     """Open the test split of a data source (by default the model's own) and return it with the model's data config.
 
     Raises: UserError when the data is missing, the size is not positive, or the data has not the model's classes.
@@ -232,46 +230,12 @@ def evaluation_data(
     source = open_test_images(model, data, root, classes, test_fraction)
     where = ""
     if not data and not root:
-        folder = registry.data_root(data_root(model, data, root))
+        folder = registry.data_root(training_root(model, data, root))
         where = f" in {folder} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config
 
 
-def evaluate_classifier(
-    model: nn.Module,
-    data: Iterable[Any] | Source | str | Path | None,
-    *,
-    test_fraction: float | None = None,
-    size: int | ImageSize | None = None,
-    batch_size: int = 100,
-    workers: int = 0,
-) -> Metrics:
-    """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
-    if size is not None:
-        size = image_size(size)
-    if data is None or isinstance(data, str | Path):
-        name = str(data) if data else None
-        source, config = evaluation_data(model, name, size=size, test_fraction=test_fraction)
-    elif test_fraction is not None:
-        raise UserError(
-            "test_fraction splits a folder of images; leave it out for a source or a loader"
-        )
-    elif isinstance(data, Source):
-        source = with_model_labels(data, model)
-        config = evaluation_config(model, size)
-        check_own_classes(model, source.classes, size=size)
-    elif size:
-        raise UserError(
-            "size is that of images from a folder or a source; leave it out for a loader"
-        )
-    else:
-        return evaluate_loader(model, data)
-    fitted = fit_to_size(model, size) if size else model
-    return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))
-
-
-Size = tuple[int, int]
 # batches, title, number of batches
 BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
@@ -327,11 +291,11 @@ class Sweep:
     [((160, 160), 1.13), ((224, 224), 1.13)]
     """
 
-    sizes: Sequence[Size] = ()
+    sizes: Sequence[ImageSize] = ()
     ratios: Sequence[float] = ()
     fill: Literal["zero", "black"] = "zero"
 
-    def points(self) -> list[tuple[Size | None, float | None]]:
+    def points(self) -> list[tuple[ImageSize | None, float | None]]:
         """Return every combination of size and ratio; None stands for the model's own."""
         return list(product(self.sizes or (None,), self.ratios or (None,)))
 
@@ -374,7 +338,9 @@ def run_sweep(
             title += f" at rfc {ratio:g}"
             point["rfc"] = ratio
             point["rfc_fill"] = sweep.fill
-        batches = progress(loader, title, len(loader))
+        batches: Iterable[Any] = loader
+        if runtime.is_main:
+            batches = progress(loader, title, len(loader))
         counts = _score_predictions(fitted[size], batches, test_set.scorings, runtime)
         for scoring, own in zip(test_set.scorings, counts, strict=True):
             head = {"suite": scoring.name} | point if scoring.name else point
@@ -384,17 +350,13 @@ def run_sweep(
     return rows, class_rows
 
 
-def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Rows:
-    """Return a row for each class that has images."""
-    rows: Rows = []
+def _rows_of_classes(counts: PredictionCounts, classes: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each class that has images."""
     for name, images, right in zip(
         classes, counts.total.tolist(), counts.correct.tolist(), strict=True
     ):
         if images:
-            rows.append(
-                {"class": name, "images": images, "right": right, "top1": 100 * right / images}
-            )
-    return rows
+            yield {"class": name, "images": images, "right": right, "top1": 100 * right / images}
 
 
 def _score_predictions(
@@ -430,7 +392,9 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> Rows:
+def measure_costs(
+    model: nn.Module, sizes: Sequence[ImageSize], images: int, exported: bool
+) -> Rows:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
@@ -454,7 +418,7 @@ def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported
     return rows
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Rows) -> None:
     """Write rows as CSV with the columns of all of them; a size is written as 224x320."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(path, "w", newline="") as file:

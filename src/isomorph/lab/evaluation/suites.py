@@ -61,8 +61,10 @@ class Suite:
             if os.path.isdir(path) and (name != "." or _holds_images(top)):
                 return path, form or detect_format(path)
         searched = ", ".join(name for name in self.folders if name != ".")
-        where = f"no folder of {self.name} in {top} (searched {searched})"
-        raise UserError(f"{where}; give suite={self.name}=FOLDER or another `root`")
+        raise UserError(
+            f"no folder of {self.name} in {top} (searched {searched}); give "
+            f"suite={self.name}=FOLDER or another `root`"
+        )
 
     def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
         """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""

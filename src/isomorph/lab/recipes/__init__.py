@@ -6,7 +6,7 @@ docs/recipes.md lists the published runs that are not included.
 import copy
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from isomorph.checkpoints.paths import is_function
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.yaml_values import load_yaml
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ def _named_recipes() -> dict[str, Fields]:
     An entry has the fields of its `base`, and changes some; `optim.lr` is a field of a group. Names that begin with a
     dot are bases only.
     """
-    import yaml
-
     entries: dict[str, Fields] = {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for file in _FILES:
@@ -77,21 +75,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Options of other commands, and the recipe fields that they are.
-_OTHER_NAMES = {
-    "split": "data.split",
-    "size": "data.size",
-    "root": "data.root",
-    "classes": "data.classes",
-    "batch_size": "data.batch_size",
-    "workers": "data.workers",
-    "weights": "model.weights",
-    "arch": "model.name",
-    "num_classes": "model.num_classes",
-}
-
-
-def recipe_values(name: str) -> dict[str, Any]:
+def recipe_values(name: str) -> Fields:
     """Return the values in a named recipe, or in a YAML or TOML file.
 
     Raises: UserError with the closest names if there is no such recipe.
@@ -113,7 +97,7 @@ def recipe_values(name: str) -> dict[str, Any]:
     raise UserError(f"there is no recipe {name!r}{hint}")
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
+def _read_recipe(path: Path) -> Fields:
     """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -124,7 +108,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"cannot read recipe {path}: there is no such file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"cannot read recipe {path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
     model = values.get("model")
@@ -156,47 +140,6 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
     from isomorph.lab.training.recipe.read import override_recipe
 
     return override_recipe(recipe_values(name), overrides or [])
-
-
-def parse_overrides(tokens: Sequence[str]) -> list[str]:
-    """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
-
-    Names that other commands use are fields: `--size` is data.size, `--weights` is model.weights.
-
-    Raises: UserError for a field without a value, or one that is given twice.
-    """
-    assignments = []
-    rest = list(tokens)
-    given = set[str]()
-    before: list[str] = []  # an option and its value
-    while rest:
-        token = rest.pop(0)
-        field = token.removeprefix("--")
-        if "=" not in token:
-            if token.startswith("--") and (not rest or rest[0].startswith("--")):
-                raise UserError(f"{token} has no value; write {token} VALUE")
-            if not token.startswith("--"):
-                raise UserError(_stray(token, before))
-            before = [token, rest.pop(0)]
-            field = f"{field}={before[1]}"
-        name = field.partition("=")[0].replace("-", "_")
-        option = token.partition("=")[0]
-        if name in _OTHER_NAMES:
-            name = _OTHER_NAMES[name]
-            field = f"{name}={field.partition('=')[2]}"
-        if name in given:
-            raise UserError(f"{option} is given twice; give it one value")
-        given.add(name)
-        assignments.append(field)
-    return assignments
-
-
-def _stray(token: str, before: Sequence[str]) -> str:
-    """Return what to write for a token that is neither an option nor its value, after an option and its value."""
-    if not before:
-        return f"{token!r} is not an option; write a field of the recipe as --{token} VALUE"
-    option, value = before
-    return f"{option} takes one value, not {value} and {token}; write {option} '[{value}, {token}]' for a list"
 
 
 __all__ = ["RECIPES", "load_recipe"]

@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from isomorph.errors import UserError
-from isomorph.lab.recipes import RECIPES, load_recipe
+from isomorph.lab.recipes import RECIPES, Fields, load_recipe
 from isomorph.lab.report.evaluations import Evaluation
 from isomorph.lab.report.page_models import short_name
 from isomorph.lab.report.published_table import COLUMNS, MEASURED, RunResult, TableRow
 from isomorph.lab.report.run_files import RunLog
-from isomorph.lab.training.recipe.differences import count_differences, describe_differences
+from isomorph.lab.training.recipe.differences import describe_differences, differing_fields
 
 FOLDER = Path(__file__).with_name("published")
 PAPERS = {
@@ -77,7 +77,7 @@ def published_tables() -> dict[str, PublishedTable]:
     return tables
 
 
-def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
+def _read_table(name: str, fields: Fields) -> PublishedTable:
     columns = tuple(fields["columns"])
     rows = [_read_row(columns, values) for values in fields["rows"]]
     # a figure without numbers, of which runs measure the accuracy
@@ -235,7 +235,7 @@ def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
     differences = {}
     for i, row in enumerate(table.rows):
         if row.recipe in RECIPES and RECIPES[row.recipe].get("source") == source:
-            differences[i] = count_differences(log.recipe, load_recipe(row.recipe))
+            differences[i] = len(differing_fields(log.recipe, load_recipe(row.recipe)))
     if not differences:
         return []
     return [min(differences, key=differences.__getitem__)]

@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph analyze`: one model, or two side by side."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -39,9 +39,9 @@ from isomorph.lab.report.page_models import (
     MEASURES,
     HeadMeasure,
     PageModel,
-    class_logits,
     framing_text,
     model_history,
+    model_logits,
     name_classes,
     register_count,
 )
@@ -162,9 +162,11 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
         return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
-    apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
-    agree = f"the predicted class is the same on {same} of {len(first)}"
-    return f"On {images}, the outputs of {names[1]} and {names[0]} are {apart}; {agree}."
+    return (
+        f"On {images}, the outputs of {names[1]} and {names[0]} are at most "
+        f"{format_number(difference)} apart (largest output {format_number(largest)}); the "
+        f"predicted class is the same on {same} of {len(first)}."
+    )
 
 
 def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
@@ -193,8 +195,10 @@ def cost_finding(rows: Sequence[CostRow]) -> str:
     first = rows[0]
     last = rows[-1]
     if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
-        cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
-        return f"{first['model']} has {cost}."
+        return (
+            f"{first['model']} has {first['parameters']:,} parameters and "
+            f"{first['macs'] / 1e6:,.1f} M MACs per image."
+        )
     parameters = 100 * (last["parameters"] / first["parameters"] - 1)
     macs = 100 * (last["macs"] / first["macs"] - 1)
     return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
@@ -228,8 +232,10 @@ def _gating_section(charts: Sequence[Dots]) -> Section:
             spans = chain.from_iterable(layers.values())
             lost = sum(map(math.isnan, spans))
             if lost:
-                why = "without a centre (locality not positive), and so without a span"
-                texts.append(f"Heads of {name} {why}: {lost}.")
+                texts.append(
+                    f"Heads of {name} without a centre (locality not positive), and so without "
+                    f"a span: {lost}."
+                )
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
@@ -246,17 +252,16 @@ def _cost(subject: PageModel) -> JsonObject:
     }
 
 
-def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
+def _cost_sections(models: Sequence[PageModel]) -> Iterator[Section]:
     height, width = models[0].config["input_size"][-2:]
     rows = []
     for m in models:
         rows.append({"model": m.name, "height": height, "width": width} | _cost(m))
     one_image, *passes = cost_tables(rows)
     finding = cost_finding(rows)
-    sections = [Section("Cost", "Of one image.", one_image, finding=finding, guide=guides.COST)]
+    yield Section("Cost", "Of one image.", one_image, finding=finding, guide=guides.COST)
     for table in passes:
-        sections.append(Section("Cost per pass", table=table, guide=guides.PASS_COST))
-    return sections
+        yield Section("Cost per pass", table=table, guide=guides.PASS_COST)
 
 
 def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
@@ -268,11 +273,8 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
     if not layers_of:
         return None
     count = sum(map(len, layers_of.values()))
-    title = (
-        "1 attention layer is not drawn"
-        if count == 1
-        else f"{count} attention layers are not drawn"
-    )
+    verb = "is" if count == 1 else "are"
+    title = f"{count_of(count, 'attention layer')} {verb} not drawn"
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
     return Details(title, lines)
 
@@ -319,8 +321,7 @@ def _cka_section(
     return Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA)
 
 
-def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
-    sections = []
+def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> Iterator[Section]:
     if options.cka_batches:
         options.report_progress("CKA between layers")
         first = models[0]
@@ -330,15 +331,14 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
             batches(options.cka_batches[second.name]),
             strict=True,
         )
-        sections.append(_cka_section(first, second, pairs, options))
+        yield _cka_section(first, second, pairs, options)
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
         lines = {}
         for name, values in options.evolution.items():
             lines[name] = Line(range(1, len(values) + 1), list(values.values()))
         chart = Panel("Feature evolution", "layer k", "F_k", lines)
-        sections.append(Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION))
-    return sections
+        yield Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION)
 
 
 def _attention_section(
@@ -356,7 +356,7 @@ def _attention_section(
         batch = batches[m.name]
         keep_exact = len(models) == 2
         maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact)
-        logits = class_logits(m.model, batch)
+        logits = model_logits(m.model, batch)
         outputs.append(logits)
         predictions: Sequence[str] = ()
         if logits is not None and logits.isfinite().all():

@@ -25,6 +25,8 @@ from isomorph.spec import ImageSize
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.site import Where
 
+# Rows and columns of queries of which one is stored.
+Step = tuple[int, int]
 LEVELS = 255
 # Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page.
 MAX_EXACT_BYTES = 2**30
@@ -62,7 +64,7 @@ class LayerMaps:
         widths = self.ranges[..., 1] - self.ranges[..., 0]
         return float(widths.max()) / LEVELS / 2
 
-    def stored_positions(self, step: tuple[int, int]) -> list[list[int]]:
+    def stored_positions(self, step: Step) -> list[list[int]]:
         """Return rows and columns of the stored queries: the middle of every block of step[0] x step[1] queries."""
         positions = []
         for side, distance in zip(self.where.queries, step, strict=True):
@@ -70,7 +72,7 @@ class LayerMaps:
             positions.append(list(range(first, side, distance)))
         return positions
 
-    def stored_queries(self, step: tuple[int, int]) -> list[int]:
+    def stored_queries(self, step: Step) -> list[int]:
         """Return the stored queries: the prefix tokens, and those of `stored_positions`."""
         rows, columns = self.stored_positions(step)
         prefix = self.where.prefix
@@ -80,7 +82,7 @@ class LayerMaps:
             queries += [prefix + row * width + column for column in columns]
         return queries
 
-    def pack(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
+    def pack(self, image: int, step: Step = (1, 1)) -> str:
         """Return the maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
         queries = self.stored_queries(step)
         ranges = self.ranges[image][:, queries].astype("<f4")
@@ -197,7 +199,7 @@ def _unplaced_layers(model: nn.Module, batch: Inputs, known: Mapping[str, Any]) 
 
 def pack_layer_maps(
     layers: Sequence[LayerMaps], images: int, max_characters: int = MAX_MAP_CHARACTERS
-) -> tuple[tuple[int, int], dict[tuple[int, int], str]]:
+) -> tuple[Step, dict[tuple[int, int], str]]:
     """Return steps along rows and columns with which maps fit in `max_characters`, and texts by (layer, image)."""
     step = (1, 1)
     while True:
@@ -254,9 +256,7 @@ def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMap
     return [(name, [model.maps.get(name) for model in models]) for name in distinct]
 
 
-def _layer_geometry(
-    maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]
-) -> JsonObject:
+def _layer_geometry(maps: LayerMaps, step: Step, layouts: list[list[list[int]]]) -> JsonObject:
     """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
     stored = maps.stored_positions(step)
     windows = None
@@ -341,7 +341,7 @@ def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) ->
     }
 
 
-def rounding_note(layers: Sequence[LayerMaps], step: tuple[int, int]) -> str:
+def rounding_note(layers: Sequence[LayerMaps], step: Step) -> str:
     """Return one or two sentences on how far the stored maps are rounded and thinned."""
     worst = max(maps.rounding for maps in layers)
     text = f"Each row of a map is stored in 256 levels; the largest rounding error on this page is {worst:.1g}."

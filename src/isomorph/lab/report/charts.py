@@ -12,6 +12,8 @@ from isomorph.terminal_tables import Table
 
 # What the browser reads of a chart, or of a part of it.
 Drawing = dict[str, Any]
+# Coordinates of named points: {series: {name: (x, y)}}.
+Points = dict[str, dict[str, tuple[float, float]]]
 # Relative differences of float32 that are rounding.
 ROUNDING = 1e-6
 # More series with different constant values are drawn.
@@ -324,7 +326,7 @@ class Scatter(Chart):
 
     x_label: str
     y_label: str
-    series: Mapping[str, Mapping[str, tuple[float, float]]]
+    series: Points
 
     def parts(self) -> Drawing:
         series = []
@@ -349,11 +351,6 @@ class Scatter(Chart):
                 label = f"{name}, {series}" if len(self.series) > 1 else name
                 table.append([label, *map(format_number, point)])
         return table
-
-
-def is_number(value: Any) -> bool:
-    """True if a value of a log is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def format_number(value: float | None) -> str:

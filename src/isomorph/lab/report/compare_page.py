@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph compare`: the logs and checkpoints of runs, side by side."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
-from isomorph.json_values import JsonObject
+from isomorph.json_values import JsonObject, flatten, is_number
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import (
     Chart,
     Line,
     Panel,
     Paths,
+    Points,
     Scatter,
     format_number,
-    is_number,
 )
 from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
-from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
+from isomorph.lab.report.run_files import AccuracyPoint, RunLog
 from isomorph.terminal_tables import (
     METRIC_FORMATS,
     Row,
+    Rows,
     Table,
     chance_difference,
     count_of,
@@ -62,9 +63,8 @@ def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Ten
     return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
 
 
-def history_tables(histories: MeasureHistories) -> list[Table]:
-    """Return a table for each measure and run: layers down, epochs across, means over heads."""
-    tables = []
+def history_tables(histories: MeasureHistories) -> Iterator[Table]:
+    """Yield a table for each measure and run: layers down, epochs across, means over heads."""
     for key, runs in histories.items():
         measure = MEASURES[key]
         for run, history in runs.items():
@@ -74,8 +74,7 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
             for layer, heads in history.values.items():
                 means = heads.nanmean(1).tolist()
                 table.append([layer, *map(format_number, means)])
-            tables.append(table)
-    return tables
+            yield table
 
 
 def histories_json(histories: MeasureHistories) -> JsonObject:
@@ -116,7 +115,7 @@ CURVES = (
 )
 
 
-def curve(rows: LogRows, x: str, y: str) -> Line | None:
+def curve(rows: Rows, x: str, y: str) -> Line | None:
     """Return `y` by `x` where finite, thinned to means; of values by layer the largest of a maximum, else the mean."""
 
     points = []
@@ -130,8 +129,10 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
         return None
     if len(points) > MAX_CURVE_POINTS:
         cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
-        points = [_mean_point(points[first:last]) for first, last in pairwise(cuts)]
-    return Line([point[0] for point in points], [point[1] for point in points])
+        parts = [points[first:last] for first, last in pairwise(cuts)]
+        points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    xs, ys = zip(*points, strict=True)
+    return Line(list(xs), list(ys))
 
 
 def _logged_number(row: Row, key: str) -> Any:
@@ -144,10 +145,6 @@ def _logged_number(row: Row, key: str) -> Any:
     if key.startswith("max_"):
         return max(known)
     return fmean(known)
-
-
-def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return fmean(x for x, _ in points), fmean(y for _, y in points)
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
@@ -231,15 +228,9 @@ def _best_text(log: RunLog) -> str:
     return f"{log.best_top1:.2f} ({interval_text(log.best_top1, log.test_images)})"
 
 
-def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
+def flatten_recipe(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a recipe by dotted name, as JSON text."""
-    if not isinstance(values, Mapping) or not values:
-        return {name: json.dumps(values)}
-    fields: dict[str, str] = {}
-    for key, value in values.items():
-        dotted = f"{name}.{key}" if name else str(key)
-        fields |= flatten_recipe(value, dotted)
-    return fields
+    return {name: json.dumps(value) for name, value in flatten(values).items()}
 
 
 def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
@@ -251,7 +242,7 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     return paths
 
 
-def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
+def _gating_section(gating: Mapping[str, GatingHistory]) -> Iterator[Section]:
     charts = list[Chart]()
     texts = [
         "Before training and after every epoch; centres from the first (ring) to the last (dot)."
@@ -274,16 +265,17 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
             without = spans[-1].isnan() & ~history.gates[name][-1].isnan()
             lost += int(without.sum())
         if lost:
-            why = "without a centre at the end (locality not positive), and so without a span"
-            texts.append(f"{run}: heads {why}: {lost}.")
+            texts.append(
+                f"{run}: heads without a centre at the end (locality not positive), and so "
+                f"without a span: {lost}."
+            )
     title = "Gates, spans and centres along training"
     guide = f"{guides.CENTRES} {guides.RANGE}"
     if charts:
-        return [Section(title, " ".join(texts), charts=charts, guide=guide)]
-    return []
+        yield Section(title, " ".join(texts), charts=charts, guide=guide)
 
 
-def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
+def _history_section(histories: MeasureHistories, images: str) -> Iterator[Section]:
     charts = []
     for key, runs in histories.items():
         measure = MEASURES[key]
@@ -291,17 +283,17 @@ def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
             title = f"{measure.title} along training: {run}"
             charts.append(_along_panel(title, measure.unit, history.epochs, history.values))
     if not charts:
-        return []
+        return
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
     guide = f"{guides.RANGE} {guides.DISTANCE}"
-    return [Section("Attention along training", text, charts=charts, guide=guide)]
+    yield Section("Attention along training", text, charts=charts, guide=guide)
 
 
-def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
+def _accuracy_section(points: Sequence[AccuracyPoint]) -> Iterator[Section]:
     if len(points) < 2:
-        return []
-    by_macs: dict[str, dict[str, tuple[float, float]]] = {}
-    by_parameters: dict[str, dict[str, tuple[float, float]]] = {}
+        return
+    by_macs: Points = {}
+    by_parameters: Points = {}
     for point in points:
         by_macs.setdefault(point.data, {})[point.name] = (point.macs / 1e9, point.top1)
         by_parameters.setdefault(point.data, {})[point.name] = (point.parameters / 1e6, point.top1)
@@ -314,23 +306,24 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
         macs = format_number(point.macs / 1e9)
         parameters = format_number(point.parameters / 1e6)
         table.append([point.name, point.data, f"{point.top1:.2f}", macs, parameters])
-    return [Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)]
+    yield Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)
 
 
-def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
+def _recipe_section(logs: Sequence[RunLog]) -> Iterator[Section]:
     if len(logs) < 2:
-        return []
-    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
+        return
+    recipes = [flatten_recipe(log.recipe) for log in logs]
     rows = []
     for name in dict.fromkeys(chain.from_iterable(recipes)):
         values = {recipe.get(name, "null") for recipe in recipes}
         if len(values) > 1:
             rows.append([name, *(recipe.get(name, "-") for recipe in recipes)])
     if not rows:
-        return [Section("Recipe differences", finding="The recipes are equal in every field.")]
+        yield Section("Recipe differences", finding="The recipes are equal in every field.")
+        return
     finding = f"The recipes differ in {count_of(len(rows), 'field')}."
     table = [["field", *(log.name for log in logs)], *rows]
-    return [Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)]
+    yield Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)
 
 
 def _results_section(logs: Sequence[RunLog]) -> Section:
@@ -384,4 +377,5 @@ def compare_sections(
         sections.append(Section("Learning curves", text, charts=charts, guide=guides.CURVES))
     sections += _gating_section(gating or {})
     sections += _history_section(histories or {}, images)
-    return sections + _recipe_section(logs)
+    sections += _recipe_section(logs)
+    return sections

@@ -1,15 +1,13 @@
 """Results of `isomorph evaluate --json` and `isomorph robustness --json`, as columns of published tables."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject
+from isomorph.json_values import JsonObject, is_number, read_object
 from isomorph.lab.evaluation.suites import SUITES
-from isomorph.lab.report.charts import is_number
 
 # What follows the name of a model whose weights are random.
 RANDOM = " (random weights)"
@@ -63,11 +61,8 @@ def read_evaluations(files: Sequence[Path]) -> list[Evaluation]:
 
 
 def _read_file(path: Path) -> list[Evaluation]:
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        result = None
-    if not isinstance(result, dict) or not isinstance(result.get("model"), str):
+    result = read_object(path)
+    if result is None or not isinstance(result.get("model"), str):
         raise UserError(
             f"{path} is not a result; write one with isomorph evaluate MODEL --suite imagenet --json"
         )
@@ -84,7 +79,7 @@ def _read_file(path: Path) -> list[Evaluation]:
     return [Evaluation(path.stem, model, **row) for row in rows]
 
 
-def _suite_rows(result: Mapping[str, Any]) -> Iterator[JsonObject]:
+def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
     """Yield what was measured at each size and calibration ratio, of all suites together."""
     points: dict[Any, JsonObject] = {}
     for row in result.get("rows", ()):
@@ -104,7 +99,7 @@ def _suite_rows(result: Mapping[str, Any]) -> Iterator[JsonObject]:
     yield from points.values()
 
 
-def _robustness_rows(result: Mapping[str, Any]) -> Iterator[JsonObject]:
+def _robustness_rows(result: JsonObject) -> Iterator[JsonObject]:
     if result.get("suite") != "imagenet-c" or not is_number(result.get("mean_top1")):
         return
     differs = ""

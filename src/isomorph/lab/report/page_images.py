@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.lab.data.loaders import ImageConfig, eval_transform
+from isomorph.lab.data.loaders import ImageConfig, eval_transform, mean_and_std
 from isomorph.lab.data.sources import read_image
 
 # Images with larger sides are embedded as JPEG, others as PNG.
@@ -45,7 +45,7 @@ class PageImage:
 def normalise_images(images: Sequence[PageImage], config: ImageConfig) -> Tensor:
     """Return the images as a batch, normalised by the mean and std of the config. Shape: -> (B, C, H, W)"""
     batch = torch.stack([image.pixels for image in images])
-    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    mean, std = mean_and_std(config)
     return (batch - mean) / std
 
 

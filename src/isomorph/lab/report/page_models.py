@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, nonlocality
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.loaders import ImageConfig
-from isomorph.lab.evaluation.classes import class_namer, named_logits
+from isomorph.lab.evaluation.classes import first_logits, likeliest_classes
 from isomorph.layers.modes import eval_mode
 from isomorph.spec import spec_of
 from isomorph.surgery import edits
@@ -54,7 +55,7 @@ class PageModel:
     name: str
     model: nn.Module = field(repr=False)
     config: ImageConfig = field(repr=False)
-    recipe: Mapping[str, Any] | None = None
+    recipe: JsonObject | None = None
     inputs: Callable[[Tensor], Inputs] | None = field(default=None, repr=False)
 
     def read(self, images: Tensor) -> Inputs:
@@ -114,30 +115,22 @@ def format_percent(share: float) -> str:
 
 
 @torch.no_grad()
-def class_logits(model: nn.Module, batch: Inputs) -> Tensor | None:
-    """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)
-
-    Of several outputs they are the first, or the one called `logits`, as in transformers.
-    """
+def model_logits(model: nn.Module, batch: Inputs) -> Tensor | None:
+    """Return a model's `first_logits` in eval mode; None for a model without classes. Shape: -> (B, classes)"""
     if getattr(model, "num_classes", None) == 0:
         return None
     with eval_mode(model):
-        logits = named_logits(run_model(model, batch))
-    if isinstance(logits, tuple | list) and logits:
-        logits = logits[0]
+        logits = first_logits(run_model(model, batch))
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         return None
     return logits.float().cpu()
 
 
-def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:
-    """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
-    name = class_namer(model, logits.shape[1])
-    shares, classes = logits.softmax(-1).topk(min(count, logits.shape[1]))
+def name_classes(model: nn.Module, logits: Tensor) -> list[str]:
+    """Return the most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
     texts = []
-    for own_shares, own_classes in zip(shares.tolist(), classes.tolist(), strict=True):
-        likely = zip(own_shares, own_classes, strict=True)
-        words = [f"{name(label)} ({format_percent(share)})" for share, label in likely]
+    for classes in likeliest_classes(model, logits, PREDICTED_CLASSES):
+        words = [f"{name} ({format_percent(share)})" for name, share in classes]
         texts.append(", ".join(words))
     return texts
 

@@ -1,11 +1,13 @@
 """A published table or figure: what the paper has next to what runs measured, as text and as charts."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
-from isomorph.json_values import JsonObject
-from isomorph.lab.report.charts import Chart, Line, Panel, Scatter, is_number
+from isomorph.json_values import JsonObject, is_number
+from isomorph.lab.report.charts import Chart, Line, Panel, Points, Scatter
 from isomorph.lab.report.run_files import RunLog
 from isomorph.terminal_tables import Row, Table, interval_text
 
@@ -98,8 +100,6 @@ class RunResult:
     """What of its recipe is not the published row's, in words; empty if it is the row's."""
     epochs: int = 0
     hours: float = 0.0
-    train_top1: float | None = None
-    loss: float | None = None
     images: int | None = None
 
     @classmethod
@@ -127,20 +127,12 @@ class RunResult:
             differs=differs,
             epochs=int(latest.get("epoch", 0)),
             hours=sum(seconds) / 3600,
-            train_top1=latest.get("train_top1"),
-            loss=latest.get("loss"),
             images=log.test_images,
         )
 
     def as_dict(self) -> JsonObject:
-        """Return run, numbers, difference, epochs and hours as plain values, for JSON."""
-        return {
-            "run": self.run,
-            "measured": dict(self.measured),
-            "differs": self.differs,
-            "epochs": self.epochs,
-            "hours": self.hours,
-        }
+        """Return the fields as plain values, for JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -232,13 +224,11 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def command_lines(rows: Sequence[TableRow]) -> list[str]:
-    """Return a line for each row that can be made: its label and its commands."""
-    lines = []
+def command_lines(rows: Sequence[TableRow]) -> Iterator[str]:
+    """Yield a line for each row that can be made: its label and its commands."""
     for row in rows:
         if row.commands:
-            lines.append(f"{row.label}: {' && '.join(row.commands)}")
-    return lines
+            yield f"{row.label}: {' && '.join(row.commands)}"
 
 
 def published_charts(
@@ -250,27 +240,25 @@ def published_charts(
     own, by hours: a paper's times are multiples of one run's.
     """
     drawn: list[Chart] = []
+    origins = {"published": "time of training (x)", "measured": "hours of training"}
     for chart in charts:
         x = chart["x"]
-        y = chart["y"]
-        published = _points(rows, chart, measured=False)
-        measured = _points(rows, chart, measured=True)
-        if x == "time":
-            drawn += _scatters(title, "time of training (x)", COLUMNS[y], "published", published)
-            drawn += _scatters(title, "hours of training", COLUMNS[y], "measured", measured)
-        elif x == "fraction":
-            lines = _lines("published", published) | _lines("measured", measured)
-            if lines:
-                drawn.append(Panel(title, COLUMNS[x], COLUMNS[y], lines))
+        y_label = COLUMNS[chart["y"]]
+        named: Points = {}
+        for origin, time_label in origins.items():
+            points = _points(rows, chart, origin == "measured")
+            if points and x == "time":
+                drawn.append(Scatter(f"{title}, {origin}", time_label, y_label, points))
+            for name, own in points.items():
+                named[f"{name}, {origin}"] = own
+        if x == "time" or not named:
+            continue
+        if x == "fraction":
+            lines = {name: _mean_line(points.values()) for name, points in named.items()}
+            drawn.append(Panel(title, COLUMNS[x], y_label, lines))
         else:
-            both = {f"{name}, published": points for name, points in published.items()}
-            both |= {f"{name}, measured": points for name, points in measured.items()}
-            if both:
-                drawn.append(Scatter(title, COLUMNS[x], COLUMNS[y], both))
+            drawn.append(Scatter(title, COLUMNS[x], y_label, named))
     return drawn
-
-
-Points = dict[str, dict[str, tuple[float, float]]]
 
 
 def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) -> Points:
@@ -278,48 +266,28 @@ def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) 
     points: Points = {}
     for row in rows:
         series = str(row.values.get(chart.get("by", ""), "rows"))
-        for label, x, y in _candidates(row, chart, measured):
+        for label, values in _values(row, chart["y"], measured):
+            x = values.get(chart["x"])
+            y = values.get(chart["y"])
             if is_number(x) and is_number(y):
                 points.setdefault(series, {})[label] = (float(x), float(y))
     return points
 
 
-def _candidates(
-    row: TableRow, chart: Mapping[str, str], measured: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield label, x and y of what the paper has for a row, or of what its runs measured."""
-    x = chart["x"]
-    y = chart["y"]
+def _values(row: TableRow, y: str, measured: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield label and values by column of what the paper has for a row, or of its runs, whose `y` is measured."""
     if not measured:
-        yield row.label, row.values.get(x), row.values.get(y)
+        yield row.label, row.values
         return
     for result in row.runs:
         if not result.differs:
-            yield result.run, _measured_x(row, result, x), result.measured.get(y)
+            yield result.run, {**row.values, y: None, **result.measured, "time": result.hours}
 
 
-def _measured_x(row: TableRow, result: RunResult, x: str) -> Any:
-    if x == "time":
-        return result.hours
-    return result.measured.get(x, row.values.get(x))
-
-
-def _scatters(title: str, x: str, y: str, origin: str, points: Points) -> list[Chart]:
-    if points:
-        return [Scatter(f"{title}, {origin}", x, y, points)]
-    return []
-
-
-def _lines(origin: str, points: Points) -> dict[str, Line]:
-    lines = {}
-    for name, by_label in points.items():
-        ys_at: dict[float, list[float]] = {}
-        for x, y in by_label.values():
-            ys_at.setdefault(x, []).append(y)
-        xs = sorted(ys_at)
-        means = []
-        for x in xs:
-            ys = ys_at[x]
-            means.append(sum(ys) / len(ys))
-        lines[f"{name}, {origin}"] = Line(xs, means)
-    return lines
+def _mean_line(points: Iterable[tuple[float, float]]) -> Line:
+    """Return the line of the mean y at every x."""
+    ys_at: dict[float, list[float]] = defaultdict(list)
+    for x, y in points:
+        ys_at[x].append(y)
+    xs = sorted(ys_at)
+    return Line(xs, [fmean(ys_at[x]) for x in xs])

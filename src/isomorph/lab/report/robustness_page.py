@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import CLEAN, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
 from isomorph.lab.evaluation.robustness.cells import SavedResult
 from isomorph.lab.evaluation.robustness.scores import (
@@ -110,7 +110,7 @@ def robustness_finding(results: Mapping[str, CellValues]) -> str:
 
 
 def write_robustness(
-    path: Path, result: Mapping[str, Any], baseline: SavedResult | None, footer: str = ""
+    path: Path, result: JsonObject, baseline: SavedResult | None, footer: str = ""
 ) -> int:
     """Write the page of a result of `iso.robustness`, on the cells that its baseline has too, and return its size.
 

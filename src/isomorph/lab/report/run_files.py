@@ -1,17 +1,15 @@
 """Runs and evaluated models, read from the files that `isomorph train` and `isomorph evaluate --json` write."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject
-from isomorph.lab.report.charts import is_number
+from isomorph.json_values import JsonObject, is_number, read_object
 from isomorph.lab.report.page_models import short_name
-
-LogRows = list[dict[str, Any]]
+from isomorph.terminal_tables import Rows
 
 
 @dataclass(frozen=True)
@@ -19,10 +17,11 @@ class RunLog:
     """The recipe and logs of a run, and a line for each file that is missing or damaged."""
 
     name: str
-    recipe: Mapping[str, Any]
-    epochs: LogRows = field(repr=False)
-    steps: LogRows = field(repr=False)
-    monitor: LogRows = field(repr=False)
+    folder: Path
+    recipe: JsonObject
+    epochs: Rows = field(repr=False)
+    steps: Rows = field(repr=False)
+    monitor: Rows = field(repr=False)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -50,7 +49,7 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
+def _read_jsonl(path: Path, problems: list[str]) -> Rows:
     try:
         lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
     except FileNotFoundError:
@@ -86,15 +85,15 @@ def _read_run(folder: Path) -> RunLog:
         raise UserError(
             f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json"
         )
-    return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
+    return RunLog(folder.name or str(folder), folder, recipe, epochs, steps, monitor, problems)
 
 
 def _read_recipe(path: Path, problems: list[str]) -> JsonObject:
     if not path.is_file():
         problems.append(f"no {path.name}")
         return {}
-    recipe = _parse(path.read_text(errors="replace"))
-    if not isinstance(recipe, dict):
+    recipe = read_object(path)
+    if recipe is None:
         problems.append(f"{path.name} cannot be read")
         return {}
     return recipe
@@ -119,8 +118,8 @@ def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
             logs.append(_read_run(folder))
     names = [log.name for log in logs]
     renamed = []
-    for log, folder in zip(logs, folders, strict=True):
-        name = log.name if names.count(log.name) == 1 else str(folder)
+    for log in logs:
+        name = log.name if names.count(log.name) == 1 else str(log.folder)
         renamed.append(replace(log, name=name))
     if len({log.name for log in renamed}) < len(renamed):
         raise UserError("a run is given twice; give each folder once")
@@ -156,8 +155,10 @@ def _read_point(path: Path) -> AccuracyPoint:
     try:
         result = _parse(path.read_text(errors="replace"))
     except OSError as error:
-        what = f"write it with isomorph evaluate MODEL --json > {path}"
-        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; write it with isomorph evaluate MODEL --json > "
+            f"{path}"
+        ) from None
     values = result if isinstance(result, dict) else {}
     if not isinstance(values.get("model"), str) or not is_number(values.get("top1")):
         raise UserError(

@@ -7,11 +7,19 @@ from typing import Any
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.distributed import open_runtime
-from isomorph.lab.evaluation.model_data import data_root, evaluate_classifier
+from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.lab.evaluation.classes import check_own_classes
+from isomorph.lab.evaluation.model_data import (
+    evaluation_data,
+    training_root,
+    with_model_labels,
+)
 from isomorph.lab.training.task import EvaluationOptions, task_of
 from isomorph.layers.modes import first_float
+from isomorph.models.input_sizes import evaluation_config, fit_to_size, image_size
 from isomorph.operations import unwrap
 from isomorph.spec import ImageSize
 from isomorph.terminal_tables import Metrics
@@ -51,23 +59,32 @@ def evaluate(
     """
     model = unwrap(model, to_copy=False)
     task = task_of(model)
-    if task is None:
-        return evaluate_classifier(
-            model,
-            data,
-            test_fraction=test_fraction,
-            size=size,
-            batch_size=batch_size,
-            workers=workers,
-        )
-    if (
-        not (data is None or isinstance(data, str | Path))
-        or test_fraction is not None
-        or size is not None
-    ):
+    is_named = data is None or isinstance(data, str | Path)
+    named = str(data) if is_named and data else None
+    if task is not None:
+        if not is_named or test_fraction is not None or size is not None:
+            raise UserError(
+                "give the data of this model's task as a folder or the name of a data source, nothing else"
+            )
+        options = EvaluationOptions(named, training_root(model, named, None), batch_size, workers)
+        return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]
+    sides = None if size is None else image_size(size)
+    if is_named:
+        source, config = evaluation_data(model, named, size=sides, test_fraction=test_fraction)
+    elif test_fraction is not None:
         raise UserError(
-            "give the data of this model's task as a folder or the name of a data source, nothing else"
+            "test_fraction splits a folder of images; leave it out for a source or a loader"
         )
-    named = str(data) if data else None
-    options = EvaluationOptions(named, data_root(model, named, None), batch_size, workers)
-    return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]
+    elif isinstance(data, Source):
+        source = with_model_labels(data, model)
+        config = evaluation_config(model, sides)
+        check_own_classes(model, source.classes, size=sides)
+    elif sides:
+        raise UserError(
+            "size is that of images from a folder or a source; leave it out for a loader"
+        )
+    else:
+        loader: Any = data
+        return evaluate_loader(model, loader)
+    fitted = fit_to_size(model, sides) if sides else model
+    return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))

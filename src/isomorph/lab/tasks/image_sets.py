@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
@@ -28,6 +30,12 @@ def resize_masks(masks: tv_tensors.Mask, size: list[int]) -> tv_tensors.Mask:
     layers = masks.reshape(-1, *masks.shape[-2:])  # (n, H, W)
     resized = F.resize_image(layers, size, InterpolationMode.NEAREST_EXACT)
     return tv_tensors.wrap(resized.reshape(*masks.shape[:-2], *size), like=masks)
+
+
+def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return an image of bytes in float32, normalised. Shape: (C, H, W) -> the same"""
+    shares = F.to_dtype(image, torch.float32, scale=True)
+    return F.normalize(shares, list(mean), list(std)).as_subclass(Tensor)
 
 
 def file_inside(folder: Path, name: str, where: str) -> Path:

@@ -1,13 +1,13 @@
 """Accuracy of image classifiers under corruptions."""
 
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, did_you_mean
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.robustness.cells import measure_classifier
@@ -22,7 +22,7 @@ def robustness(
     source: Source | str | Path | None = None,
     suite: str = "imagenet-c",
     **options: Any,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
 
     A cell is a corruption at a severity. The images of `source` are first cropped (for 1000 classes as ImageNet-C's
@@ -65,8 +65,8 @@ def robustness(
     """
     known = [field.name for field in fields(RobustnessOptions)]
     for name in options.keys() - set(known):
-        close = get_close_matches(name, known, n=1) or known
-        raise UserError(f"robustness has no argument {name!r}; did you mean {' or '.join(close)}?")
+        hint = did_you_mean(name, known, f"did you mean {' or '.join(known)}?")
+        raise UserError(f"robustness has no argument {name!r}; {hint}")
     given = RobustnessOptions(suite, **options)
     model = unwrap(model, to_copy=False)
     check_classifier(model, "the model")

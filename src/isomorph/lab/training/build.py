@@ -71,8 +71,7 @@ def build_model(
         model = apply_surgery(model, part, recast_now)
     if part.weight_init and not (part.weights or part.pretrained):
         init_as_mae(model)
-    messages = [message for message in (start, *notes(model)) if message]
-    update_record(model, start="; ".join(messages))
+    update_record(model, start="; ".join(filter(None, [start, *notes(model)])))
     return model
 
 
@@ -205,7 +204,7 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
 
 def data_config(recipe: Recipe, model: nn.Module) -> ImageConfig:
     """Return input size, mean, std, interpolation and test crop: the model's, unless the recipe gives others."""
-    crop: dict[str, Any] = {}
+    crop: ImageConfig = {}
     if recipe.data.crop_pct:
         crop = {"crop_mode": "center", "crop_pct": recipe.data.crop_pct}
     elif recipe.data.test_crop == "center":
@@ -239,7 +238,8 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
 def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOrder, BatchParts]:
     """Return the order of the training images, and the parts of every batch that this process trains on.
 
-    Raises: UserError when the batch cannot be split evenly, or the data is smaller than one batch.
+    Raises: UserError when the batch cannot be split evenly, the data is smaller than one batch, or the warm-up is as
+    long as the run.
     """
     data = recipe.data
     parts = recipe.scale.accumulate * runtime.world
@@ -259,6 +259,11 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
             "the training data is smaller than one batch; lower data.batch_size or raise data.fraction"
         )
     order = BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats)
+    total = recipe.iterations or recipe.epochs * order.steps
+    if (recipe.optim.warmup_iterations or 0) >= total:
+        raise UserError(
+            f"optim.warmup_iterations must be below the run's {total:,} steps; lower it"
+        )
     first = runtime.rank * recipe.scale.accumulate
     own = range(first, first + recipe.scale.accumulate)
     return order, BatchParts(own, parts)

@@ -1,6 +1,6 @@
 """Image classification, and its variants with a teacher, label maps or masks, as a task of the training loop."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,14 +9,18 @@ from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.label_maps import random_label_maps
 from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import read_image
-from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.data.streams import IMAGE_SOURCES
 from isomorph.lab.distributed import Runtime
 from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
-from isomorph.lab.evaluation.classes import check_image_size, class_count, class_logits, class_namer
+from isomorph.lab.evaluation.classes import (
+    check_image_size,
+    class_count,
+    class_logits,
+    likeliest_classes,
+)
 from isomorph.lab.training.build import (
     build_test_loader,
     build_train_loader,
@@ -29,10 +33,10 @@ from isomorph.lab.training.objectives.supervised import PenalisedLoss, build_cri
 from isomorph.lab.training.objectives.token_labels import LabelMapMixup, TokenLabelLoss
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import Objective, Prediction, Task
+from isomorph.lab.training.task import Mix, Objective, Prediction, Task
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.input_sizes import evaluation_config
-from isomorph.terminal_tables import Metrics, Rows
+from isomorph.terminal_tables import Metrics
 
 TOP_CLASSES = 5
 
@@ -47,7 +51,7 @@ class Classification(Task):
     True
     """
 
-    sources = (*SOURCES, *STREAMS)
+    sources = IMAGE_SOURCES
     unused = ()
     classifies = True
     open_data: Any = staticmethod(open_sources)
@@ -61,9 +65,7 @@ class Classification(Task):
             model, config["input_size"], recipe.model.name or str(recipe.model.weights)
         )
 
-    def mix(
-        self, recipe: Recipe, model: nn.Module
-    ) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
+    def mix(self, recipe: Recipe, model: nn.Module) -> Mix | None:
         augment = recipe.augment
         if not augment.mixes:
             return None
@@ -112,11 +114,9 @@ class Classification(Task):
         with eval_mode(model):
             x = eval_transform(config)(image)[None].to(like)
             logits = class_logits(model(x))
-        name_of = class_namer(model, logits.shape[1])
-        shares, classes = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
-        rows: Rows = []
-        for share, number in zip(shares.tolist(), classes.tolist(), strict=True):
-            rows.append({"class": name_of(number), "probability": 100 * share})
+        rows = []
+        for name, share in likeliest_classes(model, logits, TOP_CLASSES)[0]:
+            rows.append({"class": name, "probability": 100 * share})
         return Prediction(rows, {".json": rows})
 
 

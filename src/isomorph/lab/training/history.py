@@ -1,7 +1,7 @@
 """The saved models of a run, and measures of its attention along the training."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from isomorph.lab.training.open import needs_options, open_trained
 from isomorph.lab.training.run.log import read_log
 from isomorph.lab.training.run.snapshot import newest_snapshot
 from isomorph.models.input_sizes import evaluation_config
+from isomorph.terminal_tables import Rows
 
 
 def saved_models(
@@ -67,9 +68,7 @@ def saved_models(
 
 
 def _open(path: Path, options: ModelOptions) -> nn.Module:
-    if needs_options(str(path)):
-        return open_trained(path, options)
-    return open_trained(path, NO_OPTIONS)
+    return open_trained(path, options if needs_options(str(path)) else NO_OPTIONS)
 
 
 def gating_history(
@@ -100,7 +99,7 @@ def gating_history(
     )
 
 
-def _logged_gating(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Tensor]:
+def _logged_gating(rows: Rows, measure: str) -> dict[str, Tensor]:
     """Return a measure of every layer over the epochs of a log; NaN where it has null."""
     values: dict[str, list[Any]] = {}
     for row in rows:

@@ -20,6 +20,7 @@ from isomorph.checkpoints.model import (
 from isomorph.checkpoints.open import build_own, load, local_file, open_contents
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.training.run.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.lab.training.run.snapshot import (
     DamagedSnapshot,
@@ -156,13 +157,14 @@ def _read_run(path: Path, ema: bool) -> Contents:
         if progress["closed"] == recipe.get("epochs")
         else "the run's last snapshot"
     )
-    when = f"after {progress['closed']} of {recipe.get('epochs')} epochs, {progress['step']} steps"
-    return Contents(
-        path, state, found.values["model"], notes=(f"{path}: {which} of {whole}, {when}",)
+    note = (
+        f"{path}: {which} of {whole}, after {progress['closed']} of {recipe.get('epochs')} epochs, "
+        f"{progress['step']} steps"
     )
+    return Contents(path, state, found.values["model"], notes=(note,))
 
 
-def _encoder_prefix(recipe: Mapping[str, Any]) -> str:
+def _encoder_prefix(recipe: JsonObject) -> str:
     """Return the prefix of the model's tensor names in a run: pre-training and guided detection wrap the model."""
     task = recipe.get("task")
     if isinstance(task, dict) and task.get("name") == "detection" and task.get("teacher"):

@@ -9,7 +9,7 @@ from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.lab.training.recipe.recipe import check_part
 from isomorph.layers.gated.tap_heads import TapHeads
@@ -19,39 +19,11 @@ from isomorph.layers.pyramid.base import Pyramid
 from isomorph.models.base import parameters_without_decay
 from isomorph.terminal_tables import Rows
 
-_GATED = (TokenPositions, TapHeads)
-
 # Kinds of parameter groups with weight decay.
 DECAYED_KINDS = ("decayed", "branches")
 # Names of schedules where timm has others.
 _TIMM_SCHEDULES = {"linear": "poly", "step": "multistep"}
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
-
-
-def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of the gates, and of the other gating parameters: centres and localities."""
-    gates = set()
-    positions = set()
-    for name, layer in model.named_modules():
-        if not isinstance(layer, _GATED):
-            continue
-        for own in layer.no_weight_decay():
-            dotted = f"{name}.{own}".lstrip(".")
-            if dotted.rpartition(".")[2] == "gate":
-                gates.add(dotted)
-            else:
-                positions.add(dotted)
-    return gates, positions
-
-
-def _normalised_names(model: nn.Module) -> set[str]:
-    """Return the names of the pyramid weights that a BatchNorm follows: their scale has no effect."""
-    name_of = {module: name for name, module in model.named_modules()}
-    names: set[str] = set()
-    for module in model.modules():
-        if isinstance(module, Pyramid):
-            names.update(f"{name_of[layer]}.weight" for layer in module.scale_free_layers)
-    return names
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
@@ -155,14 +127,17 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> Rows:
 def _special_kinds(model: nn.Module, optim: OptimPart) -> dict[str, str]:
     """Return the kind of every parameter that has a group of its own, by name."""
     kinds: dict[str, str] = {}
-    if optim.branch_lr:
-        kinds |= dict.fromkeys(_normalised_names(model), "branches")
-    gates, positions = _gating_names(model)
-    kinds |= dict.fromkeys(gates, "gates")
-    kinds |= dict.fromkeys(positions, "positions")
-    for name, module in model.named_modules():
-        if isinstance(module, InsertedBlock):
+    name_of = {module: name for name, module in model.named_modules()}
+    for module, name in name_of.items():
+        if isinstance(module, TokenPositions | TapHeads):
+            for own in module.no_weight_decay():
+                kinds[f"{name}.{own}".lstrip(".")] = "gates" if own == "gate" else "positions"
+        elif isinstance(module, InsertedBlock):
             kinds[f"{name}.gamma"] = "gammas"
+        elif isinstance(module, Pyramid) and optim.branch_lr:
+            # a BatchNorm follows them, so that their scale has no effect
+            for layer in module.scale_free_layers:
+                kinds[f"{name_of[layer]}.weight"] = "branches"
     return kinds
 
 
@@ -201,9 +176,8 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
             **more,
         )
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser"
+            f"optim.name {optim.name} cannot be used here: {one_line(error)}; choose another optimiser"
         ) from None
 
 

@@ -60,6 +60,10 @@ class Prediction(NamedTuple):
     files: dict[str, Any]
 
 
+# Mixes the samples of a batch, inputs and targets.
+Mix = Callable[[Any, Any], tuple[Any, Any]]
+# What a loss module returns by name: `loss`, its parts, and the `output` of the model where its accuracy is counted.
+Losses = dict[str, torch.Tensor]
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
 
 
@@ -158,7 +162,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def mix(self, recipe: Recipe, model: nn.Module) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    def mix(self, recipe: Recipe, model: nn.Module) -> Mix | None:
         """Return what mixes the samples of a batch on the device: (inputs, targets) -> the same; None for nothing."""
         return None
 

@@ -5,15 +5,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from isomorph.surgery.layer_calls import LAYERS
 from isomorph.surgery.port.watch import Call, Ref
 
 # The parameters of functions that are not written in Python, in order.
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED = (*_CONV[:5], "output_padding", "groups", "dilation")
-_POSITIONAL: dict[str, tuple[str, ...]] = {
-    "linear": _CONV[:3],
-    **{f"conv{n}d": _CONV for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)},
+_POSITIONAL = LAYERS | {
     "gelu": ("input", "approximate"),
     "softmax": ("input", "dim"),
     "prelu": ("input", "weight"),

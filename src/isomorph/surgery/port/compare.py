@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from isomorph.surgery.calls import relative
+from isomorph.surgery.layer_calls import ADD
 from isomorph.surgery.port.arguments import bind, settings_of
-from isomorph.surgery.port.graph import ADDS, Graph, Step
+from isomorph.surgery.port.graph import Graph, Step
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.pair import Pairing
 from isomorph.surgery.port.watch import Call
@@ -25,6 +26,10 @@ TOLERANCE = 1e-10
 _SINGLE = 1e-6
 # Values with more axes are not tried in another order.
 _MOST_AXES = 5
+
+
+# A setting that is not a weight: its name, and its values in the source and in the target.
+SettingPair = tuple[str, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Place:
     target: str
     difference: float
     what: str
-    settings: tuple[tuple[str, Any, Any], ...] = ()
+    settings: tuple[SettingPair, ...] = ()
 
     def __str__(self) -> str:
         target = self.target or "the model"
@@ -58,6 +63,11 @@ class OutputRow:
     name: str
     other: str
     difference: float
+
+    @property
+    def equals_output(self) -> bool:
+        """True if the value that it equals is an output too."""
+        return self.other.startswith("output")
 
     def __str__(self) -> str:
         return f"{self.own}'s {self.name or 'output'} = {self.other}: relative difference {self.difference:.2g}"
@@ -277,9 +287,9 @@ def _compare_inputs(
 
 
 def _differ(source_call: Call, target_call: Call) -> bool:
-    return source_call.name.strip("_") != target_call.name.strip("_") or bool(
-        differing(settings_of(source_call), settings_of(target_call))
-    )
+    if source_call.operation != target_call.operation:
+        return True
+    return bool(differing(settings_of(source_call), settings_of(target_call)))
 
 
 def _note(pairs: Sequence[tuple[Call | None, Call | None]], settings: SourceSettings) -> None:
@@ -334,7 +344,7 @@ def _is_rounded(value: Tensor) -> bool:
     return bool((last_digits != 0).any())
 
 
-def differing(settings: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+def differing(settings: dict[str, Any], other: dict[str, Any]) -> tuple[SettingPair, ...]:
     """Return the settings that both have with another value."""
     both = [name for name in settings if name in other]
     return tuple(
@@ -360,7 +370,7 @@ def _between(graph: Graph, step: Step) -> list[Call]:
             continue
         visited.add(call.index)
         content = graph.content(number)
-        if content.base == number and call.name not in ADDS:
+        if content.base == number and call.name not in ADD:
             calls[call.index] = call
         stack += call.inputs
     return [calls[index] for index in sorted(calls)][-8:]
@@ -368,10 +378,9 @@ def _between(graph: Graph, step: Step) -> list[Call]:
 
 def _described(call: Call) -> str:
     """Return a call as code would write it, with its settings alone."""
-    name = call.name.strip("_")
-    plain_settings = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
-    arguments = ", ".join(f"{key}={value}" for key, value in plain_settings.items())
-    return f"{name}({arguments})"
+    settings = settings_of(call).items()
+    arguments = [f"{key}={value}" for key, value in settings if _is_plain(value)]
+    return f"{call.operation}({', '.join(arguments)})"
 
 
 def _is_plain(value: Any) -> bool:
@@ -385,27 +394,25 @@ def _count_maps(graph: Graph, call: Call) -> int:
 
 def _differing_calls(
     source: Graph, target: Graph, source_calls: list[Call], target_calls: list[Call]
-) -> tuple[tuple[str, Any, Any], ...]:
+) -> tuple[SettingPair, ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
-    names = [call.name.strip("_") for call in source_calls]
-    others = [call.name.strip("_") for call in target_calls]
-    if len(names) != len(others):
-        return (("operations", ", ".join(names), ", ".join(others)),)
-    differences: list[tuple[str, Any, Any]] = []
-    for source_call, target_call, name, target_name in zip(
-        source_calls, target_calls, names, others, strict=True
-    ):
-        if name != target_name:
-            differences.append(("operation", name, target_name))
+    if len(source_calls) != len(target_calls):
+        names = [
+            ", ".join(call.operation for call in calls) for calls in (source_calls, target_calls)
+        ]
+        return (("operations", *names),)
+    differences: list[SettingPair] = []
+    for source_call, target_call in zip(source_calls, target_calls, strict=True):
+        name = source_call.operation
+        if name != target_call.operation:
+            differences.append(("operation", name, target_call.operation))
             continue
         maps = _count_maps(source, source_call), _count_maps(target, target_call)
         if name == "softmax" and maps[0] != maps[1]:
             return (("heads or windows of attention", *maps),)
-        for setting, value, other_value in differing(
-            settings_of(source_call), settings_of(target_call)
-        ):
-            if _is_plain(value) and _is_plain(other_value):
-                differences.append((f"{name} {setting}", value, other_value))
+        for setting, *values in differing(settings_of(source_call), settings_of(target_call)):
+            if all(map(_is_plain, values)):
+                differences.append((f"{name} {setting}", *values))
     return tuple(differences)
 
 
@@ -437,7 +444,7 @@ class _Values(NamedTuple):
     def inner(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the results of all operations, the last first."""
         for call in self.graph.record.calls[::-1]:
-            name = f"the result of {call.name.strip('_')} in {call.module or 'the model'}"
+            name = f"the result of {call.operation} in {call.module or 'the model'}"
             for number in call.outputs:
                 yield name, self.values[number]
 
@@ -459,7 +466,7 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
         if not value.is_floating_point():
             continue
         rows_found = [_nearest(values.own, path, value, other.outputs())]
-        is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
+        is_constant = value.numel() > 1 and (value == value.flatten()[0]).all()
         if rows_found[0].difference > TOLERANCE and not is_constant:
             rows_found.append(_nearest(values.own, path, value, other.inner()))
             base_value = values.whole_of(number)

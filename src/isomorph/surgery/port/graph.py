@@ -5,6 +5,7 @@ entries are those of a base value plus those of parameters. So it does not matte
 table of relative positions or adds class tokens and positions.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor
 
 from isomorph.operations import tensors_in
+from isomorph.surgery.layer_calls import ADD, MUL
 from isomorph.surgery.port.arguments import bind, settings_of
 from isomorph.surgery.port.movement import positions
 from isomorph.surgery.port.numbers import Entries, Numbers
-from isomorph.surgery.port.watch import Call, Run, Watch, replay
+from isomorph.surgery.port.watch import Call, Run, Watch, memory_of, replay
 
-ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-MULTIPLIES = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "einsum", "baddbmm"}
 LAYERS = {"linear", "conv1d", "conv2d", "conv3d"}
 TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
@@ -97,13 +97,13 @@ class Graph:
     def __init__(self, record: Watch) -> None:
         self.record = record
         self.steps: list[Step] = []
-        self.contents: dict[int, Content] = {}
+        self.contents: dict[int, Content] = defaultdict(Content)
         # The steps from which a value follows without another step between.
-        self.sources: dict[int, frozenset[int]] = {}
+        self.sources: dict[int, frozenset[int]] = defaultdict(frozenset)
         # Values that depend on the image or on a step.
         self.dependent: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
-        self.leaves: dict[int, list[tuple[int, Call, int]]] = {}
+        self.leaves: dict[int, list[tuple[int, Call, int]]] = defaultdict(list)
         tensors = {number: record.values[number] for number in record.names}
         self.entries = Entries({number: tensor.shape for number, tensor in tensors.items()})
         self.numbers = Numbers(self.entries, tensors)
@@ -152,16 +152,11 @@ class Graph:
 
     def content(self, number: int) -> Content:
         """Return what a value is; the positions in itself of one that is computed are made when they are asked for."""
-        content = self.contents.get(number, Content())
+        content = self.contents[number]
         if content.base == number and content.ids is None:
             value = self.values[number]
             content.ids = torch.arange(value.numel()).reshape(value.shape)
         return content
-
-    def terms(self, number: int) -> tuple[Tensor, ...]:
-        """Return the entries of the parameters that are added in a value."""
-        content = self.contents.get(number)
-        return content.terms if content else ()
 
     def _begin(self, number: int, sources: frozenset[int]) -> None:
         """Make a value the base of what follows from it."""
@@ -169,23 +164,33 @@ class Graph:
         self.sources[number] = sources
         self.dependent.add(number)
 
+    def _continue(self, number: int, content: Content, inputs: Iterable[int]) -> None:
+        """Note what a value is that follows from others without a step between."""
+        self.contents[number] = content
+        self.sources[number] = self._sources_of(inputs)
+        if not self.dependent.isdisjoint(inputs):
+            self.dependent.add(number)
+
+    def _sources_of(self, numbers: Iterable[int]) -> frozenset[int]:
+        return frozenset().union(*[self.sources[number] for number in numbers])
+
     def _follow(self, call: Call) -> None:
         """Follow a call: a view, a movement, a sum with parameters, a step, or another operation."""
-        is_live = any(number in self.dependent for number in call.inputs)
-        reads = any(self.terms(number) for number in call.inputs)
-        if not is_live and not reads:
+        reads = any(self.contents[number].terms for number in call.inputs)
+        if self.dependent.isdisjoint(call.inputs) and not reads:
             return
         if self._view(call):
             return
         entries = positions(call, self.values)
         if entries is not None and self._move(call, entries):
             return
-        if call.name in ADDS and self._add(call):
+        if call.name in ADD and self._add(call):
             return
         if not self._step(call):
-            sources = [self._read(number, call, i) for i, number in enumerate(call.inputs)]
+            for argument, number in enumerate(call.inputs):
+                self._read(number, call, argument)
             for number in call.outputs:
-                self._begin(number, frozenset().union(*sources))
+                self._begin(number, self._sources_of(call.inputs))
 
     def _view(self, call: Call) -> bool:
         """Follow a view of one value, as transposed or sliced ones; False for another operation."""
@@ -195,7 +200,8 @@ class Graph:
             return False
         for output in call.outputs:
             output_value = self.values[output]
-            if output_value.dtype != value.dtype or not _share_memory(output_value, value):
+            is_view = memory_of(output_value) == memory_of(value)
+            if output_value.dtype != value.dtype or not is_view:
                 return False
         content = self.content(number)
         layers = [content.ids, *content.terms]
@@ -205,10 +211,8 @@ class Graph:
         for i, output in enumerate(call.outputs):
             moved_layers = [layer[i] for layer in viewed if layer is not None]
             ids = None if content.ids is None else moved_layers.pop(0)
-            self.contents[output] = Content(content.base, ids, self._present(moved_layers))
-            self.sources[output] = self.sources.get(number, frozenset())
-            if number in self.dependent:
-                self.dependent.add(output)
+            terms = self._present(moved_layers)
+            self._continue(output, Content(content.base, ids, terms), call.inputs)
         return True
 
     def _move(self, call: Call, movements: list[Tensor]) -> bool:
@@ -225,24 +229,19 @@ class Graph:
             parts = [content.terms[i] if i < len(content.terms) else None for content in contents]
             layers.append(self._join_entries(floating, parts))
         base = bases.pop() if bases else None
-        sources = [self.sources.get(number, frozenset()) for number in floating]
         for number, where in zip(call.outputs, movements, strict=True):
-            if bool((where == -1).all()):  # zeros
+            if (where == -1).all():  # zeros
                 self.contents[number] = Content()
                 continue
             terms = self._present([layer[where] for layer in layers])
-            self.contents[number] = Content(base, ids[where] if base is not None else None, terms)
-            self.sources[number] = frozenset().union(*sources)
-            if any(source in self.dependent for source in floating):
-                self.dependent.add(number)
+            content = Content(base, ids[where] if base is not None else None, terms)
+            self._continue(number, content, floating)
         return True
 
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the terms that have entries of parameters."""
         return tuple(
-            entries
-            for entries in terms
-            if self.entries.owner(entries) or bool((entries >= 0).any())
+            entries for entries in terms if self.entries.owner(entries) or (entries >= 0).any()
         )
 
     def _join_entries(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
@@ -257,31 +256,26 @@ class Graph:
         """Follow a sum with parameters; False for another sum."""
         if len(call.inputs) != 2 or call.kwargs.get("alpha", 1) != 1:
             return False
-        if not any(self.terms(number) for number in call.inputs):
+        if not any(self.contents[number].terms for number in call.inputs):
             return False
-        first, second = (self.content(number) for number in call.inputs)
+        first, second = map(self.content, call.inputs)
         if first.base is not None and second.base is not None:
             return False
-        shape = self.values[call.outputs[0]].shape
+        number = call.outputs[0]
+        shape = self.values[number].shape
         base = first if first.base is not None else second
         ids = None if base.ids is None else base.ids.expand(shape)
         terms = tuple(entries.expand(shape) for entries in (*first.terms, *second.terms))
-        number = call.outputs[0]
-        self.contents[number] = Content(base.base, ids, terms)
-        sources = [self.sources.get(n, frozenset()) for n in call.inputs]
-        self.sources[number] = frozenset().union(*sources)
-        if any(n in self.dependent for n in call.inputs):
-            self.dependent.add(number)
+        self._continue(number, Content(base.base, ids, terms), call.inputs)
         return True
 
-    def _read(self, number: int, call: Call | None = None, argument: int = 0) -> frozenset[int]:
-        """Return the steps that a value follows from, after one for the parameters that are added to it."""
-        content = self.contents.get(number, Content())
+    def _read(self, number: int, call: Call | None = None, argument: int = 0) -> None:
+        """Note that a value is read, after a step for the parameters that are added to it."""
+        content = self.contents[number]
         if content.terms and not content.is_parameter:
             self._shift(number, content)
         elif content.base is not None and call is not None:
-            self.leaves.setdefault(content.base, []).append((number, call, argument))
-        return self.sources.get(number, frozenset())
+            self.leaves[content.base].append((number, call, argument))
 
     def _shift(self, number: int, content: Content) -> None:
         """Add the step that adds parameters to a value."""
@@ -295,7 +289,7 @@ class Graph:
             operands={},
             input=content.base,
             output=number,
-            sources=self.sources.get(number, frozenset()),
+            sources=self.sources[number],
             terms=terms,
             ids=content.ids,
         )
@@ -309,9 +303,9 @@ class Graph:
         bound = bind(call)
         operands: dict[str, Operand] = {}
         data: list[int] = []
-        sources: list[frozenset[int]] = []
+        numbers_read: list[int] = []
         for argument, (role, number) in enumerate(bound.items()):
-            content = self.contents.get(number, Content())
+            content = self.contents[number]
             is_weight = call.name in LAYERS | TRANSPOSED | NORMS and role not in ("input", "x")
             if content.is_parameter:
                 operands[role] = Operand(self.values[number], content.terms[0], number)
@@ -321,7 +315,8 @@ class Graph:
                     entries = self.statistics.get(number)
                     operands[role] = Operand(self.values[number], entries, number)
                 continue
-            sources.append(self._read(number, call, argument))
+            self._read(number, call, argument)
+            numbers_read.append(number)
             if is_weight:  # computed from parameters by steps of their own
                 operands[role] = Operand(self.values[number], None, number)
             else:
@@ -338,31 +333,29 @@ class Graph:
             operands=operands,
             input=data[0] if data else None,
             output=call.outputs[0],
-            sources=frozenset().union(*sources),
+            sources=self._sources_of(numbers_read),
             reads=bound.get("input", bound.get("first")),
             settings=settings_of(call),
         )
         _as_layer(step, call)
         if step.kind == "scale" and len(operands) == 1:
             step.operands = {"scale": next(iter(operands.values()))}
-        self._order_columns(step)
+        self._order_columns(step, call)
         self.steps.append(step)
         for number in call.outputs:
             self._begin(number, frozenset([step.index]))
         return True
 
-    def _order_columns(self, step: Step) -> None:
+    def _order_columns(self, step: Step, call: Call) -> None:
         """Note in which order a layer or norm reads its channels, if its input is a moved value."""
         if step.input is None:
             return
-        content = self.contents.get(step.input, Content())
+        content = self.contents[step.input]
         if content.ids is None or content.base == step.input:
             return
-        axis = 1 if step.kind in ("batch_norm", "group_norm") else content.ids.ndim - 1
-        if step.call is not None and step.call.name.startswith("conv"):
-            axis = 1
-        step.start = int(content.ids.max()) if content.ids.numel() == 1 else int(content.ids.min())
-        rows = content.ids.movedim(axis, -1)
+        step.start = int(content.ids.min())
+        has_axis_1 = call.name in ("batch_norm", "group_norm") or call.name.startswith("conv")
+        rows = content.ids.movedim(1 if has_axis_1 else -1, -1)
         rows = rows.reshape(-1, rows.shape[-1])
         complete = (rows >= 0).all(-1).nonzero()
         if not len(complete):
@@ -370,10 +363,6 @@ class Graph:
         order = rows[int(complete[0])].argsort()
         if not torch.equal(order, torch.arange(len(order))):
             step.columns = order
-
-
-def _share_memory(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
@@ -393,7 +382,7 @@ def _kind(name: str) -> str:
         return "layer"
     if name in TRANSPOSED:
         return "transposed layer"
-    if name in MULTIPLIES:
+    if name in MUL:
         return "scale"
     if name in PRODUCTS:
         return "product"

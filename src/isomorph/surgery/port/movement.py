@@ -79,7 +79,7 @@ def _sample_is_known(call: Call, values: Sequence[Tensor], floating: list[int]) 
         for i in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
             sample = flat[i]
             is_input = any(_holds(values[n], sample, call.name) for n in floating)
-            if not is_input and bool(sample != 0):
+            if not is_input and sample != 0:
                 return False
     return True
 
@@ -96,11 +96,11 @@ def _decode(numbers: Any, count: int) -> Tensor | None:
     if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
         return None
     names = numbers.double() * (_COUNT / _LARGEST)
-    if not bool(names.isfinite().all()):
+    if not names.isfinite().all():
         return None
     rounded = names.abs().round()
     entries = rounded.long()
-    if bool((names.abs() - rounded).abs().gt(1e-3).any()) or bool((entries > count).any()):
+    if (names.abs() - rounded).abs().gt(1e-3).any() or (entries > count).any():
         return None
     is_negative = (names < 0) == ((entries & 1) == 1)
-    return entries.sub_(1) if bool((is_negative | (entries == 0)).all()) else None
+    return entries.sub_(1) if (is_negative | (entries == 0)).all() else None

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from isomorph.surgery.port.watch import memory_of
+
 # How many random numbers are drawn for one parameter, a prime: no two rows of it are the same.
 _BLOCK = 65537
 
@@ -25,7 +27,7 @@ class Entries:
             entries = torch.arange(count, count + shape.numel(), dtype=torch.int32).view(shape)
             self._whole[number] = entries
             self._first[number] = count
-            self._by_memory[entries.untyped_storage().data_ptr()] = number
+            self._by_memory[memory_of(entries)] = number
             count += shape.numel()
 
     def of_parameter(self, number: int) -> Tensor:
@@ -34,7 +36,7 @@ class Entries:
 
     def owner(self, entries: Tensor) -> int | None:
         """Return the parameter of whose entries some are a view; None if they are no view."""
-        return self._by_memory.get(entries.untyped_storage().data_ptr())
+        return self._by_memory.get(memory_of(entries))
 
     def owners(self, entries: Tensor) -> list[int]:
         """Return the parameters that entries belong to."""
@@ -78,15 +80,9 @@ class Numbers:
         if owner is not None:
             row = self.tensors[owner].contiguous().view(-1)
             return row.as_strided(entries.size(), entries.stride(), entries.storage_offset())
-        picked: Tensor | None = None
-        flat = entries.reshape(-1)
-        for number, inside, positions in self.entries.parts(flat):
-            row = self.tensors[number].reshape(-1)
-            if picked is None:
-                picked = row.new_zeros(len(flat))
-            picked[inside] = row[positions].to(picked.dtype)
-        if picked is None:
-            picked = torch.zeros(len(flat), dtype=torch.float64)
+        picked = torch.zeros(entries.numel(), dtype=torch.float64)
+        for number, inside, positions in self.entries.parts(entries.reshape(-1)):
+            picked[inside] = self.tensors[number].reshape(-1)[positions].double()
         return picked.view(entries.shape)
 
     def put(self, entries: Tensor, values: Tensor) -> None:
@@ -118,6 +114,4 @@ class Numbers:
 def random_numbers(count: int, generator: torch.Generator) -> Tensor:
     """Return numbers from 0 to 1: random ones, which repeat after as many as a prime, since drawing them takes long."""
     block = torch.rand(min(count, _BLOCK), generator=generator, dtype=torch.float64)
-    if count <= _BLOCK:
-        return block
     return block.repeat(count // _BLOCK + 1)[:count]

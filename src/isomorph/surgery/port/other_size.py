@@ -1,16 +1,23 @@
 """Porting between models for other image sizes: one of them is fitted to the images that the other takes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import copy_module, unwrap
+from isomorph.operations import copy_module
 from isomorph.surgery.absorb import layers_that_read
 from isomorph.surgery.calls import describe_shape, run_model, to_model
 from isomorph.surgery.port.report import PortReport
-from isomorph.surgery.resize import OtherSize
+from isomorph.surgery.resize import (
+    describe_size,
+    for_sizes,
+    kernel_of,
+    shift_between,
+    sides_of,
+)
 
 
 @dataclass(frozen=True)
@@ -19,27 +26,34 @@ class FittedPair:
 
     source: nn.Module
     target: nn.Module
-    size: OtherSize
-    original: nn.Module | None
-    """The source before it was fitted; None if it was the target."""
+    role: str
+    """Which of both is fitted: source or target."""
 
+    original: Any
+    """That model before it was fitted."""
+
+    @torch.no_grad()
     def finish(self, report: PortReport, images: Tensor) -> PortReport:
         """Return the report with the target in its own size, and a note on what is not exact."""
-        if self.original is not None:
-            note = self._note("source", self.source, self.original, images)
-            return replace(report, notes=(*report.notes, note))
-        new = self.size.back(report.model)
-        note = self._note("target", self.source, new, images)
-        return replace(report, model=new, notes=(*report.notes, note))
-
-    def _note(self, role: str, original: nn.Module, resized: nn.Module, images: Tensor) -> str:
-        """Return the note that models are compared at one size, and by how much outputs move at the other."""
-        shift = self.size.shift(original, resized, images)
+        fitted: Any = getattr(self, self.role)
+        embed = self.original.patch_embed
+        image = tuple(embed.img_size)
+        patch = kernel_of(embed.proj)
+        resized = self.original
+        if self.role == "target":
+            resized, _ = for_sizes(report.model, patch, image)
+            report = replace(report, model=resized)
+        sizes = f"images of {describe_size(sides_of(images))} and {describe_size(image)}"
+        fitted_patch = kernel_of(fitted.patch_embed.proj)
+        if fitted_patch != patch:
+            sizes += f", patches of {describe_size(fitted_patch)} and {describe_size(patch)}"
+        shift = shift_between(self.source, resized, images, image)
         movement = f"; outputs on these images move by {shift}" if shift else ""
-        return (
-            f"the models are for {self.size.describe(images)}: compared at the first size; positions of the {role} "
+        note = (
+            f"the models are for {sizes}: compared at the first size; positions of the {self.role} "
             f"are interpolated to the other, which is not exact{movement}"
         )
+        return replace(report, notes=(*report.notes, note))
 
 
 def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair | None:
@@ -48,23 +62,23 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
     if all(fits) or not any(fits):
         return None
     role = "target" if fits[0] else "source"
-    model_to_fit, other = (target, source) if fits[0] else (source, target)
+    original, other = (target, source) if fits[0] else (source, target)
     try:
-        size = OtherSize.of(model_to_fit, images, _patch_of(other, images))
+        fitted, _ = for_sizes(original, _patch_of(other, images), sides_of(images))
     except UserError as error:
         raise UserError(
             f"the {role} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
             f"images of its own `size`; {error}"
         ) from error
     if role == "target":
-        return FittedPair(source, size.model, size, None)
-    return FittedPair(size.model, target, size, source)
+        return FittedPair(source, fitted, role, original)
+    return FittedPair(fitted, target, role, original)
 
 
 @torch.no_grad()
 def _fits(model: nn.Module, images: Tensor) -> bool:
     """True if a model runs on the images."""
-    plain = copy_module(unwrap(model)).eval()
+    plain = copy_module(model).eval()
     try:
         run_model(plain, to_model(images[:1], plain))
     except UserError:
@@ -77,5 +91,5 @@ def _patch_of(model: nn.Module, images: Tensor) -> tuple[int, int] | None:
     for name in layers_that_read(model, to_model(images[:1], model)):
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride:
-            return layer.kernel_size[0], layer.kernel_size[1]
+            return kernel_of(layer)
     return None

@@ -79,8 +79,8 @@ def _key(step: Step) -> Any:
     """Return what layers side by side have in common; of another step its own index."""
     if step.kind != "layer" or step.reads is None:
         return step.index
-    window = tuple(sorted(step.settings.items(), key=lambda item: item[0]))
-    return step.reads, tuple(step.weight.shape[1:]), repr(window), "input" in step.operands
+    window = repr(sorted(step.settings.items()))
+    return step.reads, tuple(step.weight.shape[1:]), window, "input" in step.operands
 
 
 def _label(joint: Joint) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     """Yield the outputs of a layer in parts that are read apart."""
     count = step.rows
     views: list[tuple[Tensor, Call, int]] = []
-    for number, call, argument in graph.leaves.get(step.output, []):
+    for number, call, argument in graph.leaves[step.output]:
         if number == step.output:
             views.append((torch.arange(count), call, argument))
             continue
@@ -116,7 +116,7 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     views.sort(key=lambda view: -len(view[0]))
     parts: list[tuple[Tensor, tuple[Any, ...]]] = []
     for rows, _, _ in views:
-        if bool(is_unread[rows].all()):
+        if is_unread[rows].all():
             is_unread[rows] = False
             own_rows = set(rows.tolist())
             reading = [view for view in views if own_rows.issuperset(view[0].tolist())]
@@ -164,7 +164,7 @@ def _signature(graph: Graph, reading: Sequence[tuple[Tensor, Call, int]]) -> tup
         if call.name in ("linear", "conv2d", "conv1d", "softmax"):
             continue
         for output in call.outputs:
-            for reader in graph.record.readers.get(output, []):
+            for reader in graph.record.readers[output]:
                 queue.append((reader, reader.inputs.index(output)))
     return tuple(sorted(products))
 
@@ -181,7 +181,7 @@ def _reaches_softmax(graph: Graph, product: Call) -> bool:
         if call is not product and call.name in PRODUCTS:
             continue
         for output in call.outputs:
-            queue += graph.record.readers.get(output, [])
+            queue += graph.record.readers[output]
     return False
 
 
@@ -213,10 +213,16 @@ def pair(source: list[Joint], target: list[Joint]) -> Pairing:
     _match_in_order(source, target, matches)
     pairs = [(source[one], target[other]) for one, other in sorted(matches.items())]
     position = {one.index: i for i, (one, _) in enumerate(pairs)}
+    alike = [[position[joint] for joint in group] for group in similar]
+    return Pairing(pairs, alike, *_unmatched(source, target, matches))
+
+
+def _unmatched(
+    source: list[Joint], target: list[Joint], matches: dict[int, int]
+) -> tuple[list[Joint], list[Joint]]:
+    """Return the joints of both models that are in no match."""
     matched_targets = set(matches.values())
-    return Pairing(
-        pairs,
-        [[position[joint] for joint in group] for group in similar],
+    return (
         [joint for joint in source if joint.index not in matches],
         [joint for joint in target if joint.index not in matched_targets],
     )
@@ -262,14 +268,10 @@ def _match_classes(
     similar: list[list[int]],
 ) -> None:
     """Match the joints of a colour that both have equally often, in order."""
-    matched_targets = set(matches.values())
     classes: dict[int, tuple[list[Joint], list[Joint]]] = defaultdict(lambda: ([], []))
-    for joint in source:
-        if joint.index not in matches:
-            classes[colours[0][joint.index]][0].append(joint)
-    for joint in target:
-        if joint.index not in matched_targets:
-            classes[colours[1][joint.index]][1].append(joint)
+    for side, joints in enumerate(_unmatched(source, target, matches)):
+        for joint in joints:
+            classes[colours[side][joint.index]][side].append(joint)
     for ones, others in classes.values():
         if len(ones) != len(others):
             continue
@@ -282,11 +284,9 @@ def _match_classes(
 
 def _match_in_order(source: list[Joint], target: list[Joint], matches: dict[int, int]) -> None:
     """Match the remaining joints with equal labels in their order."""
-    matched_targets = set(matches.values())
-    ones = [joint for joint in source if joint.index not in matches]
-    others = [joint for joint in target if joint.index not in matched_targets]
+    ones, others = _unmatched(source, target, matches)
     labels = [[joint.label for joint in joints] for joints in (ones, others)]
-    matcher = SequenceMatcher(None, labels[0], labels[1], autojunk=False)
+    matcher = SequenceMatcher(None, *labels, autojunk=False)
     for block in matcher.get_matching_blocks():
         for i in range(block.size):
             matches[ones[block.a + i].index] = others[block.b + i].index

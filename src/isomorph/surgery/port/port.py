@@ -131,9 +131,8 @@ class _Port:
         if equal and not is_equal(rows, "target"):
             model_name = "source"
         compared = [row for row in rows if row.own == model_name]
-        are_heads = self._are_heads(self.source_graph, pairing.only_source)
-        is_paired = are_heads and not pairing.only_target
-        explained = explained and not solution.lost and is_paired
+        has_heads_alone = _are_heads(self.source_graph, pairing.only_source)
+        is_paired = has_heads_alone and not pairing.only_target
         return PortReport(
             model=model,
             equal=equal,
@@ -143,7 +142,7 @@ class _Port:
             left=solution.names_left(),
             kept=solution.names_kept(),
             settings=() if equal else settings_in(random_trial.places),
-            explained=explained,
+            explained=explained and not solution.lost and is_paired,
             places=() if equal else tuple(random_trial.places),
             ambiguous=tuple(self.tried_choices),
             notes=(*dict.fromkeys(solution.lost), *self._further_notes(equal, rows)),
@@ -226,7 +225,7 @@ class _Port:
         The models themselves are called. All values are needed only where outputs are not outputs of the other, or
         where tensors are carried that are computed.
         """
-        has_inner = any(not row.other.startswith("output") for row in random_trial.rows)
+        has_inner = not all(row.equals_output for row in random_trial.rows)
         source_numbers = self.source.own_numbers()
         values = self.source.call(source_numbers)
         if has_inner or self.source_graph.reads_computed:
@@ -257,35 +256,36 @@ class _Port:
     def _is_equal(self, trial: _Trial) -> bool:
         """True if all outputs are equal; a head that only one side has is no part of the other's function."""
         if is_equal(trial.rows, "target"):
-            inner = any(not row.other.startswith("output") for row in trial.rows)
-            return not inner or self._are_heads(
-                self.source_graph, self.assignment.pairing.only_source
-            )
+            if all(row.equals_output for row in trial.rows):
+                return True
+            return _are_heads(self.source_graph, self.assignment.pairing.only_source)
         if not is_equal(trial.rows, "source"):
             return False
         if _are_outputs(trial.rows):
             return True
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
-        return has_head and self._are_heads(self.target_graph, only)
+        return has_head and _are_heads(self.target_graph, only)
 
-    def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
-        """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
-        alone = {joint.index for joint in joints}
-        for joint in joints:
-            if joint.first.kind == "layer" and graph.values[joint.first.output].ndim != 2:
-                return False
-            if joint.readers - alone:
-                return False
-        layers = [joint for joint in joints if joint.first.kind == "layer"]
-        inner = {joint.index for joint in layers}
-        return not any(joint.sources & inner for joint in layers)
+
+def _are_heads(graph: Graph, joints: list[Joint]) -> bool:
+    """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
+    alone = {joint.index for joint in joints}
+    layers = {joint.index for joint in joints if joint.first.kind == "layer"}
+    for joint in joints:
+        if joint.readers - alone:
+            return False
+        if joint.index not in layers:
+            continue
+        if graph.values[joint.first.output].ndim != 2 or joint.sources & layers:
+            return False
+    return True
 
 
 def _are_outputs(rows: list[OutputRow]) -> bool:
     """True if every output of the source is one of the target's, which may have more."""
     source_rows = [row for row in rows if row.own == "source"]
-    return bool(source_rows) and all(row.other.startswith("output") for row in source_rows)
+    return bool(source_rows) and all(row.equals_output for row in source_rows)
 
 
 def _largest(rows: list[OutputRow]) -> float:

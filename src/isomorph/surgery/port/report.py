@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.port.compare import TOLERANCE, OutputRow, Place
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.port.compare import TOLERANCE, OutputRow, Place, SettingPair
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, OWN, Solution
 
@@ -41,7 +42,7 @@ class Setting:
         return f"{self.name}: {self.source} in the source, {self.target} in the target"
 
     def __str__(self) -> str:
-        return f"{self.values} ({_listed(self.modules)})"
+        return f"{self.values} ({list_names(self.modules, _SHOWN)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,11 +121,11 @@ class PortReport:
         if len(self.places) > _SHOWN:
             lines.append(f"  parts at {len(self.places) - _SHOWN} more places")
         if self.left:
-            lines.append(f"  not carried: {_listed(self.left)}")
+            lines.append(f"  not carried: {list_names(self.left, _SHOWN)}")
         if self.kept:
-            lines.append(f"  the target keeps its own: {_listed(self.kept)}")
+            lines.append(f"  the target keeps its own: {list_names(self.kept, _SHOWN)}")
         if self.ambiguous:
-            lines.append(f"  tried in float64: {_listed(tuple(dict.fromkeys(self.ambiguous)))}")
+            lines.append(f"  tried in float64: {list_names(self.ambiguous, _SHOWN)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -150,17 +151,11 @@ class NotPorted(UserError):
         self.report = report
 
 
-def _listed(names: Sequence[str]) -> str:
-    listed = [name or "the model" for name in names[:_SHOWN]]
-    suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(listed) + suffix
-
-
 def settings_in(differences: Sequence[Place]) -> tuple[Setting, ...]:
     """Return the settings that differ, each once, with the modules where they do."""
     # by their text, as values need not be hashable
     modules: dict[str, list[str]] = {}
-    values: dict[str, tuple[str, Any, Any]] = {}
+    values: dict[str, SettingPair] = {}
     for difference in differences:
         for setting in difference.settings:
             values[repr(setting)] = setting
@@ -185,7 +180,7 @@ def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str,
     """Return the names of the tensors that numbers come from, and how they do."""
     in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
     names = tuple(source.record.names[number][0] for number in numbers)
-    if bool((origins == NEUTRAL).all()):
+    if (origins == NEUTRAL).all():
         return names, "a number that changes nothing, as the source has none"
     steps = []
     if not in_order:
@@ -195,9 +190,7 @@ def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str,
             OWN: "in part its own",
         }
         steps = [
-            description
-            for kind, description in descriptions.items()
-            if bool((origins == kind).any())
+            description for kind, description in descriptions.items() if (origins == kind).any()
         ]
     if len(numbers) > 1:
         steps.append(f"joined from {len(numbers)}")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import copy_module, leaves, unwrap
+from isomorph.operations import copy_module, leaves
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
 from isomorph.surgery.port.graph import Graph
@@ -21,7 +21,7 @@ class Side:
 
     def __init__(self, name: str, model: nn.Module, image: Inputs) -> None:
         self.name = name
-        self.original = unwrap(model)
+        self.original = model
         self.image = image
         self.model = _exact_copy(self.original)
         _perturb(self.model)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,15 +83,11 @@ class Solution:
 
     def is_free(self, number: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
-        if number not in self.origins.written:
-            return True
         return bool((self.origins.tensors[number] <= NEUTRAL).all())
 
     def names_left(self) -> tuple[str, ...]:
         """Return the names of the source's tensors that no tensor of the target has numbers of."""
-        used: set[int] = set()
-        for sources in self.sources_of.values():
-            used.update(sources)
+        used: set[int] = set().union(*self.sources_of.values())
         for entries in self.merged:
             used.update(self.source.entries.owners(entries))
         names = self.source.record.names
@@ -128,22 +123,19 @@ class Solution:
             self.carry(entries, tensors)
             return
         entries = entries.reshape(-1)
-        value = tensors.value.reshape(-1)
-        origins = tensors.entries.reshape(-1)
+        tensors = tensors.reshape(-1)
         inside = entries >= 0
-        if not bool(inside.all()):
-            if bool(value[~inside].any()):
-                message = f"{module}: the target has a constant 0"
-                self.note_lost(SourcedTensor(value, origins)[~inside], message)
+        if not inside.all():
+            outside = tensors[~inside]
+            if outside.value.any():
+                self.note_lost(outside, f"{module}: the target has a constant 0")
             entries = entries[inside]
-            value = value[inside]
-            origins = origins[inside]
+            tensors = tensors[inside]
         is_written = self.origins.pick(entries) != OWN
-        if bool(is_written.any()) and bool(
-            (is_written & (self.numbers.pick(entries) != value)).any()
-        ):
+        is_other = self.numbers.pick(entries) != tensors.value
+        if (is_written & is_other).any():
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.carry(entries, SourcedTensor(value, origins))
+        self.carry(entries, tensors)
 
     def carry(self, entries: Tensor, tensors: SourcedTensor) -> None:
         """Write numbers into the target's entries, whatever is there."""
@@ -166,8 +158,8 @@ def solve(
     target: Graph,
     pairing: Pairing,
     start: Numbers,
-    orders: Mapping[int, int] = MappingProxyType({}),
-    neutral: bool = True,
+    orders: Mapping[int, int],
+    neutral: bool,
 ) -> Solution:
     """Return the numbers of the target's parameters for the current ones of the source.
 
@@ -204,8 +196,6 @@ def _rows(
         if columns is not None and weight.shape[1] == len(columns):
             tensors = tensors.reshape(*weight.shape)[:, columns]
         tensors = tensors.reshape(part.step.rows, -1)
-        if columns is not None and tensors.value.shape[1] == len(columns) != weight.shape[1]:
-            tensors = tensors[:, columns]
     return tensors.rows(part.rows)
 
 
@@ -219,14 +209,14 @@ def _target_tensors(operand: Operand) -> SourcedTensor:
 def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
     """Return in which orders the source's parts may stand for the target's, the most likely first."""
     signed = [part.read_by for part in joint.parts], [part.read_by for part in other.parts]
-    count = len(joint.parts)
     sizes = [len(part.rows) for part in joint.parts]
     others = [len(part.rows) for part in other.parts]
-    if count != len(others) or sorted(sizes) != sorted(others):
+    if sorted(sizes) != sorted(others):
         return []
-    fitting = []
+    count = len(sizes)
     if count > 4:
         return [tuple(range(count))] if sizes == others else []
+    fitting = []
     for order in permutations(range(count)):
         if [sizes[i] for i in order] == others:
             num_equal = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
@@ -258,7 +248,7 @@ def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
         has_entry = torch.zeros(step.ids.shape, dtype=torch.bool)
         for term in step.terms:
             has_entry |= _target_tensors(term).entries >= 0
-        if bool(has_entry[step.ids >= 0].all()):
+        if has_entry[step.ids >= 0].all():
             return step
     return None
 
@@ -314,7 +304,7 @@ def _solve_part(
         if part.step.operands[role].entries is not None:
             solution.put(target_rows.entries, source_rows, part.step.module)
         return
-    if not bool(source_rows.value.any()):
+    if not source_rows.value.any():
         return
     shift = find_shift()
     if shift is None:
@@ -362,7 +352,7 @@ def _solve_shift(step: Step, other: Step, solution: Solution) -> None:
         value = total.masked_fill(~(is_held & is_open), 0.0)
         solution.put(entries, SourcedTensor(value, origins), other.module)
         is_open &= ~is_held
-    if bool(total[is_open].any()):
+    if total[is_open].any():
         solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
 
 
@@ -378,8 +368,9 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     """Write the operands of a norm, scale or other step, by role."""
     roles = list(step.operands)
     if set(roles) != set(other.operands) and step.kind not in NORMS:
-        matched = list(zip(step.operands.values(), other.operands.values(), strict=False))
-        for operand, target_operand in matched:
+        for operand, target_operand in zip(
+            step.operands.values(), other.operands.values(), strict=False
+        ):
             _put(operand, target_operand, solution, other.module)
         return
     for role, target_operand in other.operands.items():
@@ -398,7 +389,7 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
             solution.put(target_operand.entries, neutral, other.module)
     for role, operand in step.operands.items():
         number = _NEUTRAL.get(role, 0.0)
-        if role not in other.operands and bool((operand.value != number).any()):
+        if role not in other.operands and (operand.value != number).any():
             solution.note_lost(
                 solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
             )
@@ -429,17 +420,12 @@ def _put(
 
 def _solve_alone(step: Step, solution: Solution) -> None:
     """Let a scale or shift that only the target has change nothing."""
-    if step.kind == "scale":
-        operand = step.operands["scale"]
-        if operand.entries is not None:
-            solution.put(
-                operand.entries, SourcedTensor.neutral(operand.value.shape, 1.0), step.module
-            )
-    if step.kind == "shift":
-        for operand in step.terms:
-            solution.put(
-                operand.entries, SourcedTensor.neutral(operand.value.shape, 0.0), step.module
-            )
+    operands = [(operand, 0.0) for operand in step.terms]
+    if step.kind == "scale":  # of a value, or a product of parameters
+        operands = [(operand, 1.0) for operand in step.operands.values()]
+    for operand, number in operands:
+        neutral = SourcedTensor.neutral(operand.value.shape, number)
+        solution.put(operand.entries, neutral, step.module)
 
 
 def fill_leftovers(solution: Solution, choice: int) -> None:
@@ -485,20 +471,19 @@ def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
 
 
 @torch.no_grad()
-def draw(graph: Graph, seed: int = 0) -> Numbers:
+def draw(graph: Graph) -> Numbers:
     """Return random numbers for all entries of a model's parameters, under which its outputs neither grow nor vanish.
 
     Fresh weights hide faults: a LayerScale of 0, a bias of 0, statistics of 0 and 1.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     numbers = Numbers(graph.entries, graph.numbers.tensors)
     for step, role, operand in _operands(graph):
         entries = operand.entries
         if entries is None:
             continue
-        values = (
-            random_numbers(entries.numel(), generator).view(entries.shape).mul_(2).sub_(1)
-        )  # -1 to 1
+        values = random_numbers(entries.numel(), generator).view(entries.shape)
+        values.mul_(2).sub_(1)  # -1 to 1
         if step.kind == "layer" and role == "weight":
             values *= (3 / max(operand.value[0].numel(), 1)) ** 0.5
         elif role in ("bias", "term"):

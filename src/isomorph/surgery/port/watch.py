@@ -50,6 +50,11 @@ class Call:
     outputs: tuple[int, ...]
     writes: bool = False
 
+    @property
+    def operation(self) -> str:
+        """Name without the underscores of methods and of operations in place."""
+        return self.name.strip("_")
+
     def run(self, value_of: Callable[[int], Tensor]) -> Any:
         """Run the function again, on other values, which it does not change."""
         assert self.function is not None
@@ -117,7 +122,8 @@ def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     return new
 
 
-def _storage(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which a tensor is."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -126,7 +132,6 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
         # The call that makes a value, and the calls that read it, by its number.
@@ -159,12 +164,12 @@ class Watch(TorchFunctionMode):
         number, version = entry
         if version == tensor._version:
             return number
-        writes = [x for x in self._writes.get(_storage(tensor), []) if x.version > version]
+        writes = [x for x in self._writes[memory_of(tensor)] if x.version > version]
         for write in writes:
             number = self._write(tensor, number, write)
         return number if writes else self._add(tensor)
 
-    def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
+    def _write(self, tensor: Tensor, number: int, write: _Write) -> int:
         """Record that elements of a tensor were written to through another view of their memory."""
         own = _MemoryLayout.of(tensor)
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -180,7 +185,7 @@ class Watch(TorchFunctionMode):
 
     def _add(self, tensor: Tensor) -> int:
         number = len(self.values)
-        self._sharing[_storage(tensor)].append(number)
+        self._sharing[memory_of(tensor)].append(number)
         self.values.append(tensor.detach())
         self._alive.append(tensor)
         self._numbers[id(tensor)] = (number, tensor._version)
@@ -189,9 +194,11 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         explicit = EXPLICIT.get(func)
-        if explicit and (form := explicit(*args, **keywords)):
+        if explicit:
             with self:
-                return form()
+                out = explicit(*args, **keywords)
+            if out is not None:
+                return out
         name = name_of(func)
         tensors_read = tensors_in(args[:1] if name in LIKE_SECOND else (args, keywords))
         inputs = tuple(map(self.number_of, tensors_read))
@@ -208,19 +215,16 @@ class Watch(TorchFunctionMode):
             any(x is y for y in tensors_read) and self._is_known(x) for x in tensors_made
         ):
             outputs = tuple(map(self._add, tensors_made))
-            function = _set_item if name == "__setitem__" else func
-            module = self.running.innermost
-            changes = writes and name != "__setitem__"
-            index = len(self.calls)
+            sets_item = name == "__setitem__"
             call = Call(
-                index,
-                name,
-                function,
-                module,
+                index=len(self.calls),
+                name=name,
+                function=_set_item if sets_item else func,
+                module=self.running.innermost,
                 **references,
                 inputs=inputs,
                 outputs=outputs,
-                writes=changes,
+                writes=writes and not sets_item,
             )
             self._record(call)
             if writes and tensors_made[0] is tensors_read[0]:
@@ -235,28 +239,18 @@ class Watch(TorchFunctionMode):
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the numbers of all values in the memory of a tensor that is written to."""
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         for number in self._sharing.pop(storage, []):
-            if _storage(self.values[number]) == storage:
+            if memory_of(self.values[number]) == storage:
                 self.values[number] = self.values[number].clone()
 
     def _note_write(self, tensor: Tensor, number: int) -> None:
         write = _Write(tensor._version, number, _MemoryLayout.of(tensor))
-        self._writes[_storage(tensor)].append(write)
+        self._writes[memory_of(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
         entry = self._numbers.get(id(tensor))
         return entry is not None and entry[1] == tensor._version
-
-    def watch(self, inputs: Inputs) -> None:
-        """Run the model and record what happens."""
-        self.inputs = [self.number_of(x) for x in tensors_in(inputs)]
-        exact = torch.autocast("cpu", enabled=False)
-        with observing(self.model) as self.running, torch.no_grad(), exact, self:
-            result = run_model(self.model, inputs)
-        for path, x in leaves(result):
-            if isinstance(x, Tensor):
-                self.outputs[path.lstrip(".")] = self.number_of(x)
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
@@ -268,37 +262,30 @@ def _writes(name: str, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("inplace")) or any(argument is True for argument in args[1:])
 
 
-def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """Return fused attention as a softmax between two products."""
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute fused attention as a softmax between two products."""
     call = FusedCall(*args, **kwargs)
-
-    def form() -> Tensor:
-        key, value = call.repeated
-        scores = call.scaled_query @ key.mT  # (..., Nq, Nk)
-        mask = call.mask
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        elif mask is not None:
-            scores = scores + mask
-        return scores.softmax(-1) @ value
-
-    return form
+    key, value = call.repeated
+    scores = call.scaled_query @ key.mT  # (..., Nq, Nk)
+    mask = call.mask
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1) @ value
 
 
-def _add_product(
-    input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
-) -> Callable[[], Any]:
-    """Return `addcmul` as a product and a sum."""
-
-    def form() -> Tensor:
-        product = tensor1 * tensor2
-        return input + (product if value == 1 else value * product)
-
-    return form
+def _add_product(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Tensor:
+    """Compute `addcmul` as a product and a sum."""
+    product = tensor1 * tensor2
+    return input + (product if value == 1 else value * product)
 
 
-def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
-    """Return torch's multi-head attention as projections and fused attention, or None with further arguments."""
+def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+    """Compute torch's multi-head attention as projections and fused attention; None with further arguments.
+
+    Shape: query (Nq, B, C), key and value (Nk, B, C) -> (Nq, B, C)
+    """
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -307,11 +294,6 @@ def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
         return None
     if arguments["query"].ndim != 3:
         return None
-    return partial(_explicit_multi_head, arguments)
-
-
-def _explicit_multi_head(arguments: dict[str, Any]) -> tuple[Tensor, None]:
-    """Shape: query (Nq, B, C), key and value (Nk, B, C) -> (Nq, B, C)"""
     if arguments["use_separate_proj_weight"]:
         weights = [arguments[f"{name}_proj_weight"] for name in "qkv"]
     else:
@@ -329,7 +311,7 @@ def _explicit_multi_head(arguments: dict[str, Any]) -> tuple[Tensor, None]:
 
 
 # Functions that are run as the operations that they stand for, where these are known for their arguments.
-EXPLICIT: dict[Any, Callable[..., Callable[[], Any] | None]] = {
+EXPLICIT: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attend,
     F.multi_head_attention_forward: _multi_head,
     torch.addcmul: _add_product,
@@ -346,7 +328,13 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
 def watch(model: nn.Module, inputs: Inputs) -> Watch:
     """Return what happens in a call of a model, in the mode that it is in."""
     record = Watch(model)
-    record.watch(inputs)
+    record.inputs = [record.number_of(x) for x in tensors_in(inputs)]
+    exact = torch.autocast("cpu", enabled=False)
+    with observing(model) as record.running, torch.no_grad(), exact, record:
+        result = run_model(model, inputs)
+    for path, x in leaves(result):
+        if isinstance(x, Tensor):
+            record.outputs[path.lstrip(".")] = record.number_of(x)
     return record
 
 

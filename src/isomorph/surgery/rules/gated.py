@@ -132,9 +132,9 @@ class ConvToGPSA(GatedRule):
     window: int | None = None
     """Height and width of the window in positions, odd; by default 7. For content="window"."""
 
-    atol: ClassVar[float] = 1e-3
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
-    named_gating: ClassVar[NamedGating] = CONV_GATING
+    atol = 1e-3
+    kind = (nn.Conv2d,)
+    named_gating = CONV_GATING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,7 +168,7 @@ class ConvToGPSA(GatedRule):
             return f"dilation={conv.dilation} is not 1: the taps must be neighbouring pixels"
         if conv.padding_mode != "zeros":
             return f"padding_mode={conv.padding_mode!r} is not 'zeros'"
-        return layer_mismatch(conv, nn.Conv2d, "nn.Conv2d")
+        return layer_mismatch(conv, nn.Conv2d)
 
     @torch.no_grad()
     def build(self, site: Site) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -18,8 +18,8 @@ from isomorph.surgery.plain_layers import (
     class_name,
     describe_attachments,
     describe_stand_in,
-    layer_mismatch,
     override_reason,
+    projection_mismatch,
 )
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
@@ -33,8 +33,8 @@ def attention_mismatch(module: nn.Module) -> str | None:
     """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    reason = override_reason(module, Attention, "timm's Attention")
-    if reason is not None:
+    reason = override_reason(module, Attention)
+    if reason:
         return reason
     names = (*module._modules, *module._parameters, *module._buffers)
     extra = [name for name in names if name not in ATTENTION_PARTS]
@@ -47,7 +47,7 @@ def attention_mismatch(module: nn.Module) -> str | None:
         if isinstance(projection, nn.Linear):
             continue
         stand_in = describe_stand_in(projection)
-        if stand_in is not None:
+        if stand_in:
             return f"its {name} {stand_in}"
         kind = class_name(projection)
         return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
@@ -63,12 +63,6 @@ def attention_mismatch(module: nn.Module) -> str | None:
     if not isinstance(module.scale, int | float):
         return f"its scale is a {type(module.scale).__name__}, not a number"
     return None
-
-
-def projection_mismatch(module: Attention, name: str) -> str | None:
-    """Return how a projection differs from a plain nn.Linear, whose weights can be split, or None."""
-    reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
-    return f"its {name}: {reason}" if reason else None
 
 
 @register_rule
@@ -113,8 +107,8 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid; by default the model's."""
 
-    atol: ClassVar[float] = 1e-4
-    named_gating: ClassVar[NamedGating] = ATTENTION_GATING
+    atol = 1e-4
+    named_gating = ATTENTION_GATING
 
     def __post_init__(self) -> None:
         super().__post_init__()

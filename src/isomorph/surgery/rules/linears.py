@@ -1,7 +1,6 @@
 """Rule that splits packed projections of attention into plain linear layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from isomorph.surgery.plain_layers import (
     is_parametrized,
     layer_mismatch,
     override_reason,
+    projection_mismatch,
 )
 from isomorph.surgery.rule import Rule, register_rule
 from isomorph.surgery.site import Site, call_joint_projection
@@ -40,8 +40,8 @@ class AttentionToLinears(Rule):
         True
     """
 
-    atol: ClassVar[float] = 1e-5
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
+    atol = 1e-5
+    kind = (nn.MultiheadAttention,)
 
     def reason(self, site: Site) -> str | None:
         """Return why the projections cannot be split, or None if they can."""
@@ -59,7 +59,7 @@ class AttentionToLinears(Rule):
             )
         if module.out_features % parts:
             return f"its {module.out_features} outputs cannot be split into {parts} equal parts"
-        return layer_mismatch(module, nn.Linear, "nn.Linear")
+        return layer_mismatch(module, nn.Linear)
 
     def build(self, site: Site) -> nn.Module:
         """Return the layer with separate projections. Raises: UserError as in `check`."""
@@ -75,13 +75,12 @@ class AttentionToLinears(Rule):
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
     """Return how a module differs from nn.MultiheadAttention, or None."""
-    reason = override_reason(module, nn.MultiheadAttention, "nn.MultiheadAttention")
-    if reason is not None:
+    reason = override_reason(module, nn.MultiheadAttention)
+    if reason:
         return reason
     if is_parametrized(module):
         return "its weights are parametrized, which would be lost; make the parametrization permanent first"
     extra = [name for name in module._modules if name != "out_proj"]
     if extra:
         return f"it has {', '.join(extra)} besides its projections, which would be lost"
-    reason = layer_mismatch(module.out_proj, nn.Linear, "nn.Linear")
-    return f"its out_proj: {reason}" if reason else None
+    return projection_mismatch(module, "out_proj")

@@ -1,7 +1,6 @@
 """Rule that gives the convolutions of a fused network norms again, for fine-tuning."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -34,8 +33,8 @@ class ConvToConvNorm(Rule):
     eps: float = 1e-5
     """What BatchNorm adds to the variance."""
 
-    atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
+    atol = 1e-4
+    kind = (nn.Conv2d,)
 
     def __post_init__(self) -> None:
         check_number("eps", self.eps, (1e-12, 1.0))
@@ -45,7 +44,7 @@ class ConvToConvNorm(Rule):
         module = site.module
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
-        return layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
+        return layer_mismatch(module, nn.Conv2d)
 
     def build(self, site: Site) -> ConvNorm:
         """Return the convolution with a norm. Raises: UserError with the reason if the module is not accepted."""

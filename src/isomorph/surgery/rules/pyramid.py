@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from timm.models.byobnet import MobileOneBlock
@@ -161,9 +161,9 @@ class LinearToPyramid(Rule):
     form: Literal["closed", "branches"] = "closed"
     """closed: one layer on the tokens, in training too; branches: every branch on all tokens, as the paper trains."""
 
-    atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
-    takes_parts: ClassVar[bool] = True
+    atol = 1e-4
+    kind = (nn.Linear, nn.Conv2d, AnnealedPair)
+    takes_parts = True
 
     @property
     def keeps_function(self) -> bool:
@@ -194,7 +194,7 @@ class LinearToPyramid(Rule):
             return None if type(part) is nn.Linear else "it is already a pyramid"
         if site.part:
             problem = _split_mismatch(site)
-            if problem is not None:
+            if problem:
                 return f"{problem}; recast the whole layer"
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
@@ -212,7 +212,7 @@ class LinearToPyramid(Rule):
             if part is pair.act or is_plain_norm(part):
                 continue
             reason = linear_mismatch(part)
-            if reason is not None:
+            if reason:
                 return reason
         return None
 
@@ -287,11 +287,9 @@ class LinearToPyramid(Rule):
     def _rectification(self, name: str, joint: str) -> str:
         """Return the rectification of a layer with this last name, in a joint projection or alone."""
         by_name = _rectify_by_name(self.rectify)
-        for key in (name, joint, ""):
-            if key in by_name:
-                if by_name[key] != "paper":
-                    return by_name[key]
-                break
+        chosen = next((by_name[key] for key in (name, joint, "") if key in by_name), "paper")
+        if chosen != "paper":
+            return chosen
         gets_norm = name in _LOGIT_PROJECTIONS or name in JOINT_PARTS
         return "batchnorm" if gets_norm else "rescale"
 

@@ -1,7 +1,7 @@
 """Rule that replaces a ViT's attention by refined attention (Refiner)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from timm.layers import Attention
@@ -22,13 +22,20 @@ from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
-from isomorph.surgery.plain_layers import describe_attachments
+from isomorph.surgery.plain_layers import describe_attachments, projection_mismatch
 from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
-from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch
+from isomorph.surgery.rules.gated_attention import attention_mismatch
 from isomorph.surgery.site import Site
 
 # Values of the field `span`: what the kernel slides over.
 Span = Literal["map", "spatial", "row+column"]
+
+# Layer of each refiner that is not run by `RefinedAttention`.
+_LAYER_OF: dict[type[nn.Module], type[RefinedAttention]] = {
+    refiner.MapConvolution: LocalAttention,
+    refiner.Expansion: ExpandedAttention,
+    refiner.SpatialRefiner: SpatialAttention,
+}
 
 
 @register_rule
@@ -84,7 +91,7 @@ class AttentionToRefined(AnyAttentionRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
-    atol: ClassVar[float] = 1e-4
+    atol = 1e-4
 
     @property
     def keeps_function(self) -> bool:
@@ -118,11 +125,11 @@ class AttentionToRefined(AnyAttentionRule):
         if self._edits_map(site):
             return edit_reason(site.module) or self._edit_mismatch(site.module)
         reason = attention_mismatch(site.module)
-        if reason is None and self.ratio == 0:
+        if not reason and self.ratio == 0:
             reason = _attached_to_dropout(site.module)
-        if reason is None and not self.reduce:
+        if not reason and not self.reduce:
             reason = _expansion_mismatch(site.module)
-        if reason is None and self.span == "spatial":
+        if not reason and self.span == "spatial":
             reason = self.grid_reason(site)
         return reason
 
@@ -189,15 +196,11 @@ class AttentionToRefined(AnyAttentionRule):
         """Return a refined layer from the arguments of timm's Attention, and for span="spatial" of a grid."""
         arguments |= {"device": device, "dtype": dtype, "recompute": self.recompute}
         refine = self._refiner(arguments["num_heads"], device, dtype)
-        if self.ratio == 0:
-            return LocalAttention(refine=refine, **arguments)
-        if not self.reduce:
-            return ExpandedAttention(refine=refine, **arguments)
         if self.span == "spatial":
             arguments.setdefault("grid_size", self.grid_size or (14, 14))
             arguments.setdefault("prefix_tokens", self.prefix_tokens or 0)
-            return SpatialAttention(refine=refine, **arguments)
-        return RefinedAttention(refine=refine, **arguments)
+        layer = _LAYER_OF.get(type(refine), RefinedAttention)
+        return layer(refine=refine, **arguments)
 
 
 def _attached_to_dropout(module: Any) -> str | None:
@@ -210,6 +213,6 @@ def _attached_to_dropout(module: Any) -> str | None:
 def _expansion_mismatch(module: Any) -> str | None:
     """Return why the projection of a layer cannot read more maps than it has heads, or None."""
     reason = projection_mismatch(module, "proj")
-    if reason is None and (module.gate is not None or type(module.norm) is not nn.Identity):
+    if not reason and (module.gate is not None or type(module.norm) is not nn.Identity):
         reason = "its output is gated or normalised, which reduce=False does not support"
     return reason

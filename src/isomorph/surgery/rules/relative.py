@@ -1,11 +1,9 @@
 """Rule that gives the attention of a ViT a table of relative positions (CoAtNet)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from timm.layers import Attention
-from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.attention_base import like_attention
@@ -50,8 +48,8 @@ class AttentionToRelative(GridRule):
     prefix_bias: bool = False
     """Learn three scalars per head for scores from and to class and register tokens too, as in BEiT."""
 
-    atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (Attention,)
+    atol = 1e-4
+    kind = (Attention,)
 
     def __post_init__(self) -> None:
         self.check_grid_fields()

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from isomorph.operations import FollowMaps, FusedCall, TensorVersion, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import AnyAttentionRule
-from isomorph.surgery.observed_scores import fused_scale, observe_calls, observe_scores
+from isomorph.surgery.observed_scores import TokenGrids, fused_scale, observe_calls, observe_scores
 from isomorph.surgery.rule import check_int, register_rule
 from isomorph.surgery.site import Site, TokenGrid
 
@@ -227,7 +227,7 @@ class AttentionToWindow(AnyAttentionRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid; by default the model's."""
 
-    atol: ClassVar[float] = 1e-5
+    atol = 1e-5
 
     def __post_init__(self) -> None:
         check_int("window", self.window, SIDE)
@@ -237,13 +237,13 @@ class AttentionToWindow(AnyAttentionRule):
         """Return why the module cannot be recast, or None if it can."""
         module = site.module
         reason = edit_reason(module)
-        if reason is not None:
+        if reason:
             return reason
         facts = attention_facts(type(module))
         if facts is None or not calls_fused_attention(type(module)):
             return f"{type(module).__name__} never calls scaled_dot_product_attention"
         reason = facts.grid_reason(module) or facts.query_reason
-        if reason is not None:
+        if reason:
             return reason
         grid = self.grid_at(site)
         window_sizes = own_shapes(module, {})
@@ -279,7 +279,7 @@ class AttentionToWindow(AnyAttentionRule):
         return layer
 
 
-def _grids_of(module: nn.Module, grid: TokenGrid) -> list[tuple[GridSize, int]]:
+def _grids_of(module: nn.Module, grid: TokenGrid) -> TokenGrids:
     """Return the sizes that the tokens of a layer may have, each with its prefix tokens."""
     prefixes = dict.fromkeys((grid.prefix_tokens or 0, 0, 1))
     sizes = own_shapes(module, {})

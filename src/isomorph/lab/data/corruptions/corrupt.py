@@ -5,10 +5,11 @@ They follow ImageNet-C's code (docs/robustness.md compares), where the package i
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from isomorph.errors import UserError, first_line, install_hint
+from isomorph.errors import UserError, did_you_mean, first_line, install_hint
 from isomorph.lab.data.loaders import ImageConfig, eval_transform
 from isomorph.lab.data.sources import Source
 
@@ -41,8 +42,6 @@ CORRUPTION_VERSION = (
     3  # increased when pixels change: results and cached images of other versions are not reused
 )
 
-Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
-
 
 def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np.ndarray:
     """Return an image under one of ImageNet-C's corruptions, at severity 1 to 5; the seed makes it reproducible.
@@ -56,13 +55,14 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     [204, 204, 204]
     """
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
-        size = f"{pixels.shape[1]} x {pixels.shape[0]}"
         raise UserError(
-            f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}"
+            f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is "
+            f"{pixels.shape[1]} x {pixels.shape[0]}"
         )
-    package, own = corruption_functions()
-    if corruption in own:
-        return own[corruption](pixels, severity, RandomState(seed))
+    package, own_functions = corruption_functions()
+    own = getattr(own_functions, corruption, None)
+    if own:
+        return own(pixels, severity, RandomState(seed))
     # it has its own random generator
     seeded = {"seed": seed} if corruption == "impulse_noise" else {}
     state = np.random.get_state()
@@ -79,18 +79,18 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
 
 
 @lru_cache(1)
-def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
-    """Return imagecorruptions' function, and isomorph's own by name. Raises: UserError when the package is missing."""
+def corruption_functions() -> tuple[Callable[..., np.ndarray], ModuleType]:
+    """Return imagecorruptions' function, and isomorph's own in a module. Raises: UserError without the package."""
     try:
         from imagecorruptions import corrupt as package
 
         from isomorph.lab.data.corruptions import imagenet_c
     except ImportError as error:
-        reason = f"corruptions need the package imagecorruptions ({first_line(error)})"
-        raise UserError(f"{reason}; {install_hint('corruptions')}") from None
-    return package, {
-        name: getattr(imagenet_c, name) for name in _CORRUPTIONS if hasattr(imagenet_c, name)
-    }
+        raise UserError(
+            f"corruptions need the package imagecorruptions ({first_line(error)}); "
+            f"{install_hint('corruptions')}"
+        ) from None
+    return package, imagenet_c
 
 
 def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
@@ -101,11 +101,8 @@ def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0
 def check_corruption(corruption: str, severity: int = 1) -> None:
     """Raise a UserError for an unknown corruption, with the closest name, or an unknown severity."""
     if corruption not in _CORRUPTIONS:
-        close = get_close_matches(corruption, _CORRUPTIONS, n=1)
-        if close:
-            hint = f"did you mean {close[0]}?"
-        else:
-            hint = f"choose one of {', '.join(_CORRUPTIONS)}"
+        otherwise = f"choose one of {', '.join(_CORRUPTIONS)}"
+        hint = did_you_mean(corruption, _CORRUPTIONS, otherwise)
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
@@ -124,6 +121,7 @@ def image_transform(config: ImageConfig) -> ImageTransform:
     )
 
 
+@dataclass(frozen=True)
 class CorruptedImages(Dataset[tuple[Tensor, int]]):
     """The images of a source, cropped and then under several severities of one corruption; uncorrupted for None.
 
@@ -131,19 +129,11 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
     Raises: UserError for an image under 32 px.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        crop: ImageTransform,
-        corruption: str | None = None,
-        severities: Sequence[int] = (0,),
-        seed: int = 0,
-    ) -> None:
-        self.source = source
-        self.crop = crop
-        self.seed = seed
-        self.corruption = corruption
-        self.severities = tuple(severities)
+    source: Source
+    crop: ImageTransform
+    corruption: str | None = None
+    severities: Sequence[int] = (0,)
+    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -153,12 +143,10 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
         versions = [pixels]
         if self.corruption:
             identity = int(self.source.ids[index])
-            seeds = {
-                s: corruption_seed(self.corruption, s, identity, self.seed) for s in self.severities
-            }
-            versions = [
-                corrupt(pixels, self.corruption, severity, seed) for severity, seed in seeds.items()
-            ]
+            versions = []
+            for severity in self.severities:
+                seed = corruption_seed(self.corruption, severity, identity, self.seed)
+                versions.append(corrupt(pixels, self.corruption, severity, seed))
         return torch.from_numpy(np.stack(versions)).permute(0, 3, 1, 2), int(
             self.source.labels[index]
         )

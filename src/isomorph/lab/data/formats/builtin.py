@@ -16,7 +16,7 @@ from isomorph.lab.data.formats.naming import (
     numbered_by_name,
     visible,
 )
-from isomorph.lab.data.formats.parquet import import_pyarrow, label_columns, stored_classes
+from isomorph.lab.data.formats.parquet import label_columns, parquet_reader, stored_classes
 from isomorph.lab.data.sources import Source
 
 
@@ -59,13 +59,12 @@ def _parquet_files(folder: Path, split: str) -> list[Path]:
 def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
     """Read the images of a split; its classes are numbered by name as those of the files of the training split."""
     folder = files[0].parent
-    pyarrow, parquet = import_pyarrow()
     names = stored_classes(files)
     known = stored_classes(train)
-    try:
-        table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
-    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {folder}: {first_line(error)}") from None
+    with parquet_reader(folder) as parquet:
+        from pyarrow import concat_tables
+
+        table = concat_tables([parquet.read_table(file) for file in files])
     images_in = [name for name in ("image", "img") if name in table.column_names]
     label = next(iter(label_columns(table.column_names)), None)
     if not images_in or label is None:

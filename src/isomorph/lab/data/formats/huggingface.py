@@ -93,10 +93,10 @@ class DatasetSplit:
             wrong = np.flatnonzero((own >= 0) & (first >= 0) & (own != first))
             if len(wrong):
                 index = int(wrong[0])
-                given = (
-                    f"{first[index]} in column {self.label} and {values[index]} in column {column}"
+                raise UserError(
+                    f"{name(index)} has two labels, {first[index]} in column {self.label} and "
+                    f"{values[index]} in column {column}; keep one of the columns"
                 )
-                raise UserError(f"{name(index)} has two labels, {given}; keep one of the columns")
 
     def _numbered_as_first(self, column: str, labels: np.ndarray) -> np.ndarray:
         """Return the labels of a column as the first column numbers their classes; -1 for a class that it lacks."""
@@ -160,8 +160,11 @@ def huggingface(split: str, root: Path) -> Source:
         raise UserError(f"{opened.title} has no images")
     classes, numbers = opened.numbering()
     if not classes:
-        largest = max(map(_largest_label, [opened, *_other_splits(split, root)]))
-        classes = tuple(number_classes(largest, opened.title))
+        largest = labels.max(initial=0)
+        for other in SPLITS.keys() - {split}:
+            for part in _matching_splits(other, root, streaming=False):
+                largest = max(largest, _read_labels(part, part.label).max(initial=0))
+        classes = tuple(number_classes(int(largest), opened.title))
         numbers = np.arange(len(classes))
     if labels.min() < 0 or labels.max() >= len(numbers):
         raise UserError(
@@ -179,16 +182,6 @@ def _class_names(features: Any, column: str) -> list[str]:
         return []
     names = getattr(features[column], "names", None)
     return [composed(name) for name in names or []]
-
-
-def _other_splits(split: str, root: Path) -> Iterator[DatasetSplit]:
-    for name in SPLITS:
-        if name != split:
-            yield from _matching_splits(name, root, streaming=False)
-
-
-def _largest_label(split: DatasetSplit) -> int:
-    return int(_read_labels(split, split.label).max(initial=0))
 
 
 def _numbers_of(labels: Sequence[Any]) -> np.ndarray:

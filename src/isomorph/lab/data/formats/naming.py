@@ -1,4 +1,4 @@
-"""Names in data sets: of splits, image files and classes; and long lists of names in little memory."""
+"""Names in data sets: of splits, image files and classes, in folders and lists; many of them in little memory."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from isomorph.errors import DataWarning, UserError
+from isomorph.errors import DataWarning, UserError, first_line
 from isomorph.terminal_tables import count_of
 
 # Those that torchvision's ImageFolder reads.
@@ -94,6 +94,25 @@ def count_left_out(name: str, left_out: Counter[str]) -> None:
     suffix = os.path.splitext(name)[1].lower() or "no ending"
     if suffix not in _NOT_IMAGES and ("/" in name or suffix != "no ending"):
         left_out[suffix] += 1
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files in a folder and the folders in it, sorted, without hidden ones."""
+    paths = sorted(folder.rglob("*"))
+    return [path for path in paths if is_image_name(path.name) and not path.name.startswith(".")]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises: UserError when it cannot be read, or is not text in UTF-8."""
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} as text in UTF-8: {first_line(error)}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, without empty ones. Raises: as `read_text`."""
+    return list(filter(None, map(str.strip, read_text(path).split("\n"))))
 
 
 def composed(name: str) -> str:
@@ -228,8 +247,10 @@ def check_one_split(words: Mapping[Path, Sequence[str]]) -> None:
     """Raise a UserError for a file whose words name both splits."""
     for path, named in words.items():
         if len({word in SPLITS["train"] for word in named}) > 1:
-            todo = "name its folder and file for one of them"
-            raise UserError(f"{path} is named for training and for testing; {todo}")
+            raise UserError(
+                f"{path} is named for training and for testing; name its folder and file for one "
+                "of them"
+            )
 
 
 def report_unnamed(root: Path, words: Mapping[Path, Sequence[str]]) -> None:

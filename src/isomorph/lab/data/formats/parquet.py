@@ -1,7 +1,8 @@
 """What parquet files of labelled images say about themselves: their columns, and the names of their classes."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ from isomorph.lab.data.formats.naming import composed
 LABEL_COLUMNS = ("label", "fine_label", "labels", "cls")
 
 
-def import_pyarrow(what: str = "") -> tuple[Any, Any]:
-    """Return pyarrow and its module parquet; `what` begins the message of the error. Raises: UserError without it."""
-    needs = f"{what}reading parquet files needs pyarrow"
-    return optional_module("pyarrow", needs, "data"), optional_module(
-        "pyarrow.parquet", needs, "data"
-    )
+@contextmanager
+def parquet_reader(title: object) -> Iterator[Any]:
+    """Context of the module pyarrow.parquet. Raises: UserError without it, or naming what it cannot read."""
+    parquet = optional_module("pyarrow.parquet", f"reading {title} needs pyarrow", "data")
+    from pyarrow import ArrowException
+
+    try:
+        yield parquet
+    except (ArrowException, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot read {title}: {first_line(error)}") from None
 
 
 def label_columns(columns: Iterable[str]) -> list[str]:
@@ -32,14 +39,11 @@ def stored_classes(files: Sequence[Path]) -> list[str]:
 
     Raises: UserError when a file cannot be read, or two files number the classes in different ways.
     """
-    pyarrow, parquet = import_pyarrow()
     names: list[str] = []
     first = None
     for file in files:
-        try:
+        with parquet_reader(file) as parquet:
             own = _classes_of_schema(parquet.read_schema(file))
-        except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
-            raise UserError(f"cannot read {file}: {first_line(error)}") from None
         if not own:
             continue
         if first is None:

@@ -3,11 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, did_you_mean
 from isomorph.lab.data.formats.builtin import cifar, digits
 from isomorph.lab.data.formats.huggingface import huggingface
 from isomorph.lab.data.formats.imagefolder import find_splits, imagefolder
@@ -83,11 +82,8 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
     path = Path(folder).expanduser()
     if not os.path.isdir(path):
         neighbours = map(str, visible(path.parent))
-        close = get_close_matches(str(folder)[:200], [*SOURCES, *neighbours], n=1)
-        if close:
-            hint = f"did you mean {close[0]}?"
-        else:
-            hint = f"give a folder of images, or one of {', '.join(SOURCES)}"
+        otherwise = f"give a folder of images, or one of {', '.join(SOURCES)}"
+        hint = did_you_mean(str(folder), [*SOURCES, *neighbours], otherwise)
         raise UserError(
             f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}"
         )

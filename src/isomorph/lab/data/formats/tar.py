@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -31,6 +31,7 @@ from isomorph.lab.data.formats.naming import (
     named_for,
     names_a_split,
     number_classes,
+    read_lines,
     report_left_out,
     report_unnamed,
     split_words,
@@ -179,9 +180,9 @@ def _iter_members(
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
             if is_image_name(entry.name) and (entry.islnk() or entry.issym()):
-                hint = "pack it by `tar --dereference --hard-dereference`"
                 raise tarfile.ReadError(
-                    f"{entry.name} is a link to {entry.linkname}, not an image; {hint}"
+                    f"{entry.name} is a link to {entry.linkname}, not an image; pack it by `tar "
+                    "--dereference --hard-dereference`"
                 )
             if not entry.isreg() or any(part.startswith(".") for part in parts):
                 continue
@@ -211,7 +212,7 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
 
     Of a webdataset sample with such a label the first image named key.jpg, not key.mask.png, is the one.
     """
-    for _, group in groupby(_iter_members(file), _sample_key):
+    for _, group in groupby(_iter_members(file), lambda member: _sample_of(member.name)):
         members = list(group)
         images = [member for member in members if is_image_name(member.name)]
         labels = {_read_label(file, member) for member in members} - {_NO_LABEL}
@@ -241,22 +242,17 @@ def _one_label(labels: set[int]) -> int:
     return _TWO_LABELS
 
 
-def first_names(path: Path, count: int = 16) -> list[str]:
-    """Return the names of the first members of a tar, none if it cannot be read."""
+def first_names(path: Path) -> list[str]:
+    """Return the names of the first 16 members of a tar, none if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return [member.name for member in islice(_iter_members(file), count)]
+            return [member.name for member in islice(_iter_members(file), 16)]
     except (tarfile.TarError, OSError, ValueError, OverflowError):
         return []
 
 
-def _sample_key(member: TarMember) -> tuple[str, str]:
-    """Return the key of a member: consecutive members with one key are a sample."""
-    return _sample_of(member.name)
-
-
 def _sample_of(name: str) -> tuple[str, str]:
-    """Return folder and stem of a name."""
+    """Return folder and stem of a name: consecutive files with the same are a sample."""
     folder, _, base = name.rpartition("/")
     return folder, base.partition(".")[0]
 
@@ -425,7 +421,8 @@ def webdataset(split: str, root: Path) -> Source:
         )
     _check_same_labels(images, labels)
     largest = int(labels.max())
-    classes = _listed_classes(root / "classnames.txt")
+    listed = root / "classnames.txt"
+    classes = list(map(composed, read_lines(listed))) if listed.is_file() else []
     if not classes:
         everything = index_tars([*shards["train"], *shards["test"]])
         largest = max(int(index.numbers[2].max(initial=0)) for index in everything)
@@ -457,10 +454,7 @@ def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    words = {}
-    for path in shards:
-        parts = path.relative_to(root).parts
-        words[path] = list(chain.from_iterable(map(split_words, parts)))
+    words = {path: split_words(str(path.relative_to(root))) for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
     check_one_split(words)
@@ -474,15 +468,3 @@ def _shards_by_split(root: Path) -> dict[str, list[Path]]:
                 by_split[split] = named
                 break
     return by_split
-
-
-def _listed_classes(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"cannot read {path} as text in UTF-8, a name per line ({first_line(error)})"
-        ) from None
-    return [composed(line.strip()) for line in lines if line.strip()]

@@ -6,7 +6,7 @@ The file has a line that identifies the evaluation, which is compared with other
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
-from isomorph.lab.data.loaders import ImageConfig, batch_ranges, ordered_loader
+from isomorph.lab.data.loaders import ImageConfig, batch_ranges, mean_and_std, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
 from isomorph.lab.evaluation.classes import class_logits
@@ -104,13 +104,14 @@ def measure_classifier(
 
 
 def _read_baseline(
-    path: str | Path, identity: Mapping[str, Any], wanted: Sequence[tuple[str, int]]
+    path: str | Path, identity: JsonObject, wanted: Sequence[tuple[str, int]]
 ) -> "SavedResult":
     base = read_result(Path(path).expanduser())
     differences = _differences(base.identity, identity)
     if differences:
-        what = "measure both on the same images"
-        raise UserError(f"{path} was measured on other images: {differences}; {what}")
+        raise UserError(
+            f"{path} was measured on other images: {differences}; measure both on the same images"
+        )
     if base.cells.keys().isdisjoint(wanted):
         raise UserError(f"{path} has none of these cells; evaluate both with the same options")
     return base
@@ -149,8 +150,7 @@ def _predict(
     Shape: (B, severities, 3, H, W) uint8 -> (B, severities, K), (B,)
     """
     like = first_float(model)
-    mean = torch.tensor(config["mean"], device=like.device)[:, None, None]
-    std = torch.tensor(config["std"], device=like.device)[:, None, None]
+    mean, std = mean_and_std(config, like.device)
     with eval_mode(model):
         for images, labels in loader:
             pixels = images.flatten(0, 1).to(
@@ -206,7 +206,7 @@ class CellFile:
     Raises: UserError when the file is of another model or other images, is not a result file, or cannot be written.
     """
 
-    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, identity: JsonObject) -> None:
         self.path = path
         self.cells = dict[tuple[str, int], Cell]()
         if path is None:
@@ -227,7 +227,7 @@ class CellFile:
         else:
             self.append({"kind": _KIND, **identity})
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Cell) -> None:
         """Write a line to disk."""
         if self.path is None:
             return
@@ -273,7 +273,7 @@ def read_result(path: Path) -> SavedResult:
         raise UserError(f"{path} is not a result file of {_KIND}, or is damaged") from None
 
 
-def _differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _differences(saved: JsonObject, other: JsonObject) -> str:
     """Return in which values the images of two results differ, the first one's before the second's; "" if in none."""
     differing = [key for key in _IDENTITY_KEYS if saved[key] != other[key]]
     return ", ".join(f"{key} {saved[key]}, here {other[key]}" for key in differing)

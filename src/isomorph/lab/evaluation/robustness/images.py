@@ -179,8 +179,10 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
         try:
             arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
         except (ValueError, EOFError, OSError) as error:
-            reason = f"cannot read {path} as an array ({first_line(error)})"
-            raise UserError(f"{reason}; unpack CIFAR-10-C or CIFAR-100-C there") from None
+            raise UserError(
+                f"cannot read {path} as an array ({first_line(error)}); unpack CIFAR-10-C or "
+                "CIFAR-100-C there"
+            ) from None
     images, labels = arrays
     are_images = images.ndim == 4 and images.shape[3] == 3 and images.dtype == np.uint8
     fits = len(images) == len(labels) and len(images) % 5 == 0
@@ -189,9 +191,11 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
             f"{root}/labels.npy must hold one class index, from 0, for each image; unpack it again"
         )
     if not are_images or not fits:
-        given = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
-        wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {len(labels)} labels"
-        raise UserError(f"{given}; it must be {wanted}")
+        raise UserError(
+            f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of "
+            f"{images.dtype}; it must be N x height x width x 3 of uint8, with N a multiple of 5 "
+            f"and equal to the {len(labels)} labels"
+        )
     return images, labels
 
 
@@ -224,8 +228,10 @@ class RobustnessInputs:
             crop = "shorter side to 256/224 of the size, middle cut out"
             if self.num_classes != 1000:
                 config = self.config
-                own = f"{config['crop_pct']}, {config['crop_mode']}, {config['interpolation']}"
-                crop = f"the model's own test crop ({own})"
+                crop = (
+                    f"the model's own test crop ({config['crop_pct']}, {config['crop_mode']}, "
+                    f"{config['interpolation']})"
+                )
             pictures = f"{crop}, {self.size[1]} x {self.size[0]} px, then corrupted"
             constants = SEVERITY_SCALE
             if self.size != PUBLISHED_SIZE:

@@ -1,7 +1,7 @@
 """Scores of a robustness evaluation: means over cells, mCE, and the gain over a baseline."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -90,32 +90,34 @@ def _compared_with_alexnet(errors: Mapping[str, float], clean: Cell | None) -> J
 
 def means_by_corruption(values: CellValues) -> dict[str, float]:
     """Return the mean over severities of each corruption, in the suite's order."""
-    by_corruption: dict[str, list[float]] = defaultdict(list)
-    for (name, _), value in values.items():
-        by_corruption[name].append(value)
+    means = _means((name, value) for (name, _), value in values.items())
     order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    return {name: mean(by_corruption[name]) for name in order if name in by_corruption}
+    return {name: means[name] for name in order if name in means}
+
+
+def _means(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Return the mean of the values of each key."""
+    values_of = defaultdict(list)
+    for key, value in values:
+        values_of[key].append(value)
+    return {key: mean(own) for key, own in values_of.items()}
 
 
 def _group_means(
     by_corruption: Mapping[str, float], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
     """Return the mean over the corruptions of each group that has any."""
-    group_means = {}
+    values = []
     for group, names in groups.items():
-        means = [by_corruption[name] for name in names if name in by_corruption]
-        if means:
-            group_means[group] = mean(means)
-    return group_means
+        values += [(group, by_corruption[name]) for name in names if name in by_corruption]
+    return _means(values)
 
 
 def means_by_severity(values: CellValues) -> dict[int, float]:
     """Return the mean over the suite's corruptions by severity (over the extra ones if there are no others)."""
-    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS]
-    by_severity: dict[int, list[float]] = defaultdict(list)
-    for key in chosen or values:
-        by_severity[key[1]].append(values[key])
-    return {severity: mean(by_severity[severity]) for severity in sorted(by_severity)}
+    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS] or values
+    means = _means((severity, values[name, severity]) for name, severity in chosen)
+    return dict(sorted(means.items()))
 
 
 def compare_to_baseline(cells: Cells, base: Cells, name: str) -> JsonObject:
@@ -151,7 +153,7 @@ def _gain(value: float, baseline: float) -> dict[str, float | None]:
     return {"points": points, "relative": relative}
 
 
-def severity_table(result: Mapping[str, Any]) -> Table:
+def severity_table(result: JsonObject) -> Table:
     """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
@@ -208,32 +210,27 @@ def _text(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def summary_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print below the table."""
-    lines = [
-        f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
-    ]
-    lines.append(
-        f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
-    )
+def summary_lines(result: JsonObject) -> Iterator[str]:
+    """Yield the lines to print below the table."""
+    yield f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"
+    yield f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side"
     if result.get("resumed"):
-        lines.append(f"{result['resumed']} cells were read from its file")
+        yield f"{result['resumed']} cells were read from its file"
     if result["clean"]:
         clean = result["clean"]["top1"]
-        lines.append(
-            f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
-        )
+        yield f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
     if "relative_mce" in result:
-        relative = f"relative mCE {result['relative_mce']:.1f} %"
-        lines.append(f"mCE {result['mce']:.1f} %, {relative} (100 is AlexNet)")
-    elif "mce" in result:
-        lines.append(f"mCE {result['mce']:.1f} % (100 is AlexNet)")
-    elif "mean_error_unnormalised" in result:
-        lines.append(
-            f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %"
+        yield (
+            f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % (100 is "
+            "AlexNet)"
         )
+    elif "mce" in result:
+        yield f"mCE {result['mce']:.1f} % (100 is AlexNet)"
+    elif "mean_error_unnormalised" in result:
+        yield f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %"
     gain = result.get("against", {})
     if "error_ratio" in gain:
-        ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
-        lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
-    return lines
+        yield (
+            f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, mean over "
+            f"corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
+        )

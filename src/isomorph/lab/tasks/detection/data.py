@@ -22,10 +22,12 @@ from torchvision.transforms.v2 import functional as V
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.naming import composed
 from isomorph.lab.data.loaders import ImageConfig
-from isomorph.lab.tasks.image_sets import ImageSet, file_inside, resize_masks
+from isomorph.lab.tasks.image_sets import ImageSet, file_inside, normalised, resize_masks
+from isomorph.spec import ImageSize
 from isomorph.terminal_tables import Row, Rows
 
-# Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W).
+# Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), where wanted masks (n, H, W), and scores
+# (n,) of those that a network finds.
 Objects = dict[str, Tensor]
 
 ANNOTATION_FILES = {
@@ -150,8 +152,10 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
         if problem:
             skipped += 1
             if skipped > skip:
-                ways = f"correct it, or leave {skipped} out with task.skip_annotations{instead}"
-                raise UserError(f"{name} {problem}; {ways}")
+                raise UserError(
+                    f"{name} {problem}; correct it, or leave {skipped} out with "
+                    f"task.skip_annotations{instead}"
+                )
             continue
         objects[record.id].append(fields)
     if not objects:
@@ -224,7 +228,7 @@ def _read_json(path: Path) -> Row:
     return content
 
 
-def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def _read_categories(path: Path, categories: Rows) -> dict[int, str]:
     named: dict[int, str] = {}
     for category in categories:
         number: Any = category.get("id")
@@ -237,7 +241,7 @@ def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dic
     return dict(sorted(named.items()))
 
 
-def _read_images(path: Path, images: Sequence[Mapping[str, Any]]) -> dict[int, ImageRecord]:
+def _read_images(path: Path, images: Rows) -> dict[int, ImageRecord]:
     records: dict[int, ImageRecord] = {}
     for image in images:
         number: Any = image.get("id")
@@ -489,18 +493,15 @@ class FitTransform:
 
     def __init__(self, config: ImageConfig) -> None:
         self.size = tuple(config["input_size"][-2:])
-        self.mean = list(config["mean"])
-        self.std = list(config["std"])
+        self.mean = config["mean"]
+        self.std = config["std"]
 
-    def fit(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+    def fit(self, image: Image.Image) -> tuple[Tensor, ImageSize]:
         """Return an image as the network reads it, and its height and width inside."""
         size = fitted_size(image.size[::-1], self.size)
         resized = V.resize(V.pil_to_tensor(image), size, antialias=True)
-        return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
-
-    def normalise(self, image: Tensor) -> Tensor:
-        shares = V.to_dtype(image, torch.float32, scale=True)
-        return V.normalize(shares, self.mean, self.std)
+        inside = tuple(resized.shape[-2:])
+        return pad_to(normalised(resized, self.mean, self.std), self.size), inside
 
 
 class TrainTransform(FitTransform):
@@ -540,7 +541,7 @@ class TrainTransform(FitTransform):
         top = int((size[0] - height) * draw[2] + 0.5)
         left = int((size[1] - width) * draw[3] + 0.5)
         sample = {name: V.crop(value, top, left, height, width) for name, value in sample.items()}
-        cropped = self.normalise(sample["image"].as_subclass(Tensor))
+        cropped = normalised(sample["image"], self.mean, self.std)
         return pad_to(cropped, self.size), self._objects(sample, objects)
 
     def _objects(self, sample: Row, objects: Objects) -> Objects:

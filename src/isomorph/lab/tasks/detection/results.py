@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from isomorph.lab.tasks.detection.data import (
     DetectionSource,
     FitTransform,
     ImageRecord,
+    Objects,
     encode_outline,
     fitted_size,
     pycocotools,
@@ -32,7 +33,7 @@ from isomorph.lab.training.task import Prediction
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.input_sizes import class_names, evaluation_config
 from isomorph.spec import ImageSize
-from isomorph.terminal_tables import Rows
+from isomorph.terminal_tables import Row, Rows
 
 # The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -96,9 +97,7 @@ def collect_detections(model: nn.Module, loader: DataLoader[Any], runtime: Runti
     return everything
 
 
-def to_image(
-    detections: dict[str, Tensor], record: ImageRecord, inside: ImageSize
-) -> dict[str, Tensor]:
+def to_image(detections: Objects, record: ImageRecord, inside: ImageSize) -> Objects:
     """Return detections in pixels of the image itself; `inside` is its size in the input. Masks: -> (n, H, W) bool"""
     detections = {name: value.cpu() for name, value in detections.items()}
     height, width = inside
@@ -113,23 +112,23 @@ def to_image(
 
 
 def as_results(
-    detections: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]
-) -> Rows:
-    """Return detections in COCO's format, with boxes as left, top, width, height."""
-    corners = detections["boxes"].double()
-    first = corners[:, :2]
-    boxes = torch.cat([first, corners[:, 2:] - first], 1).tolist()
-    labels = detections["labels"].tolist()
-    scores = detections["scores"].tolist()
-    entries: Rows = []
-    for box, label, score in zip(boxes, labels, scores, strict=True):
+    detections: Objects, record: ImageRecord, category_ids: Sequence[int]
+) -> Iterator[Row]:
+    """Yield detections in COCO's format, with boxes as left, top, width, height."""
+    for label, score, (left, top, right, bottom), mask in _each(detections):
+        box = [left, top, right - left, bottom - top]
         category = category_ids[label]
-        entries.append(
-            {"image_id": record.id, "category_id": category, "bbox": box, "score": score}
-        )
-    for entry, mask in zip(entries, detections.get("masks", ()), strict=False):
-        entry["segmentation"] = encode_mask(mask)
-    return entries
+        entry = {"image_id": record.id, "category_id": category, "bbox": box, "score": score}
+        if mask is not None:
+            entry["segmentation"] = encode_mask(mask)
+        yield entry
+
+
+def _each(detections: Objects) -> Iterator[tuple[int, float, list[float], Tensor | None]]:
+    """Yield label, score, box, and mask if there are masks, of each detection."""
+    columns = [detections[name].tolist() for name in ("labels", "scores", "boxes")]
+    masks = detections.get("masks", [None] * len(columns[0]))
+    yield from zip(*columns, masks, strict=True)
 
 
 def encode_mask(mask: Tensor) -> JsonObject:
@@ -237,7 +236,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     detections = to_image(detections, ImageRecord(0, "", image.height, image.width), inside)
     names = class_names(model)
     entries = _json_entries(detections, names)
-    rows: Rows = []
+    rows = []
     for entry in entries:
         if entry["score"] >= SHOWN_SCORE:
             box = " ".join(f"{side:g}" for side in entry["box"])
@@ -245,24 +244,20 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     return Prediction(rows, {".png": draw_objects(image, detections, names), ".json": entries})
 
 
-def _json_entries(detections: Mapping[str, Tensor], names: Sequence[str]) -> Rows:
-    labels = detections["labels"].tolist()
-    scores = detections["scores"].tolist()
-    boxes = detections["boxes"].tolist()
+def _json_entries(detections: Objects, names: Sequence[str]) -> Rows:
     entries: Rows = []
-    for label, score, corners in zip(labels, scores, boxes, strict=True):
+    for label, score, corners, mask in _each(detections):
         box = [round(side, 1) for side in corners]
-        entries.append({"label": label, "name": names[label], "score": round(score, 4), "box": box})
-    for entry, mask in zip(entries, detections.get("masks", ()), strict=False):
-        coded = encode_mask(mask)
-        counts = coded["counts"].decode("ascii")
-        entry["segmentation"] = {"size": list(coded["size"]), "counts": counts}
+        entry = {"label": label, "name": names[label], "score": round(score, 4), "box": box}
+        if mask is not None:
+            coded = encode_mask(mask)
+            counts = coded["counts"].decode("ascii")
+            entry["segmentation"] = {"size": list(coded["size"]), "counts": counts}
+        entries.append(entry)
     return entries
 
 
-def draw_objects(
-    image: Image.Image, detections: Mapping[str, Tensor], names: Sequence[str]
-) -> Image.Image:
+def draw_objects(image: Image.Image, detections: Objects, names: Sequence[str]) -> Image.Image:
     """Draw boxes with class and score, and outlines filled in half-transparent colours, from a score of .3."""
     canvas = V.pil_to_tensor(image.convert("RGB"))
     is_shown = detections["scores"] >= SHOWN_SCORE

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -37,9 +36,16 @@ from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
 from isomorph.lab.training.open import open_model
-from isomorph.lab.training.recipe.fields import Count, NotNegative, Part, Positive
+from isomorph.lab.training.recipe.fields import (
+    Count,
+    NotNegative,
+    Part,
+    Positive,
+    Probability,
+    Tolerated,
+)
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
+from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Prediction, Task
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.models.task_networks.mask_rcnn import Target
 from isomorph.terminal_tables import Metrics, Rows
@@ -61,13 +67,13 @@ class DetectionPart(Part):
     """Annotations to test on; by default annotations/instances_val2017.json, val.json ..."""
     test_images: str | None = None
     """Folder of the test images; by default val2017, images/val, val or images."""
-    skip_annotations: Annotated[int, Field(ge=0, le=10**9)] = 0
+    skip_annotations: Tolerated = 0
     """Annotations with a wrong box, outline or field to leave out before the run stops."""
     keep_empty: bool = False
     """Train on images without objects too."""
     scales: tuple[Positive, Positive] = (0.1, 2.0)
     """Smallest and largest scale of a training image, where 1 fits it to the input; the input is cut out of it."""
-    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    flip: Probability = 0.5
     """Probability of a horizontal flip."""
     teacher: str | None = None
     """Checkpoint or run of a detector whose proposals are a second target (specific distillation)."""
@@ -82,7 +88,7 @@ class DetectionPart(Part):
 class DetectionLoss(LossModule):
     """The sum of the losses of Mask R-CNN: objectness and boxes of proposals; classes, boxes and masks of regions."""
 
-    def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Sequence[Target]) -> Losses:
         losses = self.trainable_module(input, target)
         return {"loss": sum(losses.values()), **losses}
 
@@ -148,7 +154,7 @@ class GuidedDetectionLoss(DetectionLoss):
             teacher, student.pretrained_cfg, teacher.pretrained_cfg, device
         )
 
-    def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Sequence[Target]) -> Losses:
         losses = self.trainable_module(input, target)
         maps = losses.pop("maps")
         objectness = losses.pop("objectness")
@@ -196,8 +202,10 @@ def check_teacher(student: Any, teacher: Any) -> None:
             f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data"
         )
     if tuple(student.strides) != tuple(teacher.strides):
-        what = f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}"
-        raise UserError(f"{what}; give a teacher with the same patch size")
+        raise UserError(
+            f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}; "
+            "give a teacher with the same patch size"
+        )
 
 
 class Detection(Task):

@@ -15,7 +15,7 @@ from torchvision.transforms.functional import normalize
 
 from isomorph.errors import UserError, optional_module
 from isomorph.lab.data.formats.imagefolder import find_splits
-from isomorph.lab.data.formats.naming import ImageFiles, is_image_name
+from isomorph.lab.data.formats.naming import ImageFiles, image_files
 from isomorph.lab.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.lab.data.loaders import batch_ranges, eval_transform
 from isomorph.lab.data.sources import Source, spaced_images
@@ -24,6 +24,7 @@ from isomorph.layers.modes import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.spec import ImageSize
+from isomorph.terminal_tables import Row
 
 INCEPTION = "inception"
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -59,8 +60,10 @@ class InceptionFeatures(nn.Module):
                 # torch-fidelity would run any code in it
                 torch.load(weights, map_location="meta", weights_only=True)
             except Exception:
-                what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
-                raise UserError(f"weights {weights} {what}") from None
+                raise UserError(
+                    f"weights {weights} is not a file of weights; give torch-fidelity's "
+                    f"{INCEPTION_FILE}"
+                ) from None
         elif not cached.is_file() and not is_reachable(inception.URL_INCEPTION_V3):
             raise UserError(NO_INCEPTION)
         path = None if weights is None else str(weights)
@@ -135,7 +138,7 @@ def open_extractor(features: str, weights: Path | None, device: torch.device) ->
     return Extractor(features, network.requires_grad_(False).eval().to(device))
 
 
-def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) -> dict[str, Any]:
+def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) -> Row:
     """Return distances of generated from real images by their features, as torch-fidelity computes them.
 
     fid, kid and kid_std for Inception's features; frechet_distance, kernel_distance and kernel_distance_std, and the
@@ -161,7 +164,7 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
         generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False
     )
 
-    distances: dict[str, Any] = {}
+    distances: Row = {}
     frechet_name = "fid"
     kernel_name = "kid"
     if features != INCEPTION:
@@ -182,10 +185,7 @@ def open_folder(folder: Path) -> Source:
     """Open the images of a folder and the folders in it, in their order. Raises: UserError when there are none."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    paths = []
-    for path in sorted(folder.rglob("*")):
-        if is_image_name(path.name) and not path.name.startswith("."):
-            paths.append(path)
+    paths = image_files(folder)
     if not paths:
         raise UserError(
             f"no images in {folder}; give a folder of PNGs, as `isomorph sample --out FOLDER` writes it"
@@ -242,8 +242,10 @@ def _batches(
             if exact and image.size[::-1] != size:
                 height, width = size
                 paths = cast(Any, source.images)
-                what = f"is {image.height} x {image.width}, and {paths[0]} is {height} x {width}"
-                raise UserError(f"{paths[number]} {what}; give images of one size")
+                raise UserError(
+                    f"{paths[number]} is {image.height} x {image.width}, and {paths[0]} is "
+                    f"{height} x {width}; give images of one size"
+                )
             images.append((crop(image) * 255).round().to(torch.uint8))
         yield torch.stack(images)
         progress(done, len(batches))
@@ -255,7 +257,7 @@ def compare_folder(
     extractor: Extractor,
     batch_size: int = 100,
     progress: Callable[[float, int, str], None] = lambda done, total, step: None,
-) -> dict[str, Any]:
+) -> Row:
     """Return `image_distances` of a folder from real images.
 
     Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite.

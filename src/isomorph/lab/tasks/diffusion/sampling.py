@@ -20,7 +20,7 @@ from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
 from isomorph.lab.data.loaders import batch_ranges
 from isomorph.lab.distributed import derive_seed
 from isomorph.layers.modes import eval_mode, require_finite
@@ -78,9 +78,8 @@ def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
     except UserError:
         raise
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
         sides = "x".join(map(str, size))
-        raise UserError(f"the network does not take images of {sides}: {reason}") from None
+        raise UserError(f"the network does not take images of {sides}: {one_line(error)}") from None
 
 
 def noise_schedule(model: nn.Module) -> NoiseSchedule:

@@ -3,11 +3,11 @@
 Its test metric is the error of the predicted noise on test images, by time step.
 """
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torchvision import transforms
 
@@ -32,22 +32,21 @@ from isomorph.lab.tasks.diffusion.sampling import (
 from isomorph.lab.training.build import build_model, build_test_loader, open_sources
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
-from isomorph.lab.training.recipe.fields import AugmentPart, Part
+from isomorph.lab.training.recipe.fields import AugmentPart, Inside, Part
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import EvaluationOptions, Objective, Task
+from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Task
 from isomorph.layers.modes import eval_mode, require_finite
-from isomorph.terminal_tables import Metrics, Rows
+from isomorph.terminal_tables import Metrics, Row, Rows
 
 INTERVALS = 5
-Variance = Annotated[float, Field(gt=0, lt=1)]
 
 
 class DiffusionPart(Part):
     """Options of the task diffusion."""
 
-    beta_start: Variance = 1e-4
+    beta_start: Inside = 1e-4
     """Variance of the noise that the first time step adds."""
-    beta_end: Variance = 0.02
+    beta_end: Inside = 0.02
     """Variance of the noise that the last time step adds; those between rise linearly."""
 
     @model_validator(mode="after")
@@ -75,7 +74,7 @@ class DenoisingLoss(LossModule):
         self.schedule = schedule
         self.parts = parts
 
-    def forward(self, input: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Tensor | None = None) -> Losses:
         t = torch.randint(self.schedule.time_steps, (len(input),), device=input.device)
         noise = torch.randn_like(input)
         predicted = self.trainable_module(self.schedule.add_noise(input, noise, t), t)
@@ -137,13 +136,12 @@ def _draw(
     return torch.stack(steps), torch.stack(noises)
 
 
-def mean_error(sums: Tensor) -> dict[str, Any]:
+def mean_error(sums: Tensor) -> Metrics:
     total, images = sums.sum(0).tolist()
     return {"denoising": total / max(images, 1), "images": int(images)}
 
 
-def errors_by_time(sums: Tensor, time_steps: int) -> Rows:
-    rows: Rows = []
+def errors_by_time(sums: Tensor, time_steps: int) -> Iterator[Row]:
     for interval, (total, images) in enumerate(sums.tolist()):
         if images:
             first = -(-interval * time_steps // INTERVALS)
@@ -153,8 +151,7 @@ def errors_by_time(sums: Tensor, time_steps: int) -> Rows:
                 "denoising": total / images,
                 "images": int(images),
             }
-            rows.append(row)
-    return rows
+            yield row
 
 
 class Diffusion(Task):

@@ -18,18 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.errors import UserError, optional_module
-from isomorph.lab.data.formats.parquet import import_pyarrow
+from isomorph.errors import UserError, one_line, optional_module
+from isomorph.lab.data.formats.naming import read_text
+from isomorph.lab.data.formats.parquet import parquet_reader
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
-from isomorph.lab.distributed import REPEATED, Runtime, to_device
-from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
+from isomorph.lab.distributed import REPEATED, Runtime
+from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, Tokens, divide
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import Objective
-from isomorph.layers.modes import eval_mode, require_finite
+from isomorph.lab.training.task import Losses, Objective
+from isomorph.layers.modes import require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
 from isomorph.spec import spec_of
 from isomorph.terminal_tables import Metrics
@@ -171,8 +172,10 @@ def _columns(
 ) -> list[int]:
     missing = [column for column in wanted if column not in header]
     if missing:
-        has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
-        raise UserError(f"{path} {has}; give the published file, or the hub's")
+        raise UserError(
+            f"{path} has the columns {', '.join(header)}, and {task.folder} needs the column "
+            f"{missing[0]!r}; give the published file, or the hub's"
+        )
     return [header.index(str(column)) for column in wanted]
 
 
@@ -196,11 +199,8 @@ def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]
 
 
 def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
-    pyarrow, parquet = import_pyarrow(f"{path}: ")
-    try:
+    with parquet_reader(path) as parquet:
         table = parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
     texts = task.hub_texts or tuple(map(str, task.texts))
     wanted = _columns(path, table.column_names, (*texts, "label"), task)
     columns = [table.column(number).to_pylist() for number in wanted]
@@ -246,14 +246,14 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
                 huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted)
             )
     except Exception as error:  # those of the hub's client and of the network
-        what = " ".join(str(error).split())[:160]
+        what = one_line(error)[:160]
         if is_connection_error(error):
             what = "the hub does not answer"
         files = " ".join(map(repr, wanted))
-        command = f"hf download {name} --repo-type dataset --include {files} --local-dir glue"
         raise UserError(
-            f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `{command}` where the network "
-            "is, and give that folder, or one with the published TSV files"
+            f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `hf download "
+            f"{name} --repo-type dataset --include {files} --local-dir glue` where the network is, "
+            "and give that folder, or one with the published TSV files"
         ) from None
 
 
@@ -302,12 +302,14 @@ def training_sentences(root: Path) -> list[str]:
             for texts, _ in read_examples(root, name, "train"):
                 sentences += texts
     if not sentences:
-        what = f"there is no train.tsv or train-*.parquet of a GLUE task in {root}"
-        raise UserError(f"{what}; give data.root, or {HUB_NAME}")
+        raise UserError(
+            f"there is no train.tsv or train-*.parquet of a GLUE task in {root}; give data.root, "
+            f"or {HUB_NAME}"
+        )
     return sentences
 
 
-class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
+class Sentences(Dataset[tuple[Tokens, Tensor]]):
     """Examples as token sequences of their own lengths, cut at `length` tokens; of a pair, the longer text first.
 
     An item is (inputs, label): input_ids and token_type_ids (N,), and a class or a score.
@@ -329,7 +331,7 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tokens, Tensor]:
         ids = torch.from_numpy(self.ids[index]).long()
         types = torch.from_numpy(self.types[index]).long()
         return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
@@ -351,7 +353,7 @@ class TextClassificationPart(LanguagePart):
 class SentenceLoss(LossModule):
     """Fine-tuning on sentences: cross-entropy of the classes, or the squared error of a score."""
 
-    def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+    def forward(self, input: Tokens, target: Tensor) -> Losses:
         output = self.trainable_module(**input).float()  # (B, num_classes)
         if target.is_floating_point():
             loss = F.mse_loss(output[:, 0], target)
@@ -419,7 +421,7 @@ class TextClassification(LanguageTask):
         config: ImageConfig,
         samples: int,
         device: torch.device,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tokens, Tensor]:
         words = self.random_words(model, samples, device)
         labels = random_labels(len(self.glue.classes), samples, device)
         if len(self.glue.classes) == 1:  # a score
@@ -429,24 +431,20 @@ class TextClassification(LanguageTask):
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         super().check_model(recipe, model, config)
         if model.num_classes != len(self.glue.classes):
-            what = f"the network has {model.num_classes} classes, and {self.options.dataset} {len(self.glue.classes)}"
-            raise UserError(f"{what}; leave model.num_classes out")
+            raise UserError(
+                f"the network has {model.num_classes} classes, and {self.options.dataset} "
+                f"{len(self.glue.classes)}; leave model.num_classes out"
+            )
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         best = self.glue.metrics[0]
         return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
 
-    @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
-        device = next(model.parameters()).device
         parts = list[tuple[np.ndarray, np.ndarray]]()
-        with eval_mode(model):
-            for inputs, targets, *_ in runtime.pad_batches(loader):
-                with runtime.autocast():
-                    output = model(**to_device(inputs, device))
-                require_finite(output)
-                own = targets != REPEATED
-                parts.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
+        for output, targets in self.outputs(model, loader, runtime):
+            own = targets != REPEATED
+            parts.append((output[own].cpu().numpy(), targets[own].cpu().numpy()))
         everything = list(chain.from_iterable(runtime.gather(parts)))
         outputs = np.concatenate([part for part, _ in everything])
         labels = np.concatenate([part for _, part in everything])

@@ -15,15 +15,14 @@ from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
-from isomorph.lab.distributed import REPEATED, Runtime, derive_seed, to_device
+from isomorph.lab.distributed import REPEATED, Runtime, derive_seed
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
-from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
+from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, Tokens, divide, read_texts
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
 from isomorph.lab.training.recipe.fields import Rate
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import Objective
-from isomorph.layers.modes import eval_mode, require_finite
+from isomorph.lab.training.task import Losses, Objective
 from isomorph.spec import spec_of
 from isomorph.terminal_tables import Metrics
 
@@ -87,12 +86,10 @@ class PackedTexts(Dataset[Any]):
 
     classes: tuple[str, ...] = ()
 
-    def __init__(
-        self, rows: np.ndarray, tokenizer: Any, masked: float = 0.15, fixed: bool = False
-    ) -> None:
+    def __init__(self, rows: np.ndarray, tokenizer: Any, masked: float = 0.15) -> None:
         self.rows = rows
         self.masked = masked
-        self.fixed = fixed
+        self.fixed = False
         self.mask_token = tokenizer.mask_token_id
         self.vocabulary = len(tokenizer)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
@@ -100,7 +97,7 @@ class PackedTexts(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tokens, Tensor]:
         ids = torch.from_numpy(self.rows[index]).long()
         generator = torch.default_generator
         if self.fixed:
@@ -137,7 +134,7 @@ class MaskedLMPart(LanguagePart):
 class MaskedWordsLoss(LossModule):
     """Cross-entropy of the words at masked positions (BERT, section 3.1)."""
 
-    def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+    def forward(self, input: Tokens, target: Tensor) -> Losses:
         logits = self.trainable_module(**input)  # (B, K, V)
         words = logits.flatten(0, 1).float()
         return {"loss": F.cross_entropy(words, target.flatten(), ignore_index=IGNORED)}
@@ -158,8 +155,8 @@ class MaskedLM(LanguageTask):
             test = []
         else:
             files, test_files = find_text_files(root)
-            train = read_lines(files)
-            test = read_lines(test_files)
+            train = read_texts(files)
+            test = read_texts(test_files)
         packed = self._pack(train, root)
         packed_test = self._pack(test, root) if test else None
         train_set, test_set = self.split(recipe, packed, packed_test, TEST_PART)
@@ -169,8 +166,10 @@ class MaskedLM(LanguageTask):
     def _pack(self, texts: list[str], root: Path) -> PackedTexts:
         rows = pack(texts, self.tokenizer, self.options.length)
         if len(rows) < 2:
-            what = f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}"
-            raise UserError(f"{what}; give more text")
+            raise UserError(
+                f"the text in {root} fills {len(rows)} sequences of task.length "
+                f"{self.options.length}; give more text"
+            )
         return PackedTexts(rows, self.tokenizer, self.options.masked)
 
     def synthetic_data(self, recipe: Recipe) -> SyntheticData:
@@ -183,7 +182,7 @@ class MaskedLM(LanguageTask):
         config: ImageConfig,
         samples: int,
         device: torch.device,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tokens, Tensor]:
         words = self.random_words(model, samples, device)
         chosen = max(1, round(self.options.masked * words.shape[1]))
         positions = torch.randint(words.shape[1], (samples, chosen), device=device)
@@ -205,17 +204,11 @@ class MaskedLM(LanguageTask):
             MaskedWordsLoss(model, device), self.measure, lambda metrics: -metrics["masked_loss"]
         )
 
-    @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> Metrics:
         """Return loss and accuracy on masked words, which are masked alike at every call."""
-        device = next(model.parameters()).device
         sums = torch.zeros(4, dtype=torch.float64)
-        with eval_mode(model):
-            for inputs, targets, *_ in runtime.pad_batches(loader):
-                with runtime.autocast():
-                    logits = model(**to_device(inputs, device)).float()  # (B, K, V)
-                require_finite(logits)
-                sums += _masked_sums(logits, targets.to(device)).cpu()
+        for logits, targets in self.outputs(model, loader, runtime):
+            sums += _masked_sums(logits, targets).cpu()
         loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
         mean = loss / max(words, 1)
         accuracy = 100 * right / max(words, 1)
@@ -234,7 +227,7 @@ class MaskedLM(LanguageTask):
             whole = True
         else:
             files, test_files = find_text_files(root)
-            texts = read_lines(test_files or files)
+            texts = read_texts(test_files or files)
             whole = not test_files
         packed = self._pack(texts, root)
         part, sequences = spec_of(model).split

@@ -1,6 +1,6 @@
 """What all tasks on text share: tokenisers, padded batches, options, loaders."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -13,36 +13,32 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from isomorph.errors import UserError, optional_module
+from isomorph.errors import UserError, one_line, optional_module
+from isomorph.lab.data.formats.naming import read_lines
 from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once
-from isomorph.lab.distributed import Runtime, derive_seed
+from isomorph.lab.distributed import Runtime, derive_seed, to_device
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Task
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.spec import spec_of
 from isomorph.terminal_tables import Rows
 
+# Arguments of a network for text by name, such as input_ids and attention_mask.
+Tokens = dict[str, Tensor]
 # Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256.
 UNUSED_EMBEDDINGS = 256
 _NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises: UserError when it cannot be read, or is not text."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def read_lines(files: Iterable[Path]) -> list[str]:
+def read_texts(files: Iterable[Path]) -> list[str]:
     """Return the lines of text files, without empty ones. Raises: UserError for an empty file or one without text."""
     texts: list[str] = []
     for path in files:
-        lines = [line for line in map(str.strip, read_text(path).splitlines()) if line]
+        lines = read_lines(path)
         if not lines:
             raise UserError(
                 f"{path} is empty; give a file with text, a sentence or paragraph a line"
@@ -66,7 +62,7 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
     title = f"task.tokenizer {source!r}"
     path = Path(source)
     if path.is_file():
-        words = set(read_text(path).splitlines())
+        words = set(read_lines(path))
         lacking = [token for token in _NEEDED if token not in words]
         if lacking:
             raise UserError(
@@ -78,12 +74,14 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # those of the hub, of json, and of transformers
         if not (fetch or path.exists()):
-            what = f"the checkpoint names the tokenizer {source!r}, which is not on this machine"
-            raise UserError(f"{what}; if you trust it, run `hf download {source}` first") from None
+            raise UserError(
+                f"the checkpoint names the tokenizer {source!r}, which is not on this machine; if "
+                f"you trust it, run `hf download {source}` first"
+            ) from None
         if source.startswith((".", "/", "~")):
             reason = ""
         else:
-            reason = f" that answers: {' '.join(str(error).split())[:160]}"
+            reason = f" that answers: {one_line(error)[:160]}"
         raise UserError(
             f"{title} is not a vocabulary file, a folder or a name on the hub{reason}"
         ) from None
@@ -121,11 +119,13 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
         instead = "pad_token_id"
     else:
         return
-    wrong = f"task.tokenizer {source} does not belong to this network: {what}"
-    raise UserError(f"{wrong}; give the network's own tokenizer, or model.kwargs.{instead}")
+    raise UserError(
+        f"task.tokenizer {source} does not belong to this network: {what}; give the network's own "
+        f"tokenizer, or model.kwargs.{instead}"
+    )
 
 
-def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
+def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[Tokens, Tensor, list[str]]:
     """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
     inputs, targets, *problems = zip(*examples, strict=True)
     batch = {}
@@ -230,6 +230,19 @@ class LanguageTask(Task):
     ) -> DataLoader[Any]:
         collate = partial(pad_batch, self.tokenizer.pad_token_id)
         return loader_of_share(test, batch_size, workers, runtime, collate)
+
+    @torch.no_grad()
+    def outputs(
+        self, model: nn.Module, loader: Iterable[Any], runtime: Runtime
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a model's outputs in eval mode, in float32, and the targets of every batch. Raises: NotFinite."""
+        device = next(model.parameters()).device
+        with eval_mode(model):
+            for inputs, targets, *_ in runtime.pad_batches(loader):
+                with runtime.autocast():
+                    output = model(**to_device(inputs, device)).float()
+                require_finite(output)
+                yield output, targets.to(device)
 
     open_test: Any
     measure: Any

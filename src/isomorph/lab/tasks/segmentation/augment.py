@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
-from isomorph.lab.tasks.image_sets import resize_masks
+from isomorph.lab.tasks.image_sets import normalised, resize_masks
 from isomorph.lab.tasks.segmentation.data import IGNORE, Pair
 from isomorph.lab.training.recipe.fields import (
     File,
@@ -24,6 +24,7 @@ from isomorph.lab.training.recipe.fields import (
     NotNegative,
     Part,
     Positive,
+    Probability,
     Size,
     both_sides,
 )
@@ -48,7 +49,7 @@ class SegmentationPart(Part):
     """Smallest and largest factor on that size, drawn for every training image."""
     category_share: Fraction = 0.75
     """Largest share of a training crop that one class should have; ten crops are tried."""
-    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    hflip: Probability = 0.5
     """Probability of a horizontal flip."""
     photometric: bool = True
     """Change brightness, contrast, saturation and hue of training images, each with probability 0.5."""
@@ -246,16 +247,15 @@ class TestTransform:
         self, resize: Sequence[int] | None, mean: Sequence[float], std: Sequence[float]
     ) -> None:
         self.resize = resize
-        self.mean = list(mean)
-        self.std = list(std)
+        self.mean = mean
+        self.std = std
 
     def image(self, image: Tensor) -> Tensor:
         """Return an image as the network reads it. Shape: (3, H, W) uint8 -> (3, h, w)"""
         if self.resize:
             size = scaled_size((image.shape[-2], image.shape[-1]), self.resize)
             image = F.resize(image, list(size), antialias=True)
-        shares = F.to_dtype(image, torch.float32, scale=True)
-        return F.normalize(shares, self.mean, self.std).as_subclass(Tensor)
+        return normalised(image, self.mean, self.std)
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
         return self.image(pair.image), pair.mask.as_subclass(Tensor)

@@ -16,8 +16,15 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.errors import DataWarning, UserError, first_line
-from isomorph.lab.data.formats.naming import IMAGE_SUFFIXES, SPLITS, composed, find_folder
+from isomorph.errors import DataWarning, UserError
+from isomorph.lab.data.formats.naming import (
+    IMAGE_SUFFIXES,
+    SPLITS,
+    composed,
+    find_folder,
+    image_files,
+    read_lines,
+)
 from isomorph.lab.data.sources import (
     UnreadableImage,
     explain_decode_errors,
@@ -97,24 +104,17 @@ class MaskedImages(ImageSet[Files]):
     """Images and their masks; an example is a `Pair`.
 
     `table` gives the class of each value in the mask files: IGNORE where the value has none, -1 where it must not
-    occur. `colours` are those of the classes in figures, or None. `split`, where images without test images were
-    split, is the fraction for testing and the number of images before.
+    occur. `split`, where images without test images were split, is the fraction for testing and the number of images
+    before.
 
     Raises: UserError, from reading, for a damaged file, a mask of another size than its image, or an unknown value.
     """
 
     split: tuple[float, int] | None = None
 
-    def __init__(
-        self,
-        samples: Sequence[Files],
-        classes: Sequence[str],
-        table: np.ndarray,
-        colours: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, samples: Sequence[Files], classes: Sequence[str], table: np.ndarray) -> None:
         super().__init__(samples, classes)
         self.table = table
-        self.colours = colours
 
     def path(self, index: int) -> Path:
         return self.samples[index].image
@@ -126,8 +126,11 @@ class MaskedImages(ImageSet[Files]):
         classes = self.table[np.minimum(values, len(self.table) - 1)]
         wrong = (classes < 0) | (values >= len(self.table))
         if wrong.any():
-            what = f"{path} has the value {values[wrong][0]}, which is not one of the {len(self.classes)} classes"
-            raise UserError(f"{what}; correct it, or use {IGNORE} for pixels without a class")
+            raise UserError(
+                f"{path} has the value {values[wrong][0]}, which is not one of the "
+                f"{len(self.classes)} classes; correct it, or use {IGNORE} for pixels without a "
+                "class"
+            )
         return classes
 
     def example(self, index: int) -> Pair:
@@ -193,8 +196,10 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
     if image != mask:
         own = "{} x {}".format(*mask)
         given = "{} x {}".format(*image)
-        where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as EXIF data says"
-        raise UserError(f"{where}; make them equal")
+        raise UserError(
+            f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as EXIF "
+            "data says; make them equal"
+        )
 
 
 # folders
@@ -203,33 +208,27 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
 # Names of the two folders of a data set of one's own; the first that exists is used.
 IMAGE_FOLDERS = ("images", "image", "imgs")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations")
-# CamVid's classes and their colours.
-CAMVID = {
-    "Sky": (128, 128, 128),
-    "Building": (128, 0, 0),
-    "Pole": (192, 192, 128),
-    "Road": (128, 64, 128),
-    "Pavement": (60, 40, 222),
-    "Tree": (128, 128, 0),
-    "SignSymbol": (192, 128, 128),
-    "Fence": (64, 64, 128),
-    "Car": (64, 0, 128),
-    "Pedestrian": (64, 64, 0),
-    "Bicyclist": (0, 128, 192),
-}
+CAMVID = (
+    "Sky",
+    "Building",
+    "Pole",
+    "Road",
+    "Pavement",
+    "Tree",
+    "SignSymbol",
+    "Fence",
+    "Car",
+    "Pedestrian",
+    "Bicyclist",
+)
 ADE_CLASSES = 150
-
-
-def _files(folder: Path) -> list[Path]:
-    named = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
-    return sorted(path for path in named if not path.name.startswith("."))
 
 
 def _pair_by_name(images: Path, masks: Path) -> list[Files]:
     """Pair images with masks of the same names. Raises: UserError for an image without a mask, or no images."""
     pairs = []
-    mask_of = {composed(str(path.relative_to(masks))): path for path in _files(masks)}
-    for file in _files(images):
+    mask_of = {composed(str(path.relative_to(masks))): path for path in image_files(masks)}
+    for file in image_files(images):
         stem = file.relative_to(images).with_suffix("")
         suffixes = (".png", file.suffix, *sorted(IMAGE_SUFFIXES))
         names = [composed(f"{stem}{suffix}") for suffix in suffixes]
@@ -252,7 +251,7 @@ def camvid(split: str, root: Path) -> MaskedImages | None:
     pairs = _pair_by_name(images, images.with_name(f"{images.name}annot"))
     count = len(CAMVID)
     table = lookup_table(range(count), count)
-    return MaskedImages(pairs, list(CAMVID), table, list(CAMVID.values()))
+    return MaskedImages(pairs, CAMVID, table)
 
 
 def ade20k(split: str, root: Path) -> MaskedImages | None:
@@ -270,21 +269,12 @@ def ade20k(split: str, root: Path) -> MaskedImages | None:
 def _ade_classes(path: Path) -> list[str]:
     if not path.is_file():
         return [str(number) for number in range(1, ADE_CLASSES + 1)]
-    names = [line.split("\t")[-1].split(",")[0].strip() for line in _read_lines(path)[1:]]
+    names = [line.split("\t")[-1].split(",")[0].strip() for line in read_lines(path)[1:]]
     if len(names) != ADE_CLASSES:
         raise UserError(
             f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the published file, or none"
         )
     return names
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read {path}: {first_line(error)}; save it as text in UTF-8"
-        ) from None
 
 
 def masks(split: str, root: Path) -> MaskedImages | None:
@@ -314,11 +304,9 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and masks of a split: inside its folder, or with its folders inside them."""
     for name in names:
         for pattern in (f"{name}/{{}}", f"{{}}/{name}"):
-            images = find_folder(
-                root, [pattern.format(folder).strip("/") for folder in IMAGE_FOLDERS]
-            )
-            masks = find_folder(
-                root, [pattern.format(folder).strip("/") for folder in MASK_FOLDERS]
+            images, masks = (
+                find_folder(root, [pattern.format(folder).strip("/") for folder in folders])
+                for folders in (IMAGE_FOLDERS, MASK_FOLDERS)
             )
             if images and masks:
                 return images, masks
@@ -328,7 +316,7 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
 def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
     listed = root / "classes.txt"
     if listed.is_file():
-        names = [line.strip() for line in _read_lines(listed)]
+        names = read_lines(listed)
         if not 1 < len(names) <= MAX_CLASSES:
             raise UserError(
                 f"{listed} names {len(names)} classes; give 2 to {MAX_CLASSES}, one a line"
@@ -336,7 +324,7 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
         return names
     if training is None:
         pair = _own_folders(root, SPLITS["train"])
-        training = _files(pair[1]) if pair else []
+        training = image_files(pair[1]) if pair else []
     largest = -1
     for path in training:
         values = read_mask(path)
@@ -438,12 +426,16 @@ def _left_out_of_training(
         return None
     _, now = pairs.split or (fraction, images)
     if images is not None and images != now:
-        kept = f"the {len(pairs)} that a split of {fraction:g} leaves out of training are used"
-        message = f"{root} has {now} images, it had {images} in training: {kept}"
+        message = (
+            f"{root} has {now} images, it had {images} in training: the {len(pairs)} that a split "
+            f"of {fraction:g} leaves out of training are used"
+        )
         warnings.warn(message, DataWarning, stacklevel=3)
     return pairs
 
 
 def _missing(source: str, root: Path, split: str) -> UserError:
-    where = f"in the folders of the data source {source}; give the folder that has them"
-    return UserError(f"{root} has no {split} images {where}")
+    return UserError(
+        f"{root} has no {split} images in the folders of the data source {source}; give the "
+        "folder that has them"
+    )

@@ -40,7 +40,7 @@ from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import Recipe
-from isomorph.lab.training.task import EvaluationOptions, Objective, Prediction, Task
+from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Prediction, Task
 from isomorph.models.input_sizes import (
     class_names,
     evaluation_config,
@@ -97,7 +97,7 @@ class SegmentationLoss(ClassificationTask):
             images: Any = teacher.pretrained_cfg
             self.teacher = FrozenTeacher(teacher, own_images, images, device)
 
-    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Tensor) -> Losses:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)
         task = self.criterion(coarse.logits, target)
         losses = {"task_loss": task, "loss": task}
@@ -122,8 +122,10 @@ def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
             f"task.teacher {part.teacher} is a {type(teacher).__name__}, not a network for segmentation"
         )
     if teacher.num_classes != model.num_classes:
-        what = f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has {model.num_classes}"
-        raise UserError(f"{what}; give one of the same classes")
+        raise UserError(
+            f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has "
+            f"{model.num_classes}; give one of the same classes"
+        )
     return teacher
 
 
@@ -174,10 +176,10 @@ class Segmentation(Task):
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         if not isinstance(model, UPerNet):
-            instead = (
-                "give model.name=upernet, and the network inside it as model.kwargs.backbone=NAME"
+            raise UserError(
+                f"{type(model).__name__} does not classify pixels; give model.name=upernet, and "
+                "the network inside it as model.kwargs.backbone=NAME"
             )
-            raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         reason = input_size_problem(model, config["input_size"])
         if reason:
             raise UserError(
@@ -261,7 +263,7 @@ class Segmentation(Task):
         names = class_names(model)
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
-        rows: Rows = []
+        rows = []
         for i in np.argsort(-counts):
             if counts[i]:
                 rows.append({"class": names[i], "share": 100 * counts[i] / mask.size})

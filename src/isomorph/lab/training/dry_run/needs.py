@@ -1,5 +1,6 @@
 """What a run needs that is not part of isomorph: data, weights, teachers, a tokeniser."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import timm
@@ -17,61 +18,58 @@ _FOLDERS = {
 }
 
 
-def list_needs(recipe: Recipe, data_set: str) -> list[str]:
-    """Return a line for everything that has to be there before the run can start."""
-    lines = [*_data(recipe, data_set), *_weights(recipe), *_teachers(recipe)]
-    if recipe.task is not None:
-        tokenizer = getattr(recipe.task, "tokenizer", None)
-        if tokenizer:
-            lines.append(f"task.tokenizer {tokenizer}")
-    return lines
+def list_needs(recipe: Recipe, data_set: str) -> Iterator[str]:
+    """Yield a line for everything that has to be there before the run can start."""
+    yield from _data(recipe, data_set)
+    yield from _weights(recipe)
+    yield from _teachers(recipe)
+    tokenizer = getattr(recipe.task, "tokenizer", None)
+    if tokenizer:
+        yield f"task.tokenizer {tokenizer}"
 
 
-def _data(recipe: Recipe, data_set: str) -> list[str]:
+def _data(recipe: Recipe, data_set: str) -> Iterator[str]:
     source = recipe.data.source
     if source == "digits" or recipe.data.root is not None:
-        return []
+        return
     folder = _FOLDERS.get(source, "its folder")
-    lines = [f"{data_set} as data.source {source}: --data.root is {folder}"]
+    yield f"{data_set} as data.source {source}: --data.root is {folder}"
     if recipe.token_labels and recipe.token_labels.maps is not None:
-        lines.append(f"token_labels.maps {recipe.token_labels.maps}")
-    return lines
+        yield f"token_labels.maps {recipe.token_labels.maps}"
 
 
-def _weights(recipe: Recipe) -> list[str]:
+def _weights(recipe: Recipe) -> Iterator[str]:
     part = recipe.model
     if part.weights is not None:
-        return _file("model.weights", part.weights)
-    if part.pretrained and part.name is not None:
-        return [f"weights of {part.name}: {_address(part.name)}"]
-    if part.start == "weights":
-        return [f"--model.weights, a trained checkpoint ({recipe.expected or recipe.source})"]
-    return []
+        yield from _file("model.weights", part.weights)
+    elif part.pretrained and part.name is not None:
+        yield f"weights of {part.name}: {_address(part.name)}"
+    elif part.start == "weights":
+        yield f"--model.weights, a trained checkpoint ({recipe.expected or recipe.source})"
 
 
-def _teachers(recipe: Recipe) -> list[str]:
-    lines = []
+def _teachers(recipe: Recipe) -> Iterator[str]:
     if recipe.distill:
+        teacher = recipe.distill.teacher
         if recipe.distill.weights is not None:
-            lines += _file("distill.weights", recipe.distill.weights)
-        elif timm.is_model(recipe.distill.teacher):
-            address = _address(recipe.distill.teacher)
-            lines.append(f"teacher {recipe.distill.teacher}: {address}")
+            yield from _file("distill.weights", recipe.distill.weights)
+        elif timm.is_model(teacher):
+            yield f"teacher {teacher}: {_address(teacher)}"
         else:
-            lines += _file("distill.teacher", Path(recipe.distill.teacher))
+            yield from _file("distill.teacher", Path(teacher))
     if recipe.mask and recipe.mask.teacher is not None:
-        lines += _file("mask.teacher", recipe.mask.teacher)
+        yield from _file("mask.teacher", recipe.mask.teacher)
     if "--task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None):
-        lines.append("--task.teacher, a network trained on the same task")
-    return lines
+        yield "--task.teacher, a network trained on the same task"
 
 
-def _file(field: str, path: Path) -> list[str]:
+def _file(field: str, path: Path) -> Iterator[str]:
     if path.exists():
-        return []
+        return
     if path.parts[0] == "runs" and len(path.parts) > 1:
-        return [f"{field} {path}, which `isomorph train {path.parts[1]}` writes"]
-    return [f"{field} {path}, which is not here"]
+        yield f"{field} {path}, which `isomorph train {path.parts[1]}` writes"
+    else:
+        yield f"{field} {path}, which is not here"
 
 
 def _address(name: str) -> str:

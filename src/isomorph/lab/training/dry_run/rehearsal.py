@@ -22,7 +22,6 @@ from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run.h100 import FuseAttention, RecordOperations, StepCost
 from isomorph.lab.training.dry_run.meta import RememberOutlines
 from isomorph.lab.training.dry_run.needs import list_needs
-from isomorph.lab.training.dry_run.synthetic import SyntheticData
 from isomorph.lab.training.optim import build_optimizer, describe_groups
 from isomorph.lab.training.parallel import prepare_model
 from isomorph.lab.training.recipe.recipe import Recipe
@@ -94,21 +93,27 @@ class DryRun:
 
     def table(self) -> Table:
         """Return the facts as rows of a name and a text."""
-        shown = [
-            ("source", self.recipe.source or "-"),
-            ("expected", self.recipe.expected or "no published number"),
-            ("data", self.data),
-            ("run", f"{self.epochs:,} epochs, {self.steps:,} steps of {self._batch()}"),
-            ("parameters", f"{self.parameters:,}"),
-            *(("group" if i == 0 else "", line.strip()) for i, line in enumerate(self.groups)),
-            ("memory of a step", self._memory_text()),
-            ("hours here", self._hours_text()),
-            ("hours on 8 H100", self._h100_text()),
-        ]
-        needs = self.needs or ["nothing"]
-        shown += [("needs" if i == 0 else "", line) for i, line in enumerate(needs)]
-        shown += [("note" if i == 0 else "", line) for i, line in enumerate(self.notes)]
-        return [["", self.recipe.name], *([name, text] for name, text in shown)]
+        recipe = self.recipe
+        table = [["", recipe.name]]
+
+        def add(name: str, *lines: str) -> None:
+            for line in lines:
+                table.append([name, line])
+                name = ""
+
+        batch = f"{recipe.data.batch_size:,} samples"
+        add("source", recipe.source or "-")
+        add("expected", recipe.expected or "no published number")
+        add("data", self.data)
+        add("run", f"{self.epochs:,} epochs, {self.steps:,} steps of {batch}")
+        add("parameters", f"{self.parameters:,}")
+        add("group", *map(str.strip, self.groups))
+        add("memory of a step", self._memory_text())
+        add("hours here", self._hours_text())
+        add("hours on 8 H100", self._h100_text())
+        add("needs", *(self.needs or ["nothing"]))
+        add("note", *self.notes)
+        return table
 
     def as_dict(self) -> JsonObject:
         """Return the facts as plain values, for JSON."""
@@ -132,9 +137,6 @@ class DryRun:
             "notes": self.notes,
         }
 
-    def _batch(self) -> str:
-        return f"{self.recipe.data.batch_size:,} samples"
-
     def _memory_text(self) -> str:
         text = f"{_number(self.memory)} GiB for {self.part:,} samples at once (calculated)"
         if self.measured_memory is not None:
@@ -144,15 +146,18 @@ class DryRun:
     def _hours_text(self) -> str:
         if self.hours_here is None or self.seconds is None:
             return "not measured"
-        speed = f"{1 / self.seconds:.3g} samples a second"
-        steps = f"measured in steps of {self.measured_images}, without reading data and testing"
-        return f"{_number(self.hours_here)} ({speed}, {steps})"
+        return (
+            f"{_number(self.hours_here)} ({1 / self.seconds:.3g} samples a second, measured in "
+            f"steps of {self.measured_images}, without reading data and testing)"
+        )
 
     def _h100_text(self) -> str:
         graph = self.steps * self.h100.graph / 3600
         eager = _number(self.hours_h100)
-        memory = f"{_number(self.memory_h100)} GiB each"
-        return f"{eager}, {_number(graph)} as a CUDA graph, {memory} (calculated, docs/gpu.md)"
+        return (
+            f"{eager}, {_number(graph)} as a CUDA graph, {_number(self.memory_h100)} GiB each "
+            "(calculated, docs/gpu.md)"
+        )
 
 
 def _number(value: float) -> str:
@@ -210,23 +215,20 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
     """
     check_model_given(recipe)
     runtime = open_runtime(recipe.device, recipe.amp == "bf16")
-    task = _rehearsing(recipe_task(recipe))
+    task = copy.copy(recipe_task(recipe))
+    task.rehearses = True
     if recipe.folder.is_dir():
         find_snapshot(recipe)  # raises for another run in the folder
     data = _open_data(recipe, task)
     order, _ = plan_batches(recipe, data, runtime)
     total = recipe.iterations or recipe.epochs * order.steps
-    if (recipe.optim.warmup_iterations or 0) >= total:
-        raise UserError(
-            f"optim.warmup_iterations must be below the run's {total:,} steps; lower it"
-        )
     name = getattr(data, "name", recipe.data.source)
     part = recipe.data.batch_size // (runtime.world * recipe.scale.accumulate)
-    cost = _cost_on_meta(recipe, task, data, part)
+    cost = _cost_on_meta(recipe, task, data)
     memory = (cost.state + cost.kept_a_sample * part) / GIB
     measured = _Measured()
     if steps:
-        measured = _measure(recipe, task, data, runtime, cost, steps)
+        measured = _measure(recipe, task, data, runtime, part, cost, steps)
     return DryRun(
         recipe=recipe,
         data=f"{name}, {len(data):,} training samples",
@@ -235,7 +237,7 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
         images=total * order.batch,
         parameters=cost.parameters,
         groups=cost.groups,
-        needs=list_needs(recipe, name),
+        needs=list(list_needs(recipe, name)),
         memory=memory,
         part=part,
         memory_h100=(cost.state + cost.kept_a_sample * recipe.data.batch_size / GPUS) / GIB,
@@ -248,12 +250,6 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
             *measured.notes,
         ],
     )
-
-
-def _rehearsing(task: Task) -> Task:
-    rehearsing = copy.copy(task)
-    rehearsing.rehearses = True
-    return rehearsing
 
 
 def _open_data(recipe: Recipe, task: Task) -> Any:
@@ -283,7 +279,7 @@ class _Cost:
     h100: StepCost
 
 
-def _cost_on_meta(recipe: Recipe, task: Task, data: Any, part: int) -> _Cost:
+def _cost_on_meta(recipe: Recipe, task: Task, data: Any) -> _Cost:
     """Build the network on the meta device, and run one step of it, which computes shapes only."""
     samples = max(2, recipe.data.batch_size // GPUS // 2 * 2)
     amp = recipe.amp == "bf16"
@@ -355,10 +351,9 @@ class _Measured:
 
 
 def _measure(
-    recipe: Recipe, task: Task, data: Any, runtime: Runtime, cost: _Cost, steps: int
+    recipe: Recipe, task: Task, data: Any, runtime: Runtime, part: int, cost: _Cost, steps: int
 ) -> _Measured:
     """Train steps on random samples. Raises: UserError if they do not fit the GPU's memory."""
-    part = recipe.data.batch_size // (runtime.world * recipe.scale.accumulate)
     on_gpu = runtime.device.type == "cuda"
     images = part if on_gpu else _affordable(part, cost)
     wanted = cost.state + cost.kept_a_sample * images
@@ -377,9 +372,9 @@ def _measure(
             run.recast()
             seconds = _train_steps(run, steps)
     except torch.OutOfMemoryError:
-        whole = f"a step of {part:,} samples does not fit the GPU's memory"
         raise UserError(
-            f"{whole}; give `scale.accumulate`, or `scale.activation_checkpointing`"
+            f"a step of {part:,} samples does not fit the GPU's memory; give `scale.accumulate`, "
+            "or `scale.activation_checkpointing`"
         ) from None
     memory = None
     if on_gpu:
@@ -427,6 +422,3 @@ def _train_steps(run: Run, steps: int) -> float:
         if not math.isfinite(loss):
             raise UserError("the loss of a step on random samples is not finite; lower optim.lr")
     return seconds
-
-
-__all__ = ["DryRun", "SyntheticData", "dry_run"]

@@ -14,9 +14,11 @@ from timm.task import (
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.lab.data.loaders import mean_and_std
 from isomorph.lab.evaluation.classes import check_image_size, class_count, named_logits
 from isomorph.lab.training.open import is_checkpoint_or_run, open_model
 from isomorph.lab.training.recipe.fields import DistillPart
+from isomorph.lab.training.task import Losses
 from isomorph.models import create
 
 
@@ -38,10 +40,8 @@ class FrozenTeacher(nn.Module):
     ) -> None:
         super().__init__()
         self.model: Any = model
-        mean = torch.tensor(own["mean"]).view(-1, 1, 1)
-        std = torch.tensor(own["std"]).view(-1, 1, 1)
-        their_mean = torch.tensor(theirs["mean"]).view(-1, 1, 1)
-        their_std = torch.tensor(theirs["std"]).view(-1, 1, 1)
+        mean, std = mean_and_std(own)
+        their_mean, their_std = mean_and_std(theirs)
         self.register_buffer("scale", std / their_std, persistent=False)
         self.register_buffer("shift", (mean - their_mean) / their_std, persistent=False)
         super().train(False)
@@ -55,11 +55,15 @@ class FrozenTeacher(nn.Module):
         return x * self.scale + self.shift
 
 
-def open_teacher(part: DistillPart) -> nn.Module:
-    if part.kwargs and is_checkpoint_or_run(part.teacher):
+def open_teacher(part: DistillPart, rehearses: bool) -> nn.Module:
+    """Return the teacher; in a dry run a timm model with random weights, or a checkpoint, which is there."""
+    is_file = is_checkpoint_or_run(part.teacher)
+    if part.kwargs and is_file:
         raise UserError(
             f"distill.teacher {part.teacher} is a checkpoint with its own arguments; omit distill.kwargs"
         )
+    if rehearses and not is_file:
+        return create(part.teacher, pretrained=False, **part.kwargs)
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
@@ -83,7 +87,7 @@ class SoftDistillationLoss(LogitDistillationTask):
         divergence = F.kl_div(own, theirs, reduction="batchmean", log_target=True)
         return divergence * self.temperature**2
 
-    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Tensor) -> Losses:
         logits = named_logits(self.trainable_module(input))
         with torch.no_grad():
             images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
@@ -104,13 +108,6 @@ class HardDistillationLoss(SoftDistillationLoss):
         return F.cross_entropy(logits, teacher.argmax(-1))
 
 
-def untrained_teacher(part: DistillPart) -> nn.Module:
-    """Return a teacher for a dry run: a checkpoint that is there as it is, a timm model with random weights."""
-    if is_checkpoint_or_run(part.teacher):
-        return open_teacher(part)
-    return create(part.teacher, pretrained=False, **part.kwargs)
-
-
 def build_distillation(
     model: nn.Module,
     part: DistillPart,
@@ -125,8 +122,7 @@ def build_distillation(
     Raises: UserError when the teacher cannot be opened or process the images, or has another number of classes, or the
     model lacks the distillation token.
     """
-    opened = untrained_teacher(part) if rehearses else open_teacher(part)
-    teacher = opened.eval()
+    teacher = open_teacher(part, rehearses).eval()
     check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
     theirs = class_count(teacher)
     own = class_count(model)

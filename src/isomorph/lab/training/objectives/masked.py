@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.recipe.fields import MaskPart
-from isomorph.lab.training.task import Objective
+from isomorph.lab.training.task import Losses, Objective
 from isomorph.layers.modes import eval_mode
 from isomorph.models import create
 from isomorph.models.input_sizes import training_config
@@ -57,7 +57,7 @@ class _HiddenPatches(LossModule):
 
     def forward(
         self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    ) -> Losses:
         if noise is None:
             noise = self.autoencoder(unwrap_model(self.trainable_module)).draw_noise(input)
         loss, output = self.loss(self.trainable_module, input, noise)
@@ -216,11 +216,10 @@ def evaluate_pretraining(
     module: nn.Module,
     loader: Iterable[Any],
     runtime: Runtime = ALONE,
-    seed: int = 0,
 ) -> Metrics:
     """Return the mean loss in eval mode over the images of all processes; those with the label -1 do not count.
 
-    An image's mask depends only on its position in the data and the seed. Raises: UserError when the loader is empty.
+    An image's mask depends only on its position in the data. Raises: UserError when the loader is empty.
     """
     autoencoder = loss.autoencoder(module)
     position = runtime.rank
@@ -232,7 +231,7 @@ def evaluate_pretraining(
             height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
             noise = []
             for _ in range(len(images)):
-                noise.append(_noise(height * width, position, seed))
+                noise.append(_noise(height * width, position))
                 position += runtime.world
             real = len(images)
             if isinstance(labels, Tensor):
@@ -247,6 +246,6 @@ def evaluate_pretraining(
     return {loss.metric: sum(total for total, _ in parts) / images, "images": images}
 
 
-def _noise(patches: int, position: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**32)
+def _noise(patches: int, position: int) -> Tensor:
+    generator = torch.Generator().manual_seed(position)
     return torch.rand(patches, generator=generator)

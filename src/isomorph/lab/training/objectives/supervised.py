@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.lab.evaluation.classes import named_logits
 from isomorph.lab.training.recipe.fields import AugmentPart, MapSimilarityPart
+from isomorph.lab.training.task import Losses
 
 # Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity.
 MIN_LENGTH = 1e-8
@@ -94,7 +95,7 @@ class PenalisedLoss(ClassificationTask):
         output, maps = self.trainable_module(input, return_maps=True, **arguments)
         return output, self.similarity.weight * neighbour_similarity(maps, self.similarity.pairs)
 
-    def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Any) -> Losses:
         logits, penalty = self.predict(input)
         loss = self.criterion(logits, target)
         return {"loss": loss + penalty, "output": logits, "task_loss": loss}

@@ -14,6 +14,7 @@ from isomorph.errors import UserError
 from isomorph.lab.data.label_maps import MapLabels
 from isomorph.lab.training.objectives.supervised import PenalisedLoss
 from isomorph.lab.training.recipe.fields import MapSimilarityPart, TokenLabelPart
+from isomorph.lab.training.task import Losses
 from isomorph.models.blockwise import Box
 from isomorph.spec import ImageSize
 
@@ -143,7 +144,7 @@ class TokenLabelLoss(PenalisedLoss):
         image, patches = self.labels(target.target, grid_size)
         return target.mix(image), target.mix(patches)
 
-    def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
+    def forward(self, input: Tensor, target: Any) -> Losses:
         grid_size = self.grid_of(tuple(input.shape[-2:]))
         labels, dense = self.mixed_labels(target, grid_size)
         box = Box(0, 0, 0, 0)

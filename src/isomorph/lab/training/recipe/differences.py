@@ -1,10 +1,8 @@
 """What a run's recipe has otherwise than a published one: data, network, length, and any other field."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from isomorph.lab.training.recipe.fields import Fields
+from isomorph.json_values import JsonObject, flatten
 from isomorph.lab.training.recipe.read import SCHEDULES
 from isomorph.lab.training.recipe.recipe import Recipe
 
@@ -41,21 +39,10 @@ _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "g
 _NAMED_FIELDS = 3
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Fields:
-    flat: Fields = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{path}.")
-        else:
-            flat[path] = value
-    return flat
-
-
-def _differing(own: Mapping[str, Any], published: Recipe) -> list[str]:
+def differing_fields(own: JsonObject, published: Recipe) -> list[str]:
     """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest."""
-    mine = _flat(own)
-    theirs = _flat(published.model_dump(mode="json"))
+    mine = flatten(own)
+    theirs = flatten(published.model_dump(mode="json"))
     groups = tuple(f"{field}." for field in _WITHOUT_EFFECT)
     fields = []
     for name in sorted(mine.keys() | theirs.keys()):
@@ -68,7 +55,7 @@ def _differing(own: Mapping[str, Any], published: Recipe) -> list[str]:
     return fields
 
 
-def _follows_rate(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def _follows_rate(name: str, mine: JsonObject, theirs: JsonObject) -> bool:
     """True for the rate of a parameter group that is the same multiple of another `optim.lr`."""
     if name not in ("optim.gate_lr", "optim.position_lr", "optim.gamma_lr"):
         return False
@@ -77,19 +64,12 @@ def _follows_rate(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     return math.isclose(own_ratio, published_ratio, rel_tol=1e-9)
 
 
-def count_differences(own: Mapping[str, Any], published: Recipe) -> int:
-    """Return how many fields of a run's recipe are not the published one's."""
-    return len(_differing(own, published))
-
-
-def describe_differences(
-    own: Mapping[str, Any], published: Recipe, trained: int | None = None
-) -> str:
+def describe_differences(own: JsonObject, published: Recipe, trained: int | None = None) -> str:
     """Return what a run has otherwise than a published recipe, like "CIFAR-10, 2 of 300 epochs"; empty for nothing.
 
     `own` is the recipe that the run wrote, `trained` the number of epochs that it has finished.
     """
-    fields = _differing(own, published)
+    fields = differing_fields(own, published)
     parts = []
     data = own.get("data") or {}
     if "data.source" in fields:

@@ -22,8 +22,8 @@ from pydantic.fields import FieldInfo
 from timm.data import create_transform
 from timm.optim import list_optimizers
 
-from isomorph.lab.data.formats.registry import SOURCES, locate_folder
-from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.data.formats.registry import locate_folder
+from isomorph.lab.data.streams import IMAGE_SOURCES, STREAMS
 from isomorph.lab.training.recipe.tasks import TASKS, find_task, task_names
 from isomorph.surgery import Anneal
 
@@ -35,10 +35,15 @@ PartRate = Annotated[float, Field(gt=0, validate_default=True)]
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+# Between 0 and 1, neither of them.
+Inside = Annotated[float, Field(gt=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 File = Annotated[
     Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)
 ]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+# Faults to pass over before the run stops.
+Tolerated = Annotated[int, Field(ge=0, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
 # A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde.
@@ -150,7 +155,7 @@ class DataPart(Part):
     """Number of training images, for a stream that does not report it."""
     fraction: Fraction = 1.0
     """Fraction of the images of each class to train on."""
-    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    split: Inside | None = None
     """Fraction of the images of each class to test on, for a folder without test images of its own."""
     test_images: Count | None = None
     """Number of test images to evaluate on, drawn once and the same for every seed; by default all."""
@@ -170,13 +175,13 @@ class DataPart(Part):
     """Images per step, over all processes; even in each process and accumulation step with mixup or cutmix."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Data-loading processes per training process; 0 loads in the training process."""
-    unreadable: Annotated[int, Field(ge=0, le=10**9)] = 0
+    unreadable: Tolerated = 0
     """Unreadable images to replace by others before the run stops."""
 
     @classmethod
     def named(cls, data: str) -> Fields:
         """Return the fields for the name of a source, or for a folder of images. Raises: UserError for neither."""
-        if data in (*SOURCES, *STREAMS):
+        if data in IMAGE_SOURCES:
             return {"source": data}
         form, root = locate_folder(data)
         return {"source": form, "root": root}
@@ -192,9 +197,9 @@ class DataPart(Part):
     @field_validator("source")
     @classmethod
     def check_source(cls, source: str) -> str:
-        if source not in (*SOURCES, *STREAMS) and not task_names(source):
+        if source not in IMAGE_SOURCES and not task_names(source):
             raise ValueError(
-                f"{source!r} is not a data source; choose one of {', '.join([*SOURCES, *STREAMS])}"
+                f"{source!r} is not a data source; choose one of {', '.join(IMAGE_SOURCES)}"
             )
         return source
 
@@ -228,13 +233,13 @@ class AugmentPart(Part):
     """Padding in pixels before a random crop; 0 is resized crops instead; auto is size / 8 for up to 64 px, else 0."""
     scale: tuple[Fraction, Fraction] = (0.08, 1.0)
     """Smallest and largest area of a random resized crop, as fractions of the image."""
-    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    hflip: Probability = 0.5
     """Probability of a horizontal flip."""
     auto_augment: str | None = None
     """timm's auto-augment policy, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs -mmax, e.g. -mmax30."""
     color_jitter: NotNegative = 0.0
     """Strength of colour jitter; timm ignores it with auto_augment."""
-    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    erasing: Probability = 0.0
     """Probability of random erasing."""
     mixup: NotNegative = 0.0
     """Mixup alpha; 0 is off."""
@@ -393,10 +398,9 @@ class OptimPart(Part):
                 "the schedule step, and no other, needs optim.milestones in ascending order"
             )
         if self.min_weight_decay is not None and self.min_weight_decay > self.weight_decay:
-            low = f"{self.min_weight_decay:g}"
-            high = f"{self.weight_decay:g}"
             raise ValueError(
-                f"min_weight_decay {low} is above weight_decay {high}, from which it falls; lower it"
+                f"min_weight_decay {self.min_weight_decay:g} is above weight_decay "
+                f"{self.weight_decay:g}, from which it falls; lower it"
             )
         if self.min_lr > self.lr:
             raise ValueError(
@@ -493,7 +497,7 @@ class DistillPart(Part):
 class MaskPart(Part):
     """Pre-training without labels: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
-    ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    ratio: Inside = 0.75
     """Fraction of the patches to hide."""
     depth: Size | None = None
     """Blocks of the decoder; by default 8, or 4 with a teacher."""

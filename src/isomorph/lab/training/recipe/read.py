@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from isomorph.errors import UserError
+from isomorph.json_values import is_number
 from isomorph.lab.training.recipe.fields import DataPart, Fields
 from isomorph.lab.training.recipe.recipe import Recipe, validate
 from isomorph.yaml_values import parse_value
@@ -88,7 +89,7 @@ def shorten_schedules(
     types, stay as they are.
     """
     length = values.get(unit)
-    if not _is_number(length) or not _is_number(usual) or not 0 < length < usual:
+    if not is_number(length) or not is_number(usual) or not 0 < length < usual:
         return ""
     changes = []
     for field, least in SCHEDULES.items():
@@ -97,7 +98,7 @@ def shorten_schedules(
         value = group.get(name) if isinstance(group, dict) else None
         old: list[Any] = value if isinstance(value, list) else [value]
         is_given = any(f"{field}.".startswith(f"{other}.") for other in given)
-        if is_given or not all(map(_is_number, old)):
+        if is_given or not all(map(is_number, old)):
             continue
         scaled = [float(f"{span * length / usual:.4g}") for span in old]
         if field == "model.recast_epoch" and (not value or length == 1):
@@ -119,7 +120,3 @@ def _rounded(value: float, least: int | None) -> float:
     if least is None:
         return value
     return max(least, round(value))
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

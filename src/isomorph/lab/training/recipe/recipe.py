@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from isomorph.errors import describe_value, invalid_fields, unknown_field
-from isomorph.lab.data.formats.registry import SOURCES
-from isomorph.lab.data.streams import STREAMS
+from isomorph.json_values import flatten
+from isomorph.lab.data.streams import IMAGE_SOURCES
 from isomorph.lab.training.recipe import fields
 from isomorph.lab.training.recipe.fields import Part, part_of
 from isomorph.lab.training.recipe.model_fields import ModelPart
@@ -108,10 +108,11 @@ class Recipe(Part):
 
     def _problems(self) -> Iterator[str]:
         if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
-            names = (
-                "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
+            yield (
+                "a run with iterations has no schedules in epochs; leave out "
+                "optim.warmup_epochs (but optim.warmup_iterations), anneal and "
+                "model.recast_epoch, or give epochs instead"
             )
-            yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
         if not self.iterations and self.optim.warmup_epochs >= self.epochs:
             yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
         if self.augment.mixes and self.data.batch_size % 2:
@@ -147,7 +148,7 @@ class Recipe(Part):
             yield "token_labels.maps supports random resized crops only; leave augment.crop_padding at 0"
         source = self.data.source
         if self.task is None:
-            if source not in (*SOURCES, *STREAMS):
+            if source not in IMAGE_SOURCES:
                 yield f"data.source {source} needs a task; give task.name={' or '.join(task_names(source))}"
             return
         task = self.task.task
@@ -211,16 +212,14 @@ def identity_json(recipe: Recipe) -> str:
     return recipe.model_dump_json(exclude=CHANGEABLE)
 
 
-def changed_fields(old: fields.Fields, new: fields.Fields, prefix: str = "") -> list[str]:
+def changed_fields(old: fields.Fields, new: fields.Fields) -> list[str]:
     """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
+    before = flatten(old)
+    now = flatten(new)
     changed = []
-    for name in sorted(old.keys() | new.keys()):
-        a = old.get(name)
-        b = new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed += changed_fields(a, b, f"{prefix}{name}.")
-        elif a != b:
-            changed.append(f"{prefix}{name} was {a}, is now {b}")
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            changed.append(f"{name} was {before.get(name)}, is now {now.get(name)}")
     return changed
 
 
@@ -259,37 +258,27 @@ def _fields_of(groups: list[str], part: type[Part]) -> fields.Fields:
     return part.documented_fields()
 
 
-def closed_groups(part: type[Part] = Recipe, path: str = "") -> dict[str, list[str]]:
-    """Return the fields of every group that has no others, by the path of the group; the recipe itself is ""."""
+def closed_groups(part: type[Part] = Recipe, path: str = "") -> dict[str, fields.Fields]:
+    """Return the fields of every group that has no others, by the path of the group; the recipe itself is "".
+
+    A field of numbers, flags or choices alone has pydantic's schema, others None.
+    """
     if part.model_config.get("extra") == "allow":  # fields of a task, or of a rule
         return {}
-    groups = {path: list(part.model_fields)}
+    checks = part.__pydantic_decorators__.field_validators.values()
+    checked = {name for check in checks for name in check.info.fields}
+    schemas: fields.Fields = dict.fromkeys(part.model_fields)
+    groups = {path: schemas}
     for name, field in part.model_fields.items():
         group = part_of(field.annotation)
         if group:
             groups |= closed_groups(group, f"{path}.{name}".lstrip("."))
-    return groups
-
-
-def plain_values(part: type[Part] = Recipe, path: str = "") -> dict[str, Any]:
-    """Return pydantic's schemas of numbers, flags and choices by the path of their field.
-
-    Fields with a check of their own are left out.
-    """
-    checks = part.__pydantic_decorators__.field_validators.values()
-    checked = {name for check in checks for name in check.info.fields}
-    schemas: dict[str, Any] = {}
-    for name, field in part.model_fields.items():
-        place = f"{path}.{name}".lstrip(".")
-        group = part_of(field.annotation)
-        if group:
-            schemas |= plain_values(group, place)
         elif name not in checked:
             annotation: Any = Annotated[field.annotation, *field.metadata, None]
             schema: Any = TypeAdapter(annotation).core_schema
             if schema.get("schema", schema)["type"] in PLAIN:
-                schemas[place] = schema
-    return schemas
+                schemas[name] = schema
+    return groups
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:

@@ -1,11 +1,10 @@
 """The tasks that a recipe can name; without a name it is of image classification."""
 
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "isomorph.tasks"
 
@@ -27,11 +26,7 @@ def find_task(name: Any) -> Any:
         for entry in entry_points(group=ENTRY_POINTS):
             register_task(entry.name, entry.value)
     if name not in TASKS:
-        close = get_close_matches(name, TASKS, n=1)
-        if close:
-            hint = f"did you mean {close[0]}?"
-        else:
-            hint = f"choose one of {', '.join(TASKS)}, or leave it out"
+        hint = did_you_mean(name, TASKS, f"choose one of {', '.join(TASKS)}, or leave it out")
         raise UserError(f"{name!r} is not a task; {hint}")
     task = TASKS[name]
     if isinstance(task, str):

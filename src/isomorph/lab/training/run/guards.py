@@ -11,11 +11,9 @@ from types import FrameType
 from typing import Any
 
 from isomorph.checkpoints.files import remove_partial_files
-from isomorph.errors import Stopped, UserError
+from isomorph.errors import UserError
 from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.run.snapshot import restore_replaced
-
-__all__ = ["Diverged", "StopRequest", "Stopped", "lock_folder", "stop_requests"]
 
 # Signals that stop a run; SIGHUP means that the terminal or connection was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

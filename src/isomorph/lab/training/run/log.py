@@ -54,9 +54,10 @@ class Journal:
         logged = {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}
         missing = set(range(1, epoch + 1)) - logged
         if missing:
-            lacks = f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot"
             self.say(
-                f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again"
+                f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot: was "
+                "it copied in training? best.safetensors may be too old as well; copy both "
+                "again"
             )
         if self.tensorboard:
             self.curves = self.tensorboard.SummaryWriter(

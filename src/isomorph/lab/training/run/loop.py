@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from isomorph.analysis import (
     gates,
     logit_stats,
 )
-from isomorph.errors import NotFinite, UserError
+from isomorph.errors import NotFinite, Stopped, UserError
 from isomorph.json_values import JsonObject
 from isomorph.lab.distributed import open_runtime, seed_everything, to_device
 from isomorph.lab.training.optim import describe_groups, set_weight_decay
@@ -36,7 +36,6 @@ from isomorph.lab.training.run.checkpoints import (
 )
 from isomorph.lab.training.run.guards import (
     Diverged,
-    Stopped,
     StopRequest,
     lock_folder,
     stop_requests,
@@ -47,7 +46,7 @@ from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.terminal_tables import Metrics, Row, chance_difference, count_of
+from isomorph.terminal_tables import Metrics, Row, Rows, chance_difference, count_of
 
 # Steps between checks that the loss is finite, since reading it waits for the device.
 CHECK_EVERY = 10
@@ -150,8 +149,10 @@ def _say_if_worse(run: Run, journal: Journal) -> None:
         return
     noise = chance_difference(old.get("top1", 0.0), old.get("images") or 1)
     if run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
-        advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
-        journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
+        journal.say(
+            f"worse than before training ({printed(run, old).strip()}); train longer, lower "
+            "optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
+        )
 
 
 def _print_start(run: Run, journal: Journal) -> None:
@@ -176,18 +177,17 @@ def _print_start(run: Run, journal: Journal) -> None:
         device += f", {runtime.world} processes"
     journal.say(f"{plan}, {data} in batches of {order.batch}, on {device}")
 
-    if run.start and not progress.step:
-        journal.say(run.start)
-    if recipe.shortened:
-        journal.say(recipe.shortened)
-    average = slow_average(recipe.ema, run.iterations)
-    if average:
-        journal.say(average)
+    start = "" if progress.step else run.start
+    for text in (start, recipe.shortened, slow_average(recipe.ema, run.iterations)):
+        if text:
+            journal.say(text)
     if recipe.augment.crop_padding == "auto":
         padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:
-            crops = f"random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
-            journal.say(f"small images: {crops}")
+            journal.say(
+                f"small images: random crops of images padded by {padding} px, not resized "
+                "crops (augment.crop_padding)"
+            )
     journal.show(*describe_groups(run.trained, run.optimizer, recipe.optim))
 
 
@@ -366,7 +366,7 @@ def _epoch_metrics(run: Run, loss: float, evaluate: bool) -> Metrics:
     return metrics
 
 
-def _gating_text(run: Run, row: Mapping[str, Any]) -> str:
+def _gating_text(run: Run, row: Row) -> str:
     """Return the range of the gates, the largest gamma and the progress of annealing, if there are any."""
     recipe = run.recipe
     text = ""
@@ -490,8 +490,10 @@ def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverg
     rates = "optim.lr"
     if any(group["name"].startswith("gates") for group in run.optimizer.param_groups):
         rates = "optim.lr or optim.gate_lr"
-    advice = f"lower {rates}, or set optim.clip_grad"
-    return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
+    return Diverged(
+        f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; lower {rates}, or "
+        "set optim.clip_grad"
+    )
 
 
 def _check_unreadable(run: Run) -> None:
@@ -501,14 +503,19 @@ def _check_unreadable(run: Run) -> None:
     messages = run.progress.unreadable
     allowed = run.recipe.data.unreadable
     if len(messages) > allowed:
-        count = f"{len(messages)} unreadable images, but data.unreadable allows {allowed}"
-        raise UserError(f"{count}; latest: {messages[-1]}")
+        raise UserError(
+            f"{len(messages)} unreadable images, but data.unreadable allows {allowed}; latest: "
+            f"{messages[-1]}"
+        )
 
 
 def _raise_if_stopped(run: Run, number: int) -> None:
     if number:
-        where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
-        raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
+        message = (
+            f"stopped by {signal.Signals(number).name} after step {run.progress.step}; saved in "
+            f"{run.recipe.folder}, start it again to resume"
+        )
+        raise Stopped(message, number)
 
 
 # Largest share of the weights after the first step in an average at the end of a run.
@@ -531,7 +538,7 @@ def slow_average(decay: float | None, steps: int) -> str:
 GATE_MOVES = 2e-3
 
 
-def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
+def unmoved_gates(model: nn.Module, rows: Rows) -> str:
     """Return that the trained gates of a model are where the rows of its log begin; empty if one moved."""
     trained = False
     for name, parameter in model.named_parameters():

@@ -3,11 +3,14 @@
 By name, so that state stays with its parameter when groups, a recast or the sharding change.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from isomorph.json_values import JsonObject
+
+# Tensors of a run by name.
+Tensors = dict[str, Tensor]
 
 # How the names of a run's tensors begin.
 MODEL_PREFIX = "model."
@@ -16,7 +19,7 @@ OPTIMIZER_PREFIX = "optimizer."
 GROUP_PREFIX = "group:"
 
 
-def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, prefix: str) -> Tensors:
     """Return parameters and buffers by prefixed name."""
     return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
 
@@ -26,20 +29,18 @@ def owner_name(name: str) -> str:
     return name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")[0]
 
 
-def split_optimizer(
-    model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, JsonObject]:
     """Return the optimiser's state by parameter name and key: tensors, and plain values (also those of groups)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    tensors: Tensors = {}
+    values: JsonObject = {}
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER_PREFIX}{names[parameter]}.{key}"] = value
             else:
                 values.setdefault(names[parameter], {})[key] = value
-    groups: dict[str, Any] = {}
+    groups: JsonObject = {}
     # some optimisers change numbers of their groups during training
     for group in optimizer.param_groups:
         name = group["name"]
@@ -53,10 +54,10 @@ def split_optimizer(
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+    model: nn.Module, optimizer: Optimizer, tensors: Tensors, values: JsonObject
 ) -> None:
     """Load the optimiser's state by parameter name; parameters without saved state start without any."""
-    state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
+    state: dict[str, JsonObject] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
         key = name.rpartition(".")[2]
         state.setdefault(owner_name(name), {})[key] = tensor
@@ -76,7 +77,7 @@ def load_optimizer(
 
 
 def allocate_tensor(
-    name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]
+    name: str, shape: torch.Size, dtype: torch.dtype, parameters: Tensors
 ) -> Tensor:
     """Return zeros for a tensor of the optimiser, sharded like its parameter if it has the parameter's shape."""
     parameter = parameters.get(owner_name(name))

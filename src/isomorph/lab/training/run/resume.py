@@ -3,12 +3,17 @@
 import json
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
 from isomorph.lab.training.recipe.recipe import Recipe, changed_fields, identity_json
-from isomorph.lab.training.run.named_state import OPTIMIZER_PREFIX, allocate_tensor, load_optimizer
+from isomorph.lab.training.run.named_state import (
+    OPTIMIZER_PREFIX,
+    Tensors,
+    allocate_tensor,
+    load_optimizer,
+)
 from isomorph.lab.training.run.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
@@ -41,9 +46,9 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
         old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
     changed = changed_fields(old, new)
     if changed:
-        start = f"model.weights={folder / 'model.safetensors'} starts from this run's weights"
         raise UserError(
-            f"{folder} has another run ({'; '.join(changed)}); give `out` another folder ({start})"
+            f"{folder} has another run ({'; '.join(changed)}); give `out` another folder "
+            f"(model.weights={folder / 'model.safetensors'} starts from this run's weights)"
         )
     return snapshot
 
@@ -79,7 +84,7 @@ class Resume:
                 "and the version of isomorph that wrote it"
             )
 
-    def read_into(self, tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    def read_into(self, tensors: Tensors, model: nn.Module, optimizer: Optimizer) -> None:
         """Read the snapshot into the tensors of a run, by name, and into its optimiser."""
         layout = read_layout(self.path)
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from isomorph.checkpoints.header import describe_problems
-from isomorph.errors import UserError
+from isomorph.errors import UserError, one_line
+from isomorph.json_values import JsonObject, read_object
 from isomorph.lab.distributed import Runtime
+from isomorph.lab.training.run.named_state import Tensors
 
 STATE_FILE = "state.json"
 _SNAPSHOTS_TO_KEEP = 2
@@ -68,7 +70,7 @@ class SnapshotValues(_ClosedSchema):
     step: _Count
     files: dict[Annotated[str, Field(pattern=r"^shard-[\w.-]+$", max_length=200)], str]
     optimizer: dict[Literal["state", "groups"], dict[str, dict[str, _Number]]]
-    recipe: dict[str, Any]
+    recipe: JsonObject
     progress: RunProgress
     lanes: _Count
     data: dict[Literal["images", "steps", "classes"], _Count]
@@ -96,7 +98,7 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _named_snapshots(folder: Path) -> list[Path]:
-    named: list[tuple[int, Path]] = []
+    named = []
     for path in folder.glob("step-*"):
         step = _parse_step(path)
         if step is not None:
@@ -112,9 +114,7 @@ def list_snapshots(folder: Path) -> list[Path]:
 def peek_header(folder: Path) -> Any:
     """Return the model's header in a run's newest snapshot, without checking its files; None if it cannot be read."""
     for path in list_snapshots(folder)[:1]:
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-            return found.get("model") if isinstance(found, dict) else None
+        return (read_object(path / STATE_FILE) or {}).get("model")
     return None
 
 
@@ -239,14 +239,13 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _error_reason(error: BaseException) -> str:
+def _error_reason(error: Any) -> str:
     """Return one line for an error, also for torch's exception that wraps those of all processes."""
-    first: Any = error
     for failure in getattr(error, "failures", {}).values():
         if isinstance(failure, tuple):
-            first = failure[0]
+            error = failure[0]
         break
-    return " ".join(str(first).split()) or type(first).__name__
+    return one_line(error)
 
 
 def _checksum(path: Path) -> str:
@@ -254,7 +253,7 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_values(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> JsonObject:
     """Return a snapshot's plain values, after checking every file. Raises: DamagedSnapshot when one has changed."""
     try:
         found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -299,15 +298,15 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return layout
 
 
-def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors_into(path: Path, tensors: Tensors) -> None:
     """Read a snapshot into tensors, or into this process's shards of them."""
     with _no_process_group_warning():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
-def read_snapshot(path: Path) -> dict[str, Tensor]:
+def read_snapshot(path: Path) -> Tensors:
     """Return every tensor of a snapshot, unsharded."""
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     for name, (shape, dtype) in read_layout(path).items():
         tensors[name] = torch.zeros(shape, dtype=dtype)
     read_tensors_into(path, tensors)
@@ -319,7 +318,7 @@ class IntactSnapshot:
     """An intact snapshot, its values, and the paths and error messages of newer ones that are damaged."""
 
     path: Path
-    values: dict[str, Any]
+    values: JsonObject
     damaged: tuple[tuple[Path, str], ...] = ()
 
 

@@ -1,6 +1,6 @@
 """A run: built from its recipe, restored from its newest snapshot, recast in the middle, evaluated."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.analysis import logit_stats
 from isomorph.analysis.cost import has_pyramids
@@ -30,6 +30,7 @@ from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
     MODEL_PREFIX,
+    Tensors,
     load_optimizer,
     model_tensors,
     owner_name,
@@ -37,7 +38,7 @@ from isomorph.lab.training.run.named_state import (
 )
 from isomorph.lab.training.run.resume import Resume, find_snapshot
 from isomorph.lab.training.run.snapshot import RunProgress
-from isomorph.lab.training.task import Task
+from isomorph.lab.training.task import Mix, Task
 from isomorph.operations import copy_module
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
@@ -87,10 +88,6 @@ class Run:
             self.progress = RunProgress(recast=recipe.model.recast_epoch == 0)
         self.train, test = self.task.open_data(recipe)
         self.order, self.share = plan_batches(recipe, self.train, runtime)
-        if (recipe.optim.warmup_iterations or 0) >= self.iterations:
-            raise UserError(
-                f"optim.warmup_iterations must be below the run's {self.iterations:,} steps; lower it"
-            )
         model = self._initialise_model()
         self.test: Iterable[Any] = self.task.test_loader(recipe, self.config, test, runtime)
         self._check_layers(model.to(runtime.device))
@@ -134,7 +131,12 @@ class Run:
             data["task"] = recipe.task.model_dump(mode="json")
         record_data(model, data)
         if recipe.model.is_own:
-            _check_classes_of_own(recipe, class_count(model), classes)
+            outputs = class_count(model)
+            if outputs != len(classes):
+                raise UserError(
+                    f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); "
+                    "give the function's own argument for it as model.kwargs.NAME=VALUE"
+                )
         return model
 
     def _check_layers(self, model: nn.Module) -> None:
@@ -201,7 +203,7 @@ class Run:
         return self.objective.result(self.averaged or self.trained)
 
     @cached_property
-    def mix(self) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    def mix(self) -> Mix | None:
         """What mixes the samples of a part of a batch, such as mixup and cutmix; or None."""
         return self.task.mix(self.recipe, self.eval_model)
 
@@ -264,17 +266,12 @@ class Run:
         Parameters whose name, shape and values are unchanged keep their optimiser state. Averaged weights are recast
         too, with the same random draws. Source: T-CNN section 5, Table 3
         """
-        before: dict[str, Tensor] = dict(self.trained.named_parameters())
+        before: Tensors = dict(self.trained.named_parameters())
         tensors, values = split_optimizer(self.trained, self.optimizer)
         model = self._recast_copy(self.trained)
         averaged = self.averaged and self._recast_copy(self.averaged)
-        kept = set()
-        new = 0
-        for name, parameter in model.named_parameters():
-            if name in before and torch.equal(before[name], parameter):
-                kept.add(name)
-            else:
-                new += 1
+        after = dict(model.named_parameters())
+        kept = {name for name in before.keys() & after if torch.equal(before[name], after[name])}
         self._assemble(model)
         if averaged is not None:
             self.averaged.load_state_dict(averaged.state_dict())  # type: ignore[union-attr]
@@ -287,15 +284,17 @@ class Run:
         values["state"] = {name: value for name, value in values["state"].items() if name in kept}
         load_optimizer(self.trained, self.optimizer, still_owned, values)
         self.progress.recast = True
-        counts = f"{len(kept)} parameter tensors are unchanged, {new} are new"
-        message = f"recast after epoch {self.progress.closed}: {counts}"
+        message = (
+            f"recast after epoch {self.progress.closed}: {len(kept)} parameter tensors are "
+            f"unchanged, {len(after) - len(kept)} are new"
+        )
         return "; ".join([message, *notes(self.trained)])
 
     def _recast_copy(self, model: nn.Module) -> nn.Module:
         seed_everything("recast", self.recipe.seed)
         return apply_surgery(copy_module(model), self.recipe.model).train(model.training)
 
-    def tensors(self) -> tuple[dict[str, Tensor], JsonObject]:
+    def tensors(self) -> tuple[Tensors, JsonObject]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64)
@@ -335,11 +334,3 @@ def _check_file(field: str, path: Path | None) -> None:
     if path.parts[0] == "runs" and path.parts[1:]:
         hint = f"; `isomorph train {path.parts[1]}` creates it"
     raise UserError(f"{field}: {path} does not exist{hint}")
-
-
-def _check_classes_of_own(recipe: Recipe, outputs: int | None, classes: list[str]) -> None:
-    if outputs != len(classes):
-        raise UserError(
-            f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
-            " function's own argument for it as model.kwargs.NAME=VALUE"
-        )
