@@ -357,7 +357,7 @@ def _through_layers(
     return grads
 
 
-class _Gradients(NamedTuple):
+class _ChainGradients(NamedTuple):
     """Shape: mean (G, C), covariance (G, C, C), blocks of weights (G n, rows, columns), vectors (G, R)"""
 
     mean: Tensor
@@ -373,7 +373,7 @@ def _backward(
     covariance: Tensor,
     d_weight: Tensor,
     d_bias: Tensor,
-) -> _Gradients:
+) -> _ChainGradients:
     """Return the gradients of all tensors, in their order: from the sum of the branches back to the first level.
 
     The bias is that of a map of x, so the mean has -W^T d_bias, and a skip's W^T d_shift. Shape: d_weight (G, N o, C),
@@ -429,10 +429,12 @@ def _backward(
         vectors += grads.shifts
     if sizes.rectified:
         vectors.append(d_bias[:, : sizes.rows[depth]])
-    return _Gradients(d_mean.squeeze(-1), norms.covariance(), blocks, vectors)
+    return _ChainGradients(d_mean.squeeze(-1), norms.covariance(), blocks, vectors)
 
 
-def _of_each_tensor(gradients: _Gradients, groups: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _of_each_tensor(
+    gradients: _ChainGradients, groups: int, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradients of weights and vectors as those of the tensors, in their shapes."""
     grads: list[Tensor] = []
     for block in gradients.blocks:
@@ -491,13 +493,19 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, d_weight: Tensor, d_bias: Tensor, *_: Any) -> Gradients:
+    def backward(ctx: Any, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any) -> Gradients:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
         z = saved[:deeper]
         p = saved[deeper : deeper + products]
         tensors = saved[deeper + products :]
+        if d_weight is None and d_bias is None:
+            return (None,) * (4 + len(tensors))
+        if d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        if d_bias is None:
+            d_bias = weight.new_zeros(weight.shape[:-1])
         if torch.is_grad_enabled() and is_eager():
             inputs = (mean, covariance, *tensors)
             gradients = _differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias)
