@@ -134,11 +134,12 @@ class TapHeads(PositionHeads):
         ph, pw = self.padding
         return H + 2 * ph, W + 2 * pw
 
-    def axes(self, H: int, W: int) -> list[Axis]:
+    def axes(self, H: int, W: int) -> tuple[Axis, Axis]:
         """Return the queries and the padded keys along the rows and the columns of an H x W map."""
         middle = self.kernel_size // 2
         sizes = zip(self.query_grid(H, W), self.key_grid(H, W), self.stride, strict=True)
-        return [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
+        rows, columns = [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
+        return rows, columns
 
     @property
     def queries_every_position(self) -> bool:
