@@ -187,8 +187,7 @@ def merged(given):
     if given.norms:
         families = json.loads((RESULTS / "coverage.json").read_text())["verified"].values()
         names = sorted({row["model"] for row in families if "error" not in row} | {*OWN_METHODS})
-        known = {row["model"]: row for row in result.get("models", [])}
-        result["models"] = [known.get(name) or row for name in names for row in merge_norms([name])]
+        result["models"] = list(merge_norms(names))
     if given.speed:
         result["milliseconds"] = {}
         for name in TIMED:

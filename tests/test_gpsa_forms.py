@@ -36,8 +36,11 @@ def test_content_forms_are_the_formula(case, form, monkeypatch):
     monkeypatch.setattr(window_gpsa2d, "MAX_ENTRIES", 5000)  # one image at a time
     options, (H, W, channels, *sizes, groups) = CASES[case]
     layer = perturbed(WindowGPSA2d(channels, *sizes, groups=groups, **options).double())
-    if form == "strips with positions":  # near their taps
-        layer.raw_locality.data += 40
+    if form == "strips with positions":  # heads on their taps read nothing else
+        layer.centre.data.round_()
+        layer.raw_locality.data += 60
+        positions = layer.tile_positions(layer.tiles(H, W, (4, 2)), H, W, torch.float64)
+        assert (positions is not None) == (case in ("window", "groups"))
     x = torch.randn(2, channels, H, W, dtype=torch.float64, requires_grad=True)
     maps = references.gpsa2d_attention(layer, x)
     assert_equal([layer.attention(x)], [maps])

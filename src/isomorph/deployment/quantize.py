@@ -210,10 +210,10 @@ def quantize(
     kept = _kept_nodes(before, float_layers)
     if weights_only:
         progress("rounding")
-        after = _round_weights(before, list(kept))
+        after = _round_weights(before, kept)
     else:
         progress(f"calibrating on {sum(map(len, batches))} images")
-        after = _round_all(before, list(kept), batches)
+        after = _round_all(before, kept, batches)
     del after.metadata_props[:]
     _write_metadata(after, metadata | {"quantization": json.dumps(f"int8 {mode}")})
     progress("comparing")
@@ -392,7 +392,7 @@ def _describe_layers(
     return tuple(rows)
 
 
-def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tensor]) -> "ModelProto":
+def _round_all(proto: "ModelProto", kept: Iterable[str], batches: Sequence[Tensor]) -> "ModelProto":
     """Return a graph with 7-bit weights and 8-bit activations, in ONNX's QDQ form; `kept` nodes stay in float.
 
     Weights are signed, with one scale for each output channel. Activations are unsigned, with the range that they have
@@ -433,7 +433,7 @@ def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tenso
         ) from None
 
 
-def _round_weights(proto: "ModelProto", kept: Sequence[str]) -> "ModelProto":
+def _round_weights(proto: "ModelProto", kept: Iterable[str]) -> "ModelProto":
     """Return a graph with 8-bit weights that computes in float. They have one scale for each output channel."""
     from onnxruntime.quantization import QDQQuantizer, QuantType
 

@@ -31,7 +31,7 @@ class InsertedBlock(nn.Module):
             y = self.block(x.movedim(-1, 1)).movedim(1, -1)
         else:
             y = self.block(x)
-        gamma = self.gamma
+        gamma: Tensor = self.gamma
         if self.layout == "map":
             gamma = gamma.view(-1, *[1] * (x.ndim - 2))
         return x + (gamma * y).to(x.dtype)

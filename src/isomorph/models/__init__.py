@@ -1,5 +1,7 @@
 """The networks that isomorph adds to timm's registry when it is imported."""
 
+import itertools
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ def names() -> list[str]:
     >>> "t_cifar_resnet20.cnn_cifar10" in iso.models.names()
     True
     """
-    return sorted(name for module in _MODULES for name in module.default_cfgs)
+    return _registered(_MODULES)
 
 
 def networks() -> list[str]:
@@ -32,7 +34,11 @@ def networks() -> list[str]:
     >>> "ddpm_unet" in iso.models.networks()
     True
     """
-    return sorted(name for module in _NETWORKS for name in module.default_cfgs)
+    return _registered(_NETWORKS)
+
+
+def _registered(modules: Iterable[Any]) -> list[str]:
+    return sorted(itertools.chain.from_iterable(module.default_cfgs for module in modules))
 
 
 def require_registered(name: str) -> None:

@@ -99,9 +99,7 @@ class LabelMapSource(Source):
     """
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
-        super().__init__(source.images, source.labels, source.classes)
-        self.ids = source.ids
-        self.split = source.split
+        vars(self).update(vars(source))
         self.folder = folder
         self.num_classes = num_classes
         _check_files_exist(folder, map(self._relative_path, range(len(self))))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import scaled, softmax_map
 from isomorph.layers.gated.positions import (
+    Axis,
     compute_dtype,
     gate_gradient,
     gated_mix,
@@ -50,25 +51,24 @@ def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.devi
 class KeyWindows(NamedTuple):
     """The keys of a padded map, and the window of them around every query, or None for the whole map."""
 
-    queries: GridSize
-    keys: GridSize
-    start: int
-    stride: GridSize
+    rows: Axis
+    columns: Axis
     size: GridSize | None
+
+    @property
+    def keys(self) -> GridSize:
+        """Height and width of the padded map."""
+        return self.rows.keys, self.columns.keys
 
     def mask(self, device: torch.device, query: int | None = None) -> Tensor:
         """Return True for keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
-        masks = []
-        for queries, keys, stride, size in zip(
-            self.queries, self.keys, self.stride, self.size, strict=True
-        ):
-            offsets = axis_offsets(queries, keys, self.start, stride, device)
-            masks.append(offsets.abs() <= size // 2)
-        rows, columns = masks
+        height, width = self.size
+        rows = axis_offsets(*self.rows, device).abs() <= height // 2
+        columns = axis_offsets(*self.columns, device).abs() <= width // 2
         if query is not None:
-            row, column = divmod(query, self.queries[1])
+            row, column = divmod(query, self.columns.queries)
             rows = rows[row, None]
             columns = columns[column, None]
         return rows[:, None, :, None] & columns[None, :, None, :]
@@ -261,13 +261,7 @@ class GPSA2d(TapHeads):
 
     def windows(self, H: int, W: int) -> KeyWindows:
         """Return the windows of all queries of an H x W map."""
-        return KeyWindows(
-            queries=self.query_grid(H, W),
-            keys=self.key_grid(H, W),
-            start=self.kernel_size // 2,
-            stride=self.stride,
-            size=self.content_window,
-        )
+        return KeyWindows(*self.axes(H, W), self.content_window)
 
     def soft_patches(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
         """Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> mixed map times values (B, C nh, Nq)"""

@@ -134,6 +134,13 @@ class TapHeads(PositionHeads):
         ph, pw = self.padding
         return H + 2 * ph, W + 2 * pw
 
+    def axes(self, H: int, W: int) -> tuple[Axis, Axis]:
+        """Return the queries and the padded keys along the rows and the columns of an H x W map."""
+        middle = self.kernel_size // 2
+        sizes = zip(self.query_grid(H, W), self.key_grid(H, W), self.stride, strict=True)
+        rows, columns = [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
+        return rows, columns
+
     @property
     def queries_every_position(self) -> bool:
         """True if every position of the map is a query."""
@@ -173,12 +180,9 @@ class TapHeads(PositionHeads):
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
-        middle = self.kernel_size // 2
-        sizes = zip(self.query_grid(H, W), self.key_grid(H, W), self.stride, strict=True)
-        axes = [Axis(queries, keys, middle, stride) for queries, keys, stride in sizes]
         locality = self.locality[:, None]
         position = torch.cat([locality * self.centre, locality], 1)
-        return axis_attention(position, axes, of_taps=True)
+        return axis_attention(position, self.axes(H, W), of_taps=True)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""

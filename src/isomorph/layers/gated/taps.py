@@ -206,7 +206,7 @@ class TapAxis:
         )
         return centred_axis_attention(offsets[None], self.centre, self.locality)[:, 0]
 
-    @property
+    @cached_property
     def interior(self) -> Range:
         """The queries that have all positions within reach among their padded keys."""
         start = self.kernel_size // 2

@@ -214,11 +214,16 @@ class AttendStrips(SavesInputs):
             for row in range(rows.number):
                 queries = _spread(by_tile[image, row])
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
-                total = y.new_zeros(groups, queries_of_strip, len(filters) // groups)
+                total = None
                 for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
                     maps = shared.mix(_attend(q_of_part, k, shared.biases[row]), part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
-                    total.baddbmm_(patches, shared.taps[part])
+                    taps = shared.taps[part]
+                    if total is None:
+                        total = torch.bmm(patches, taps)
+                    else:
+                        total.baddbmm_(patches, taps)
+                assert total is not None
                 y[image, row] = total.transpose(0, 1).flatten(1)
         return y.unflatten(2, (columns.number, rows.size, columns.size))
 
@@ -241,7 +246,7 @@ class AttendStrips(SavesInputs):
                 keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
                 dy = grad[image, row].flatten(0, 2).unflatten(1, (groups, -1))
                 dy = dy.transpose(0, 1)  # (G, S n, C_out / G)
-                d_v = torch.zeros_like(v)
+                d_v = None
                 d_queries = []
                 d_keys = []
                 for part, (q_of_part, k) in enumerate(zip(queries, keys, strict=True)):
@@ -251,7 +256,10 @@ class AttendStrips(SavesInputs):
                     d_taps[part].baddbmm_(patches.mT, dy)
                     d_patches = torch.bmm(dy, shared.taps[part].mT)
                     d_attended = _from_patches(d_patches, shared.heads, columns.number)
-                    d_v.baddbmm_(maps.mT, d_attended)
+                    if d_v is None:
+                        d_v = torch.bmm(maps.mT, d_attended)
+                    else:
+                        d_v.baddbmm_(maps.mT, d_attended)
                     d_maps = torch.bmm(d_attended, v.mT)
                     product = content * d_maps
                     sums = product.sum(-1, keepdim=True)
@@ -265,6 +273,7 @@ class AttendStrips(SavesInputs):
                         q_of_part = q_of_part * scale_of_row
                     d_queries.append(d_q)
                     d_keys.append(torch.bmm(d_scores.mT, q_of_part))
+                assert d_v is not None
                 d_by_tile.append(_collect(torch.stack(d_queries), by_tile.shape[2:]))
                 _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])
         d_q = _from_tiles(torch.stack(d_by_tile).unflatten(0, by_tile.shape[:2]))

@@ -357,7 +357,7 @@ def _through_layers(
     return grads
 
 
-class _Gradients(NamedTuple):
+class _ChainGradients(NamedTuple):
     """Shape: mean (G, C), covariance (G, C, C), blocks of weights (G n, rows, columns), vectors (G, R)"""
 
     mean: Tensor
@@ -373,7 +373,7 @@ def _backward(
     covariance: Tensor,
     d_weight: Tensor,
     d_bias: Tensor,
-) -> _Gradients:
+) -> _ChainGradients:
     """Return the gradients of all tensors, in their order: from the sum of the branches back to the first level.
 
     The bias is that of a map of x, so the mean has -W^T d_bias, and a skip's W^T d_shift. Shape: d_weight (G, N o, C),
@@ -429,10 +429,12 @@ def _backward(
         vectors += grads.shifts
     if sizes.rectified:
         vectors.append(d_bias[:, : sizes.rows[depth]])
-    return _Gradients(d_mean.squeeze(-1), norms.covariance(), blocks, vectors)
+    return _ChainGradients(d_mean.squeeze(-1), norms.covariance(), blocks, vectors)
 
 
-def _of_each_tensor(gradients: _Gradients, groups: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _of_each_tensor(
+    gradients: _ChainGradients, groups: int, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradients of weights and vectors as those of the tensors, in their shapes."""
     grads: list[Tensor] = []
     for block in gradients.blocks:
@@ -476,7 +478,7 @@ class _Collapse(torch.autograd.Function):
         ctx.centred = centred
         ctx.kept = (len(z), len(p))
         ctx.mark_non_differentiable(collapsed.variances, *collapsed.means)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # variances and means have no gradients
         ctx.save_for_backward(
             mean,
             covariance,
@@ -491,12 +493,7 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(
-        ctx: Any,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-        *_: Any,
-    ) -> Gradients:
+    def backward(ctx: Any, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any) -> Gradients:
         sizes = ctx.sizes
         deeper, products = ctx.kept
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
@@ -511,11 +508,8 @@ class _Collapse(torch.autograd.Function):
             d_bias = weight.new_zeros(weight.shape[:-1])
         if torch.is_grad_enabled() and is_eager():
             inputs = (mean, covariance, *tensors)
-            return (
-                None,
-                None,
-                *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias),
-            )
+            gradients = _differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias)
+            return None, None, *gradients
 
         if not ctx.centred:
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
@@ -523,9 +517,9 @@ class _Collapse(torch.autograd.Function):
             z = [*z, total[:, : sizes.rows[-1]]]
         chain_tensors = ChainTensors(sizes, tensors, mean, levels=z)
         collapsed = _Collapsed(weight, d_bias, variances, [], total, z, p)
-        gradients = _backward(chain_tensors, collapsed, mean, covariance, d_weight, d_bias)
-        d_tensors = _of_each_tensor(gradients, sizes.groups, tensors)
-        return None, None, gradients.mean, gradients.covariance, *d_tensors
+        grads = _backward(chain_tensors, collapsed, mean, covariance, d_weight, d_bias)
+        d_tensors = _of_each_tensor(grads, sizes.groups, tensors)
+        return None, None, grads.mean, grads.covariance, *d_tensors
 
 
 def _differentiable_gradients(

@@ -19,6 +19,7 @@ from isomorph.layers.attention_base import (
     attend_with_bias,
     factory_kwargs,
     plain_attention,
+    softmax_map,
     trains_bias,
 )
 from isomorph.layers.grid import GridSize, TokenGrid, axis_offsets, known_true, no_mask, require_map
@@ -213,7 +214,7 @@ class PostRelativeAttention(RelativeAttention):
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
         q, k, bias = super().content_scores(x)
-        return (q @ k.mT).softmax(-1) + bias
+        return softmax_map(q, k) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:

@@ -73,72 +73,72 @@ _THREE = ("entailment", "neutral", "contradiction")
 _TWO_SCORES = ("accuracy", "f1")
 
 # The eight tasks of the paper's table, by name; WNLI is left out, as usual.
-GLUE: dict[str, GlueData] = {}
-GLUE["cola"] = GlueData(
-    folder="CoLA",
-    texts=(3,),
-    label=1,
-    labels=_BINARY,
-    classes=("unacceptable", "acceptable"),
-    metrics=("matthews", "accuracy"),
-    hub_texts=("sentence",),
-)
-GLUE["sst2"] = GlueData(
-    folder="SST-2",
-    texts=("sentence",),
-    label="label",
-    labels=_BINARY,
-    classes=("negative", "positive"),
-)
-GLUE["mrpc"] = GlueData(
-    folder="MRPC",
-    texts=("#1 String", "#2 String"),
-    label="Quality",
-    labels=_BINARY,
-    classes=_PARAPHRASE,
-    metrics=_TWO_SCORES,
-    hub_texts=_PAIR,
-)
-GLUE["stsb"] = GlueData(
-    folder="STS-B",
-    texts=_PAIR,
-    label="score",
-    classes=("similarity",),
-    metrics=("spearman", "pearson"),
-)
-GLUE["qqp"] = GlueData(
-    folder="QQP",
-    texts=("question1", "question2"),
-    label="is_duplicate",
-    labels=_BINARY,
-    classes=_PARAPHRASE,
-    metrics=_TWO_SCORES,
-    tolerant=True,
-)
-GLUE["mnli"] = GlueData(
-    folder="MNLI",
-    texts=_PAIR,
-    label="gold_label",
-    labels=_THREE,
-    classes=_THREE,
-    hub_texts=("premise", "hypothesis"),
-    test="dev_matched",
-)
-GLUE["qnli"] = GlueData(
-    folder="QNLI",
-    texts=("question", "sentence"),
-    label="label",
-    labels=_ENTAILMENT,
-    classes=_ENTAILMENT,
-)
-GLUE["rte"] = GlueData(
-    folder="RTE",
-    texts=_PAIR,
-    label="label",
-    labels=_ENTAILMENT,
-    classes=_ENTAILMENT,
-)
-
+GLUE = {
+    "cola": GlueData(
+        folder="CoLA",
+        texts=(3,),
+        label=1,
+        labels=_BINARY,
+        classes=("unacceptable", "acceptable"),
+        metrics=("matthews", "accuracy"),
+        hub_texts=("sentence",),
+    ),
+    "sst2": GlueData(
+        folder="SST-2",
+        texts=("sentence",),
+        label="label",
+        labels=_BINARY,
+        classes=("negative", "positive"),
+    ),
+    "mrpc": GlueData(
+        folder="MRPC",
+        texts=("#1 String", "#2 String"),
+        label="Quality",
+        labels=_BINARY,
+        classes=_PARAPHRASE,
+        metrics=_TWO_SCORES,
+        hub_texts=_PAIR,
+    ),
+    "stsb": GlueData(
+        folder="STS-B",
+        texts=_PAIR,
+        label="score",
+        classes=("similarity",),
+        metrics=("spearman", "pearson"),
+    ),
+    "qqp": GlueData(
+        folder="QQP",
+        texts=("question1", "question2"),
+        label="is_duplicate",
+        labels=_BINARY,
+        classes=_PARAPHRASE,
+        metrics=_TWO_SCORES,
+        tolerant=True,
+    ),
+    "mnli": GlueData(
+        folder="MNLI",
+        texts=_PAIR,
+        label="gold_label",
+        labels=_THREE,
+        classes=_THREE,
+        hub_texts=("premise", "hypothesis"),
+        test="dev_matched",
+    ),
+    "qnli": GlueData(
+        folder="QNLI",
+        texts=("question", "sentence"),
+        label="label",
+        labels=_ENTAILMENT,
+        classes=_ENTAILMENT,
+    ),
+    "rte": GlueData(
+        folder="RTE",
+        texts=_PAIR,
+        label="label",
+        labels=_ENTAILMENT,
+        classes=_ENTAILMENT,
+    ),
+}
 
 # Training examples, for dry runs.
 TRAINING_SENTENCES = {

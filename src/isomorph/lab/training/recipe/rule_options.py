@@ -6,6 +6,7 @@ import inspect
 import operator
 import re
 import types
+from collections import defaultdict
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -30,16 +31,15 @@ def rule_options() -> dict[str, RuleOption]:
 
     Its type is any of their types, with one Literal for the choices of all; each group of rules has a help text.
     """
-    types_of: dict[str, dict[Any, None]] = {}
-    rules_of: dict[str, dict[str, list[str]]] = {}
+    types_of: dict[str, dict[Any, None]] = defaultdict(dict)
+    rules_of: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rule_name, rule in RULES.items():
         hints = get_type_hints(rule)
         texts = _field_docstrings(rule)
         for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-            known = types_of.setdefault(field.name, {})
-            known.update(dict.fromkeys(_alternatives(hints[field.name])))
-            text = texts.get(field.name, "")
-            rules_of.setdefault(field.name, {}).setdefault(text, []).append(rule_name)
+            name = field.name
+            types_of[name] |= dict.fromkeys(_alternatives(hints[name]))
+            rules_of[name][texts.get(name, "")].append(rule_name)
     options = {}
     for name, known in types_of.items():
         helps = [f"{', '.join(rules)}: {text}" for text, rules in rules_of[name].items()]

@@ -3,6 +3,8 @@
 By name, so that state stays with its parameter when groups, a recast or the sharding change.
 """
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,15 +64,14 @@ def load_optimizer(
         key = name.rpartition(".")[2]
         state.setdefault(owner_name(name), {})[key] = tensor
     names = {parameter: name for name, parameter in model.named_parameters()}
+    # torch numbers the parameters in the order of the groups
+    in_order = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state_dict = optimizer.state_dict()
     state_dict["state"] = {}
-    number = 0  # torch numbers the parameters in the order of the groups
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter in group["params"]:
-            name = names[parameter]
-            if name in state:
-                state_dict["state"][number] = state[name]
-            number += 1
+    for number, parameter in enumerate(in_order):
+        if names[parameter] in state:
+            state_dict["state"][number] = state[names[parameter]]
+    for saved in state_dict["param_groups"]:
         saved.update(values["groups"].get(saved["name"], {}))
         saved.update(state.get(f"{GROUP_PREFIX}{saved['name']}", {}))
     optimizer.load_state_dict(state_dict)
