@@ -145,7 +145,7 @@ def test_a_difference_of_rounded_constants_does_not_hide_a_larger_one():
 SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def onnx_file(path, model, noted):
+def onnx_file(path, model, noted, batch="batch"):
     """A file of two linear layers as another program writes it, with notes on modules or names by module."""
     nodes = []
     value = "x"
@@ -162,8 +162,8 @@ def onnx_file(path, model, noted):
         numpy_helper.from_array(x.detach().numpy(), name[4:])
         for name, x in model.state_dict().items()
     ]
-    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])]
-    made = [helper.make_tensor_value_info(value, TensorProto.FLOAT, ["batch", 8])]
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 8])]
+    made = [helper.make_tensor_value_info(value, TensorProto.FLOAT, [batch, 8])]
     proto = helper.make_model(
         helper.make_graph(nodes, "two layers", given, made, weights),
         opset_imports=[helper.make_opsetid("", 20)],
@@ -197,6 +197,20 @@ def test_a_file_of_another_program_is_compared_by_its_modules(noted, tmp_path):
     assert first.original_operation == "linear"
     assert first.before < 1e-6
     assert first.after > 1e-2
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_a_file_of_another_program_for_batches_of_one_size_takes_any(count, tmp_path):
+    model = TwoLayers().eval()
+    artefact = open_artefact(onnx_file(tmp_path / "x.onnx", model, True, batch=4), to_compare=True)
+    x = torch.randn(count, 8)
+    torch.testing.assert_close(artefact(x), model(x))
+    assert iso.verify(model, artefact, x).passed
+    with torch.no_grad():
+        model.net["b"].bias += 1
+    report = compare_outputs(model, artefact, x)
+    assert not report.passed
+    assert count != 4 or report.first.module == "net.b"
 
 
 @pytest.mark.slow

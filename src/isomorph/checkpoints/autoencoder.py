@@ -74,7 +74,8 @@ def load_autoencoder(
 
     A file of `save_autoencoder` needs no other argument. A published checkpoint holds tensors only, and needs the
     encoder's name in timm as `encoder_name` (vit_base_patch16_224). `arguments` are passed to timm.create_model with
-    it, and `heads`, `mask` and `normalise` to `MaskedAutoencoder`. Images are normalised with ImageNet's mean and
+    it, and `heads`, `mask` (the share of patches) and `normalise` (each patch of the target) to `MaskedAutoencoder`; a
+    file of `save_autoencoder` has its own. Images are normalised with ImageNet's mean and
     standard deviation, as in MAE, unless `encoder_name` has a pretrained tag with other values.
 
     Raises: UserError when the file is missing or damaged, has no decoder, or has tensors that do not fit the model.

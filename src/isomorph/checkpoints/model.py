@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import Contents, read_contents, strip_wrappers, write_atomically
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_file, parse_header
-from isomorph.errors import DataWarning, UserError, short_reason
+from isomorph.errors import DataWarning, UserError, first_line, short_reason
 from isomorph.models import arguments_before, arguments_to_record, create
 from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import copy_module, unwrap
@@ -269,7 +269,7 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
         raise
     except Exception as error:  # modules raise many types for arguments of other modules
         raise UserError(
-            f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}"
+            f"cannot rebuild {contents.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
 
 

@@ -28,7 +28,7 @@ from isomorph.checkpoints.model import (
     warn_of_nan,
 )
 from isomorph.checkpoints.paths import HUB, is_function
-from isomorph.errors import UserError, names_class, short_reason
+from isomorph.errors import UserError, first_line, names_class
 from isomorph.models import create, require_registered
 from isomorph.operations import copy_module
 from isomorph.surgery import apply_edit, edits
@@ -174,14 +174,17 @@ def _hint_of_base(contents: Contents, model: nn.Module) -> str:
 @contextmanager
 def _working_folder_last() -> Iterator[None]:
     """Context in which Python also imports from the working folder."""
-    sys.path.append(os.getcwd())
+    before = list(sys.path)
+    folder = os.getcwd()
+    if folder not in before:
+        sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path[:] = before
 
 
-def import_own(name: str, use: str = "use") -> Any:
+def import_own(name: str, action: str = "use") -> Any:
     """Return what `package.module:name` names. The working folder is searched last.
 
     Raises: UserError when it cannot be imported.
@@ -191,7 +194,7 @@ def import_own(name: str, use: str = "use") -> Any:
         with _working_folder_last():
             return getattr(import_module(module), function)
     except Exception as error:  # whatever the user's code raises
-        reason = f"{type(error).__name__}: {short_reason(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         names = vars(sys.modules[module]) if module in sys.modules else {}
         suggestions = get_close_matches(function, names, n=1)
         advice = (
@@ -199,7 +202,7 @@ def import_own(name: str, use: str = "use") -> Any:
             if suggestions
             else "give it as Python imports it"
         )
-        raise UserError(f"cannot {use} {name} ({reason}); {advice}") from error
+        raise UserError(f"cannot {action} {name} ({reason}); {advice}") from error
 
 
 def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -213,7 +216,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
             with _working_folder_last():
                 model = model(**arguments)
         except Exception as error:  # whatever the user's code raises
-            reason = f"{type(error).__name__}: {short_reason(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             advice = (
                 "give a function that runs without arguments, or its arguments as `model.kwargs`"
             )

@@ -143,8 +143,7 @@ class Artefact(nn.Module):
         if "num_classes" in self.metadata:  # otherwise the outputs are counted
             self.num_classes = self.metadata["num_classes"]
         self.in_chans = (self.metadata.get("input_size") or [None])[0]
-        # stands for the weights, which are in the file: results are stored with a hash of a model's
-        # state
+        # stands for the weights, which are in the file: results are stored with a hash of a model's state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -185,18 +184,27 @@ class Artefact(nn.Module):
             raise UserError(f"the inputs are {names_given}; give {', '.join(names)} by name")
         first = inputs[names[0]]
         self._check_size(names[0], list(first.shape[1:]))
-        size = max(len(first), 1) if "batch" in self.metadata["dynamic"] else 1
-        outputs = []
+        batch = {name: _plain(inputs[name]) for name in names}
         try:
-            for start in range(0, max(len(first), 1), size):
-                part = {name: _plain(inputs[name][start : start + size]) for name in names}
-                outputs.append(self._run(**part))
+            if "batch" in self.metadata["dynamic"]:
+                output = self._run(**batch)
+            else:
+                output = self._run_in_parts(batch, len(first))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = describe_shape(first)
             raise UserError(
                 f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}",
             ) from error
-        return torch.cat(outputs).to(first.device)
+        return output.to(first.device)
+
+    def _run_in_parts(self, batch: Mapping[str, Tensor], count: int) -> Tensor:
+        """Return the outputs of a file for batches of one size; the last part is filled with its last example."""
+        size = self.metadata.get("batch", 1)
+        outputs = []
+        for start in range(0, count, size):
+            rows = torch.arange(start, start + size).clamp(max=count - 1)
+            outputs.append(self._run(**{name: x[rows] for name, x in batch.items()}))
+        return torch.cat(outputs)[:count]
 
     def _check_size(self, name: str, sides: list[int]) -> None:
         metadata = self.metadata
@@ -316,15 +324,20 @@ def _foreign_metadata(contents: bytes) -> JsonObject:
 
     graph = onnx.load_from_string(contents).graph
     weights = {initializer.name for initializer in graph.initializer}
+    # old exporters list weights among the inputs too
     inputs = [value for value in graph.input if value.name not in weights]
-    batches = [value.type.tensor_type.shape.dim[:1] for value in inputs]
-    is_open = all(batch and not batch[0].dim_value for batch in batches)
+    if not inputs:
+        raise UserError("the file has no inputs")
+    # a named axis, which is open, has a dim_value of 0
+    shapes = [[axis.dim_value for axis in value.type.tensor_type.shape.dim] for value in inputs]
+    is_open = all(shape and not shape[0] for shape in shapes)
     metadata: JsonObject = {
         "inputs": [value.name for value in inputs],
         "dynamic": ["batch"] if is_open else [],
+        "batch": max([1, *(size for shape in shapes for size in shape[:1])]),
         "size_multiple": None,
     }
-    image = tuple(axis.dim_value for axis in inputs[0].type.tensor_type.shape.dim[1:])
+    image = tuple(shapes[0][1:])
     if len(inputs) == 1 and len(image) == 3 and all(image):
         metadata["input_size"] = image
     return metadata

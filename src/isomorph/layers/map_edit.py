@@ -52,13 +52,13 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)
     """
     if mask.ndim == 4 and mask.stride(-2) == 0:
-        mask = mask[:, :, :1]  # the result is expanded along the queries again, with a stride of 0
+        mask = mask[:, :, :1]  # expanded again below, with a stride of 0: `_real_tokens` reads it
     allowed = mask if mask.dtype == torch.bool else mask > BLOCKED_SCORE
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
         allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
-    # the real tokens of padded sequences
     elif allowed.ndim == 2 and mask.dtype == torch.bool and len(mask) == B:
+        # the real tokens of padded sequences
         allowed = allowed[:, None, None]
     elif allowed.ndim == 2:  # one mask for all
         allowed = allowed[None, None]

@@ -182,13 +182,16 @@ def cifar_cfg(depth: int) -> dict[str, Any]:
 def create_cifar_resnet(
     name: str, pretrained: bool, depth: int, kind: type[CifarResNet] = CifarResNet, **arguments: Any
 ) -> CifarResNet:
-    """Build a variant through timm; `depth` is that of the ResNet whose blocks and public weights it has.
+    """Build a variant through timm; `depth` is that of the ResNet whose blocks and public weights it has, also where
+    `kind` replaces its convolutions.
 
-    The weights are a file in $ISOMORPH_DATA/weights if there is one. A dict as config has weights of its own.
+    The weights are a file in $ISOMORPH_DATA/weights if there is one. A pretrained_cfg given as a dict names weights of
+    its own.
     """
     local = {}
     if "ISOMORPH_DATA" in os.environ and not isinstance(arguments.get("pretrained_cfg"), dict):
-        file = Path(os.environ["ISOMORPH_DATA"], "weights", f"cifar10_resnet{depth}.safetensors")
+        folder = Path(os.environ["ISOMORPH_DATA"]).expanduser()
+        file = folder / "weights" / f"cifar10_resnet{depth}.safetensors"
         if file.is_file():
             local["file"] = str(file)
     features = dict(out_indices=(0, 1, 2, 3))

@@ -40,7 +40,7 @@ _TURNED = "its channels are on another axis than those of the layer before it"
 class AffineValues:
     """The affine values of one call, by value, and why norms and layers are none.
 
-    `keeps`: values that are not to change, because they are outputs of the model or of a module with hooks.
+    `protected`: values that are not to change, because they are outputs of the model or of a module with hooks.
     `affine_norms`: whether weights and biases of LayerNorm, RMSNorm and GroupNorm are read too. `avoid`: layers that
     are not to be added to others.
     """

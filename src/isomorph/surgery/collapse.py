@@ -65,7 +65,7 @@ def find_whole(
         return None
     whole = None
     name = parent_name(carrier.layer)
-    while name:
+    while name:  # the model itself is not replaced
         children = _children_after(model, values.flow, name, value)
         gets_source = only_value(values.flow.inputs[name]) == affine.source
         has_arithmetic = any(item.name in ARITHMETIC for item in values.operations_of[name])
@@ -76,6 +76,7 @@ def find_whole(
         name = parent_name(name)
     if whole is None:
         return None
+    # the source, where the module's own code adds it
     skips = tuple(item for item in affine.summands if item.layer is None and item.stays)
     return Group(
         "whole",
@@ -83,6 +84,7 @@ def find_whole(
         windows=(carrier.window,),
         changes=(),
         summands=skips,
+        # more modules go than stay: their sum is written into the layer first
         needs_sum=len(whole.modules) > len(whole.parts),
         whole=whole,
     )

@@ -155,17 +155,18 @@ class EditedAttention(AlteredAttention):
         return layer
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the plain layer and edit its map. Raises: ValueError unless it forms one map."""
+        """Run the forward of the plain layer and edit its map. Raises: ValueError if it forms no map, or several where
+        nothing is known about its class.
+        """
         name = self.original.__name__
         mode = EditMaps(partial(self._edit, call))
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{name} did not form its map in this call, so it was not edited")
-        # of a class that is not known to have several
         if mode.edited > 1 and self.facts == AttentionFacts():
             raise ValueError(
-                f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds"
+                f"{name} forms {mode.edited} maps in this call, and which of them to edit is not known"
             )
         return out
 

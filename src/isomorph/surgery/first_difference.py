@@ -75,7 +75,7 @@ class FirstDifference:
 
 
 class _Match(NamedTuple):
-    """By how much a value of the other model that equals one differs from it, and the largest number of both."""
+    """By how much the other model's equal value differs from a value, and the largest magnitude of the value."""
 
     difference: float
     scale: float
@@ -93,6 +93,7 @@ class _Side:
                 self.call_of[number] = call
             if not self.dependent.isdisjoint(call.inputs):
                 self.dependent.update(call.outputs)
+        # By number of elements, not by shape: axes may be in any order.
         self.by_size: dict[int, list[int]] = defaultdict(list)
         self.summaries: dict[int, Tensor] = {}
         for number in sorted(self.dependent):
@@ -100,10 +101,10 @@ class _Side:
             if value.is_floating_point() and value.numel():
                 self.by_size[value.numel()].append(number)
                 self.summaries[number] = _summary(value)
-        # The equal value of the other model, for the values that have one.
+        # How far the other model's equal value is, for the values that have one.
         self.matches: dict[int, _Match] = {}
         # Values with a match, and those that they are computed from.
-        self.explained: set[int] = set()
+        self.known: set[int] = set()
         # Values that lead to an output without a match.
         self.relevant: set[int] = set()
 
@@ -123,7 +124,7 @@ class _Side:
                 )
                 if match is not None:
                     self.matches[number] = match
-        self.explained = self._before(self.matches)
+        self.known = self._before(self.matches)
         outputs = [number for number in self.run.outputs if number in self.summaries]
         self.relevant = self._before(number for number in outputs if number not in self.matches)
 
@@ -155,13 +156,13 @@ class _Side:
         """Return the calls that make an unknown value of known ones, with its number."""
         border = []
         for call in self.run.calls:
-            unknown_inputs = self.dependent.intersection(call.inputs) - self.explained
+            unknown_inputs = self.dependent.intersection(call.inputs) - self.known
             if unknown_inputs:
                 continue
             for number in call.outputs:
                 if (
                     number in self.relevant
-                    and number not in self.explained
+                    and number not in self.known
                     and number in self.summaries
                 ):
                     border.append((call, number))

@@ -252,13 +252,7 @@ def merge(
     trials = _Trials(model, plan)
     allowed = [group for group in plan.groups if group not in faults]
     faults |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
-    at_fault: set[str] = set()
-    for key, group in (plan.groups_of_first_call or {}).items():
-        if key in plan.common and group not in faults:
-            continue
-        for summand in group.summands:
-            if summand.layer and (summand.after or summand.stays):
-                at_fault.add(summand.layer)
+    at_fault = _layers_to_avoid(plan, faults)
     if at_fault:
         return merge(model, calls, across, avoid | at_fault)
     accepted = plan.usable([group for group in plan.groups if group not in faults])
@@ -286,6 +280,21 @@ def merge(
     further = merge(new, calls, across, avoid)
     edits = [*trials.edits, *further.edits]
     return Merged(further.model, edits, _join_rounds(report, further.report))
+
+
+def _layers_to_avoid(plan: _CommonPlan, faults: dict[Group, str]) -> set[str]:
+    """Return the layers of adapters and scaled branches whose groups failed, or that not all calls show.
+
+    No later plan has them again, so that repeating it ends.
+    """
+    found = set()
+    for key, group in (plan.groups_of_first_call or {}).items():
+        if key in plan.common and group not in faults:
+            continue
+        for summand in group.summands:
+            if summand.layer and (summand.after or summand.stays):
+                found.add(summand.layer)
+    return found
 
 
 def _join_rounds(first: FuseReport, second: FuseReport) -> FuseReport:

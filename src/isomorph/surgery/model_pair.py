@@ -103,6 +103,7 @@ class ModelPair:
         x = cast_floats(batch, torch.float32)
         exact = _Run(self.models[torch.float64][0], cast_floats(batch, torch.float64))
         runs = [_in_mode(model, x, mode) for model in self.models[torch.float32]]
+        # the original in float64 on both sides: only the mode makes a difference
         tensors, ties = self._compare([*runs, exact, exact], batch, extra=True)
         return Difference.of(describe_shape(batch), tensors, self.atol, mode=mode, ties=ties)
 
@@ -111,7 +112,8 @@ class ModelPair:
     ) -> tuple[list[TensorDifference], tuple[str, ...]]:
         """Return the differences, tensor by tensor, and where the second model would choose differently.
 
-        `runs` are those of both models in float32, or another precision, and in float64.
+        `runs` are in this order: the original and the other model in float32, or another precision, then both in
+        float64.
         """
         outputs = [
             self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)
@@ -128,7 +130,7 @@ class ModelPair:
         pairs = _named_alike(*outputs[:2]), _named_alike(*outputs[2:])
         try:
             tensors = compare_tensors(*pairs, self.atol, redraw)
-        except UserError:
+        except UserError:  # other shapes, as when rounding decides how many boxes a detector finds
             chosen = self._compare_choices(runs, redraw)
             if chosen is None:
                 raise

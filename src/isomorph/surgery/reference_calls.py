@@ -112,14 +112,14 @@ class ReferenceCalls:
         del flow  # with all tensors of the call
         # The copy of the model that all calls run on, None if each needs one of its own.
         self._shared: nn.Module | None = copied if state_of(copied) == before else None
-        is_complete = self._shared is not None and not self._watched
-        self._try_all(model, first, others, call if is_complete else None)
+        may_keep_call = self._shared is not None and not self._watched
+        self._try_all(model, first, others, call if may_keep_call else None)
         if self._shared is not None and not left_no_trace(copied, before, model):
             self._shared = None  # the calls after one that leaves a trace ran on another model
             self._try_all(model, first, others)
         self._shared = None
         self.untried = untried_arguments(model, first)
-        self._check(first)
+        self._keep_comparable(first)
 
     def _try_all(
         self,
@@ -154,7 +154,7 @@ class ReferenceCalls:
         if not self.calls:
             self._try(model, FORWARD, with_other_count(first))
 
-    def _check(self, first: Inputs) -> None:
+    def _keep_comparable(self, first: Inputs) -> None:
         """Keep the calls whose outputs can be compared. Raises: DoesNotRun and NotFinite, as the class."""
         self.calls = [call for call in self.calls if call.outputs]
         if not self.calls:

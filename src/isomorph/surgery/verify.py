@@ -223,10 +223,9 @@ def _locate_difference(
                 difference_found = first_difference(
                     original_run, recast_run, difference, report.atol
                 )
-            except (
-                Exception
-            ):  # of a model that cannot be watched, such as one that resizes its inputs
-                return None
+            except Exception:
+                # it cannot be watched, as one that resizes its inputs, or takes batches of one size
+                continue
             if difference_found is not None:
                 return difference_found
     return None

@@ -18,7 +18,7 @@ from isomorph.errors import UserError, first_line
 from isomorph.spec import ImageSize
 
 ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
-# Largest value of 16-bit pixels below which their white is unknown: photos of 8, 10 or 12 bits are stored in them.
+# A 16-bit image whose largest pixel is below this may hold 8, 10 or 12 bits: it is rejected, not guessed.
 _DIMMEST_WHITE = 4096
 _TURNS = {  # by the orientation in EXIF data
     2: Transpose.FLIP_LEFT_RIGHT,
@@ -129,7 +129,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
-    # Pillow scales these to 16 bits, whatever their white
+    # PPM gives its white, by which Pillow has scaled the pixels to 16 bits
     if image.mode == "I" and image.format == "PPM":
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("F", "I"):

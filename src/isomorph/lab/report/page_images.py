@@ -63,8 +63,7 @@ def open_images(paths: Sequence[str | Path], config: ImageConfig) -> list[PageIm
     if not paths:
         raise UserError("give at least one image file")
     channels = config["input_size"][0]
+    # pixels are shown as they are, and normalised by `normalise_images`
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform = eval_transform(unnormalised)
-    mode = "L" if channels == 1 else "RGB"
-    files = map(Path, paths)
-    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in files]
+    return [PageImage(path.name, transform(read_image(path))) for path in map(Path, paths)]

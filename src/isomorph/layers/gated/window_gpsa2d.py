@@ -170,7 +170,9 @@ class WindowGPSA2d(GPSA2d):
 
         Shape: -> (nh, n, m), keys column by column, or None
         """
-        if self.content_heads < self.num_heads:
+        if (
+            self.content_heads < self.num_heads
+        ):  # the last one stands for several, each with positions of its own
             return None
         maps = []
         for axis, tile, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
@@ -179,6 +181,7 @@ class WindowGPSA2d(GPSA2d):
                 return None
             taps = axis.window
             taps = F.pad(taps, (first, tile.length - first - taps.shape[1]))  # (nh, keys)
+            # turns round zeros alone: a tile has as many keys as all its queries reach
             shifted = [taps.roll(axis.stride * query, 1) for query in range(tile.size)]
             maps.append(torch.stack(shifted, 1))  # (nh, t, keys)
         rows, columns = maps

@@ -43,7 +43,7 @@ _TRIALS = 12
 def port_weights(
     source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False
 ) -> PortReport:
-    """Give a copy of the target the weights of the source, which computes the same function in other code.
+    """Return a report with a copy of the target that has the weights of the source, which is the same in other code.
 
     Names play no part: the operations that read parameters are found in one run of each model, and brought together by
     what they are, what they read and what reads them. Packed and separate queries, keys and values, linear layers and
@@ -67,6 +67,7 @@ def port_weights(
         >>> theirs = torchvision.models.resnet18(num_classes=10).eval()
         >>> ours = timm.create_model("resnet18", num_classes=10)
         >>> report = iso.port_weights(theirs, ours, torch.randn(1, 3, 64, 64))
+        >>> ours = report.model  # with the weights of theirs
         >>> report.equal, report.tensors[0].target, report.tensors[0].sources
         (True, 'conv1.weight', ('conv1.weight',))
     """

@@ -67,10 +67,10 @@ class PortReport:
     """The way of every tensor of the target that has the source's numbers."""
 
     left: tuple[str, ...]
-    """SourcedTensor of the source that the target cannot hold."""
+    """Tensors of the source that the target cannot hold."""
 
     kept: tuple[str, ...]
-    """SourcedTensor of the target that keep their own numbers."""
+    """Tensors of the target that keep their own numbers."""
 
     settings: tuple[Setting, ...] = ()
     """Settings that are not weights, and differ: eps, a kind of activation, a scale."""

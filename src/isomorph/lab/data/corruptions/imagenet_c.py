@@ -236,6 +236,7 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
     side = _REFERENCE_SCALE * min(height, width)
     strength, sigma, reach = (constant * side for constant in _ELASTIC[severity - 1])
 
+    # (row, column) where OpenCV has (x, y), as in the reference
     centre = np.asarray([height, width], np.float32) // 2
     third = min(height, width) // 3
     offsets = np.asarray([[third, third], [third, -third], [-third, -third]])
@@ -247,6 +248,7 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
 
     blur_rows = gaussian_blur_matrix(height, sigma)
     blur_columns = gaussian_blur_matrix(width, sigma).T
+    # right before down: the order of the reference's draws
     right = blur_rows @ draws.uniform(-1, 1, (height, width)) @ blur_columns * strength
     down = blur_rows @ draws.uniform(-1, 1, (height, width)) @ blur_columns * strength
     rows, columns = np.mgrid[:height, :width]
@@ -257,5 +259,5 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
 
 @lru_cache(16)
 def gaussian_blur_matrix(side: int, sigma: float) -> np.ndarray:
-    """Return the matrix of a Gaussian blur along one side, truncated at 3 sigma, mirrored. Shape: -> (side, side)"""
+    """Return the matrix of a Gaussian blur along one side, truncated at 3 sigma, reflected. Shape: -> (side, side)"""
     return gaussian_filter1d(np.eye(side), sigma, axis=0, mode="reflect", truncate=3)
