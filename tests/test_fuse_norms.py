@@ -99,6 +99,10 @@ MERGED = {
         ),
         MAP,
     ),
+    "an input of one channel, added to all": (
+        net(lambda m, x: m.n(m.a(x) + x), a=conv(1, 6, 3, padding=1), n=norm()),
+        (2, 1, 9, 8),
+    ),
     "adapter": (
         net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP),
         TOKENS,

@@ -36,8 +36,10 @@ def flatten(groups: Mapping[str, Any], prefix: str = "") -> JsonObject:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number of JSON; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """True for a finite number of JSON; True and False are not numbers."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def json_values(value: Any) -> Any:

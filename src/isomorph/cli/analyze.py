@@ -153,11 +153,9 @@ def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
             fitted = replace(fitted, model=fit_to_size(model.model, size))
     except UserError as error:
         raise UserError(f"{model.name}: {error}") from None
+    new_size = f"{size[0]} x {size[1]}"
     say(
-        (
-            f"isomorph: {model.name} gets images of {size[0]} x {size[1]}, its own size is "
-            f"{height} x {width}"
-        ),
+        f"isomorph: {model.name} gets images of {new_size}, its own size is {height} x {width}",
         sys.stderr,
     )
     return fitted

@@ -43,9 +43,8 @@ def page_footer() -> str:
     import torch
 
     return (
-        f"isomorph {iso.__version__}, torch {torch.__version__}, "
-        f"{time.strftime('%Y-%m-%d %H:%M')}. This file loads nothing from the network. Made "
-        f"by:\n{shlex.join(['isomorph', *COMMAND])}"
+        f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}. "
+        "This file loads nothing from the network. Made by:\n" + shlex.join(["isomorph", *COMMAND])
     )
 
 

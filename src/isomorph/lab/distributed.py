@@ -183,7 +183,11 @@ def to_device(values: Any, device: torch.device) -> Any:
     """Return a tensor, or the tensors in lists, tuples and dictionaries, on a device; all else unchanged."""
 
     def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+        if hasattr(value, "to"):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, dict):  # of a class that tree_map does not know
+            return {name: to_device(item, device) for name, item in value.items()}
+        return value
 
     return tree_map(move, values)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, merge
+from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold_into
 
 # `eps` of every BatchNorm, from the published code of VanillaNet.
 BATCHNORM_EPS = 1e-6
@@ -156,4 +156,4 @@ def _merge(layers: Iterable[nn.Module]) -> nn.Conv2d | nn.Linear:
     chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
     if any(part.training for layer in chain for part in layer.modules()):
         raise UserError(NEEDS_EVAL)
-    return merge(chain, like=chain[0]).to(next(iter(layers)).weight.dtype)
+    return fold_into(chain, like=chain[0]).to(next(iter(layers)).weight.dtype)

@@ -40,7 +40,10 @@ def scaled(q: Tensor) -> Tensor:
 
 
 def softmax_map(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T + bias). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
+    """Return softmax(q k^T + bias); the queries are scaled already.
+
+    Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)
+    """
     scores = q @ k.mT
     if bias is not None:
         scores = scores + bias

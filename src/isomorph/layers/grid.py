@@ -119,8 +119,8 @@ def grid_positions(grid_size: GridSize) -> Tensor:
     return torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
 
 
-class TokenGrid:
-    """Mixin of layers on the tokens of a grid, which `prefix_tokens` lead."""
+class OnTokenGrid:
+    """Mixin for layers on grid tokens that follow `prefix_tokens`."""
 
     grid_size: GridSize
     prefix_tokens: int

@@ -26,29 +26,42 @@ _ALLOWED_INSIDE = ("pretrained", "features_only", "out_indices")
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
-    """Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes."""
+    """Raise ValueError for an argument that another field of the recipe sets, or a value that no network takes."""
     for name, value in arguments.items():
         if name in RESERVED_ARGUMENTS:
             raise ValueError(f"{name} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[name]}")
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} {value!r} must be a whole number of at least 0")
+        _check_inside(name, value)
         check_limits(name, value)
 
 
+def _check_inside(name: str, value: Any) -> None:
+    """Raise ValueError for an argument that a network may not give to the one in it."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_inside(name, item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in RESERVED_ARGUMENTS and key not in _ALLOWED_INSIDE:
+                raise ValueError(f"{name}.{key} is not allowed; {RESERVED_ARGUMENTS[key]}")
+            _check_inside(name, item)
+
+
 def check_limits(name: str, value: Any, depth: int = 1) -> None:
-    """Raises: ValueError for an argument with larger numbers, or longer or deeper lists, than any network has."""
+    """Raise ValueError for an argument with larger numbers, or longer or deeper lists, than any network has."""
     if depth > 8:
         raise ValueError(f"{name} has more than 8 levels of lists and groups")
     limit = 1000 if any(word in name for word in ("depth", "layers", "blocks")) else 2**24
     if isinstance(value, list | tuple | dict):
         if len(value) > limit:
             raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in RESERVED_ARGUMENTS and key not in _ALLOWED_INSIDE:
-                raise ValueError(f"{name}.{key} is not allowed; {RESERVED_ARGUMENTS[key]}")
+        for item in value.values() if isinstance(value, dict) else value:
             check_limits(name, item, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
-        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
+        digits = str(value)
+        shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+        raise ValueError(f"{name} {shown} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):
         raise ValueError(
             f"{name} must be a number, text, true, false, null, or a list or group of these",

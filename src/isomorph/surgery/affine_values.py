@@ -88,7 +88,7 @@ class AffineValues:
     def shape(self, value: TensorVersion) -> tuple[int, ...]:
         return tuple(self.flow.tensors[value].shape)
 
-    def _depends_on(self, operation: Operation) -> list[TensorVersion]:
+    def _dependent_inputs(self, operation: Operation) -> list[TensorVersion]:
         """Return the values that an operation reads and that follow from the inputs of the model."""
         return [value for value in operation.inputs if value not in self.flow.constant]
 
@@ -110,7 +110,7 @@ class AffineValues:
 
     def _read_arithmetic(self, operation: Operation) -> Affine | None:
         """Return what an operation computes as an affine value: a layer, norm, scale or sum; None for any other."""
-        depends_on = self._depends_on(operation)
+        depends_on = self._dependent_inputs(operation)
         if not depends_on:
             return None
         x = depends_on[0]
@@ -342,7 +342,7 @@ class AffineValues:
         value = only_value(self.flow.inputs[name])
         for operation in self.operations_of[name]:
             is_arithmetic = operation.name in ARITHMETIC | {"batch_norm"} or is_unchanged(operation)
-            if not is_arithmetic or self._depends_on(operation) != [value]:
+            if not is_arithmetic or self._dependent_inputs(operation) != [value]:
                 return False
             value = operation.outputs[0]
         return True
@@ -487,7 +487,7 @@ class AffineValues:
 
 
 def only_value(calls: list[tuple[TensorVersion, ...]]) -> TensorVersion | None:
-    """Return the value that a module gets or gives, None if it is called several times or has several."""
+    """Return the value that a module reads or returns, None if it is called several times or has several."""
     return calls[0][0] if len(calls) == 1 and len(calls[0]) == 1 else None
 
 

@@ -249,7 +249,7 @@ def with_other_size(batch: Inputs) -> Tensor | None:
 
 
 def with_other_count(batch: Inputs) -> Inputs:
-    """Return the first example of a batch, or one example twice; of several inputs those with as many rows."""
+    """Return the first example of a batch, or one example twice; of several inputs those of as many rows as it."""
     if isinstance(batch, Tensor):
         return _other_rows(batch) if batch.ndim else batch
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim]

@@ -314,14 +314,14 @@ def _make_rule(
         raise UserError(f"the output of {path} has no entry {entry!r}") from None
     if not _is_features(features):
         raise UserError(
-            f"{path} returns no map or tokens, but {_described(features)}; choose a module that does"
+            f"{path} returns no map or tokens, but {_describe(features)}; choose a module that does"
         )
     layout = _layout(model, path, features, _entry(outputs[-1], entry))
     channel_axis = 1 if layout == "map" else -1
     return Insert(block, features.shape[channel_axis], layout, entry)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -387,7 +387,7 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
             )
         if not isinstance(y, Tensor) or y.shape != x.shape:
             raise UserError(
-                f"the block after {path} turns {tuple(x.shape)} into {_described(y)}; it must keep the shape"
+                f"the block after {path} turns {tuple(x.shape)} into {_describe(y)}; it must keep the shape"
             )
 
     try:

@@ -104,7 +104,10 @@ def _filters(summand: Summand, weight: Tensor | None, window: InputWindow, like:
 def _identity_filters(like: Tensor, window: InputWindow) -> Tensor:
     """Return the filters that give their input: 1 in the middle of each channel's own filter."""
     filters = torch.zeros_like(like)
-    nn.init.dirac_(filters if like.ndim > 2 else filters[..., None], window.groups)
+    rows = torch.arange(len(like), device=like.device)
+    middle = [side // 2 for side in window.kernel]
+    # a source of one channel goes to every row
+    filters[(rows, rows % like.shape[1], *middle)] = 1.0
     return filters
 
 

@@ -352,6 +352,9 @@ class GPSA2d(TapHeads):
             self.groups,
         )
         layer = layer.to(self.weight)
-        layer.load_state_dict(self.state_dict(), strict=False)
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))
+        layer.centre.copy_(self.centre)
+        layer.raw_locality.copy_(self.raw_locality)
+        if layer.bias is not None and self.bias is not None:
+            layer.bias.copy_(self.bias)
         return layer.train(self.training)

@@ -19,7 +19,7 @@ from isomorph.layers.gated.positions import (
     window_centres,
     without_subnormals,
 )
-from isomorph.layers.grid import GridSize, TokenGrid, no_mask, squarest_window
+from isomorph.layers.grid import GridSize, OnTokenGrid, no_mask, squarest_window
 
 
 class TokenPositions(PositionHeads):
@@ -75,7 +75,7 @@ class TokenPositions(PositionHeads):
         return {"position", "gate"} & set(self._parameters)
 
 
-class TokenHeads(TokenGrid, TokenPositions):
+class TokenHeads(OnTokenGrid, TokenPositions):
     """Base of attention on tokens of a grid, after `prefix_tokens`. Raises: ValueError unless heads divide C."""
 
     def __init__(

@@ -112,7 +112,7 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
     return weight, bias
 
 
-def merge(layers: Sequence[nn.Module], like: Any) -> Any:
+def fold_into(layers: Sequence[nn.Module], like: Any) -> Any:
     """Return a copy of a linear layer or convolution that computes a chain of layers as `fold` does, with a bias."""
     weight, bias = fold(layers)
     merged = copy.deepcopy(like)

@@ -15,13 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.layers.modes import constant
 
 # A linear layer, or a convolution.
-Linear = nn.Linear | nn.Conv2d
+LinearLayer = nn.Linear | nn.Conv2d
 
 
 class Unit(NamedTuple):
     """A linear layer of a branch and the BatchNorm that normalises its outputs."""
 
-    linear: Linear
+    linear: LinearLayer
     norm: _BatchNorm
 
 
@@ -29,8 +29,8 @@ class Chains(NamedTuple):
     """The layers of a pyramid: units of every branch, last layers, skip, what rectifies, the factor of the sum."""
 
     units: list[list[Unit]]
-    last_layers: list[Linear]
-    skip: Linear | None
+    last_layers: list[LinearLayer]
+    skip: LinearLayer | None
     rectifier: _BatchNorm | None
     scale: float
 

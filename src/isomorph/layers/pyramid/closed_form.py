@@ -35,7 +35,7 @@ from isomorph.layers.pyramid.chains import (
     Chains,
     ChainSizes,
     ChainTensors,
-    Linear,
+    LinearLayer,
     Unit,
     join,
     join_maps,
@@ -581,11 +581,11 @@ class _Layers(NamedTuple):
     """The layers of pyramids that are computed together, branch after branch, in ascending order of their depths."""
 
     levels: list[list[Unit]]
-    last_layers: list[Linear]
-    skips: list[Linear]
+    last_layers: list[LinearLayer]
+    skips: list[LinearLayer]
     rectifiers: list[_BatchNorm]
 
-    def linear(self) -> list[Linear]:
+    def linear(self) -> list[LinearLayer]:
         """Return the linear layers: those that read the input, further units by level, last ones."""
         layers = [unit.linear for unit in self.levels[0]] + self.skips
         for level in self.levels[1:]:

@@ -25,7 +25,7 @@ from isomorph.layers.attention_base import (
     softmax_map,
     split_heads,
 )
-from isomorph.layers.grid import GridSize, TokenGrid
+from isomorph.layers.grid import GridSize, OnTokenGrid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
@@ -251,7 +251,7 @@ class ExpandedAttention(RefinedAttention):
         self.proj.in_features = expanded.shape[1]
 
 
-class SpatialAttention(TokenGrid, RefinedAttention):
+class SpatialAttention(OnTokenGrid, RefinedAttention):
     """Refined attention whose maps are convolved over the image, so that neighbouring positions share attention.
 
     For each query, the attention over the grid of keys is treated as an image and convolved. `RefinedAttention`

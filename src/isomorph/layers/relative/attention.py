@@ -22,7 +22,14 @@ from isomorph.layers.attention_base import (
     softmax_map,
     trains_bias,
 )
-from isomorph.layers.grid import GridSize, TokenGrid, axis_offsets, known_true, no_mask, require_map
+from isomorph.layers.grid import (
+    GridSize,
+    OnTokenGrid,
+    axis_offsets,
+    known_true,
+    no_mask,
+    require_map,
+)
 from isomorph.layers.modes import KeepsInEval, constant, upcast
 
 
@@ -76,7 +83,7 @@ def expand_table(
     Source of the scalars: BEiT (Bao et al., 2022), as published
     """
     flat = table.flatten(1)
-    if scalars is not None:
+    if prefix and scalars is not None:
         flat = torch.cat([scalars.mT.to(flat.dtype), flat], 1)
     elif prefix:
         flat = F.pad(flat, (3, 0))
@@ -226,7 +233,7 @@ def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
 
 
 @register_notrace_module
-class ViTRelativeAttention(TokenGrid, RelativeAttention):
+class ViTRelativeAttention(OnTokenGrid, RelativeAttention):
     """Relative attention on the tokens of a ViT, which can learn how far apart positions are (CoAtNet).
 
         y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
 from torch import Tensor, nn
 
-from isomorph.layers.pyramid.batchnorm import merge
+from isomorph.layers.pyramid.batchnorm import fold_into
 
 
 class MaxPool(nn.Module):
@@ -117,8 +117,8 @@ class MBConv(InvertedBottleneck):
         """
         block: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(block.expand, nn.Conv2d) and isinstance(block.depthwise, nn.Conv2d):
-            block.expand = merge([block.norm, block.expand, block.norm1], like=block.expand)
-            block.depthwise = merge([block.depthwise, block.norm2], like=block.depthwise)
+            block.expand = fold_into([block.norm, block.expand, block.norm1], like=block.expand)
+            block.depthwise = fold_into([block.depthwise, block.norm2], like=block.depthwise)
             block.norm = nn.Identity()
             block.norm1 = nn.GELU()
             block.norm2 = nn.GELU()
@@ -180,7 +180,7 @@ class BatchNormStem(Stem):
         """Return the stem in eval mode with its norm folded in float64."""
         stem: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(stem.conv1, nn.Conv2d):
-            stem.conv1 = merge([stem.conv1, stem.norm], like=stem.conv1)
+            stem.conv1 = fold_into([stem.conv1, stem.norm], like=stem.conv1)
             stem.norm = nn.GELU()
             stem.__class__ = Stem
         return stem.to(self.norm.weight.dtype)

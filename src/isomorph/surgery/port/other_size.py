@@ -27,7 +27,7 @@ class FittedPair:
     source: nn.Module
     target: nn.Module
     role: str
-    """Which of both is fitted: source or target."""
+    """Which of the two is fitted: source or target."""
 
     original: Any
     """That model before it was fitted."""

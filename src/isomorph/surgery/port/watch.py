@@ -123,7 +123,7 @@ def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory in which a tensor is."""
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 

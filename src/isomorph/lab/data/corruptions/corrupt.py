@@ -48,12 +48,13 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
 
     Shape: (H, W, 3) uint8 -> (H, W, 3) uint8
     Source: Hendrycks and Dietterich 2019 (ImageNet-C)
-    Raises: UserError when the package imagecorruptions is missing, or for an image under 32 px.
+    Raises: UserError for an unknown corruption or severity, an image under 32 px, or without imagecorruptions.
 
     >>> pixels = torch.full((32, 32, 3), 128, dtype=torch.uint8).numpy()
     >>> iso.data.corrupt(pixels, "brightness", severity=3, seed=0)[0, 0].tolist()
     [204, 204, 204]
     """
+    check_corruption(corruption, severity)
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         raise UserError(
             f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is "

@@ -14,7 +14,7 @@ LABEL_COLUMNS = ("label", "fine_label", "labels", "cls")
 
 @contextmanager
 def parquet_reader(title: object) -> Iterator[Any]:
-    """Context of the module pyarrow.parquet. Raises: UserError without it, or naming what it cannot read."""
+    """Give the module pyarrow.parquet, in a context whose errors name what it reads. Raises: UserError without it."""
     parquet = optional_module("pyarrow.parquet", f"reading {title} needs pyarrow", "data")
     from pyarrow import ArrowException
 

@@ -221,8 +221,8 @@ def summary_lines(result: JsonObject) -> Iterator[str]:
         yield f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
     if "relative_mce" in result:
         yield (
-            f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % (100 is "
-            "AlexNet)"
+            f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % "
+            "(100 is AlexNet)"
         )
     elif "mce" in result:
         yield f"mCE {result['mce']:.1f} % (100 is AlexNet)"

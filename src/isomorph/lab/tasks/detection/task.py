@@ -37,12 +37,12 @@ from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
 from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.fields import (
+    AllowedFaults,
     Count,
     NotNegative,
     Part,
     Positive,
     Probability,
-    Tolerated,
 )
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Prediction, Task
@@ -67,7 +67,7 @@ class DetectionPart(Part):
     """Annotations to test on; by default annotations/instances_val2017.json, val.json ..."""
     test_images: str | None = None
     """Folder of the test images; by default val2017, images/val, val or images."""
-    skip_annotations: Tolerated = 0
+    skip_annotations: AllowedFaults = 0
     """Annotations with a wrong box, outline or field to leave out before the run stops."""
     keep_empty: bool = False
     """Train on images without objects too."""

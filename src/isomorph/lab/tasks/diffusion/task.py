@@ -32,7 +32,7 @@ from isomorph.lab.tasks.diffusion.sampling import (
 from isomorph.lab.training.build import build_model, build_test_loader, open_sources
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.lab.training.objectives.masked import LossModule
-from isomorph.lab.training.recipe.fields import AugmentPart, Inside, Part
+from isomorph.lab.training.recipe.fields import AugmentPart, OpenFraction, Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Task
 from isomorph.layers.modes import eval_mode, require_finite
@@ -44,9 +44,9 @@ INTERVALS = 5
 class DiffusionPart(Part):
     """Options of the task diffusion."""
 
-    beta_start: Inside = 1e-4
+    beta_start: OpenFraction = 1e-4
     """Variance of the noise that the first time step adds."""
-    beta_end: Inside = 0.02
+    beta_end: OpenFraction = 0.02
     """Variance of the noise that the last time step adds; those between rise linearly."""
 
     @model_validator(mode="after")

@@ -35,15 +35,15 @@ PartRate = Annotated[float, Field(gt=0, validate_default=True)]
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-# Between 0 and 1, neither of them.
-Inside = Annotated[float, Field(gt=0, lt=1)]
+# Between 0 and 1, both excluded.
+OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 File = Annotated[
     Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)
 ]
 Count = Annotated[int, Field(ge=1, le=10**9)]
-# Faults to pass over before the run stops.
-Tolerated = Annotated[int, Field(ge=0, le=10**9)]
+# Faults to skip before the run stops.
+AllowedFaults = Annotated[int, Field(ge=0, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
 # A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde.
@@ -155,7 +155,7 @@ class DataPart(Part):
     """Number of training images, for a stream that does not report it."""
     fraction: Fraction = 1.0
     """Fraction of the images of each class to train on."""
-    split: Inside | None = None
+    split: OpenFraction | None = None
     """Fraction of the images of each class to test on, for a folder without test images of its own."""
     test_images: Count | None = None
     """Number of test images to evaluate on, drawn once and the same for every seed; by default all."""
@@ -175,7 +175,7 @@ class DataPart(Part):
     """Images per step, over all processes; even in each process and accumulation step with mixup or cutmix."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Data-loading processes per training process; 0 loads in the training process."""
-    unreadable: Tolerated = 0
+    unreadable: AllowedFaults = 0
     """Unreadable images to replace by others before the run stops."""
 
     @classmethod
@@ -497,7 +497,7 @@ class DistillPart(Part):
 class MaskPart(Part):
     """Pre-training without labels: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
-    ratio: Inside = 0.75
+    ratio: OpenFraction = 0.75
     """Fraction of the patches to hide."""
     depth: Size | None = None
     """Blocks of the decoder; by default 8, or 4 with a teacher."""

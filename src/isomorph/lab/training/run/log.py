@@ -55,9 +55,8 @@ class Journal:
         missing = set(range(1, epoch + 1)) - logged
         if missing:
             self.say(
-                f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot: was "
-                "it copied in training? best.safetensors may be too old as well; copy both "
-                "again"
+                f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot: "
+                "was it copied in training? best.safetensors may be too old as well; copy both again"
             )
         if self.tensorboard:
             self.curves = self.tensorboard.SummaryWriter(
