@@ -105,7 +105,7 @@ def _identity_filters(like: Tensor, window: InputWindow) -> Tensor:
     """Return the filters that give their input: 1 in the middle of each channel's own filter."""
     filters = torch.zeros_like(like)
     rows = torch.arange(len(like), device=like.device)
-    middle = [side // 2 for side in window.kernel]
+    middle: tuple[Any, ...] = tuple(side // 2 for side in window.kernel)
     # a source of one channel goes to every row
     filters[(rows, rows % like.shape[1], *middle)] = 1.0
     return filters
