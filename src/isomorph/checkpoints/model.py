@@ -150,7 +150,7 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
         plain = {**base, **getattr(model, "fused_arguments", {})}
         if not _why_not_rebuilt(model, plain, remaining):
             return plain, remaining
-    if record(model).is_own and _why_not_rebuilt(model, base, all_edits):
+    if record(model).is_of_function and _why_not_rebuilt(model, base, all_edits):
         return None
     _check_rebuilds(model, base, all_edits)
     return base, all_edits

@@ -127,7 +127,7 @@ def open_contents(
 def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
     """Return the model that the options name as the base of a file's edits, or None."""
     if options.arch and is_function(options.arch):
-        return build_own(options.arch, options.arguments())
+        return build_by_function(options.arch, options.arguments())
     # such as torchvision's ResNets
     if options.arch and contents.is_own and "module" in contents.header:
         require_registered(options.arch)
@@ -184,7 +184,7 @@ def _working_folder_last() -> Iterator[None]:
         sys.path[:] = before
 
 
-def import_own(name: str, action: str = "use") -> Any:
+def import_function(name: str, action: str = "use") -> Any:
     """Return what `package.module:name` names. The working folder is searched last.
 
     Raises: UserError when it cannot be imported.
@@ -205,12 +205,12 @@ def import_own(name: str, action: str = "use") -> Any:
         raise UserError(f"cannot {action} {name} ({reason}); {advice}") from error
 
 
-def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+def build_by_function(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Return the model that `package.module:function` builds with these arguments, or that it is; in eval mode.
 
     The working folder is searched last. Raises: UserError when it cannot be imported or called, or is not a module.
     """
-    model = import_own(name, "build a model by")
+    model = import_function(name, "build a model by")
     if not isinstance(model, nn.Module):
         try:
             with _working_folder_last():
@@ -225,7 +225,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         raise UserError(
             f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does"
         )
-    update_record(model, is_own=True)
+    update_record(model, is_of_function=True)
     return model.eval()
 
 

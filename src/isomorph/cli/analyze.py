@@ -90,12 +90,12 @@ def analyze(
         raise UserError("--evolution compares features of test images; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.checkpoints.open import import_own
+        from isomorph.checkpoints.open import import_function
         from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
         from isomorph.lab.report.charts import Dots, series_table
         from isomorph.lab.report.html import write_page
         from isomorph.lab.report.page_images import open_images
-    read = import_own(inputs) if inputs is not None else None
+    read = import_function(inputs) if inputs is not None else None
     names = [model, against] if against else [model]
     models = _open_models(names, opening, device, size, read)
     shown = open_images(image, dict(models[0].config))

@@ -60,7 +60,9 @@ class Fuse(Rule):
         kind = type(module)
         defining = next(i for i, base in enumerate(kind.__mro__) if "fuse" in vars(base))
         # the inherited method may not know what the forward of a subclass computes
-        if any("forward" in vars(base) for base in kind.__mro__[:defining] if not _is_own(base)):
+        if any(
+            "forward" in vars(base) for base in kind.__mro__[:defining] if not _is_isomorphs(base)
+        ):
             raise UserError(
                 f"{kind.__name__} overrides forward, which its method fuse() does not know"
             )
@@ -104,12 +106,12 @@ def _move_biases(model: nn.Module) -> None:
                 layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
-def _is_own(kind: Any) -> bool:
+def _is_isomorphs(kind: Any) -> bool:
     return str(getattr(kind, "__module__", "")).startswith("isomorph.")
 
 
 def _has_own_fuse(module: nn.Module) -> bool:
-    return callable(getattr(module, "fuse", None)) and _is_own(module.fuse)
+    return callable(getattr(module, "fuse", None)) and _is_isomorphs(module.fuse)
 
 
 def fuse_pyramids(module: nn.Module) -> None:

@@ -290,7 +290,7 @@ class Record:
     trained_size: bool = False
 
     # True if the user's function built it, so that a checkpoint need not say how.
-    is_own: bool = False
+    is_of_function: bool = False
 
     # The folder of the data that it is tested on, where the user named one.
     data_root: str | None = None

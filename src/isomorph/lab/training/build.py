@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.model import load_state
-from isomorph.checkpoints.open import build_own, load, local_file
+from isomorph.checkpoints.open import build_by_function, load, local_file
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.label_maps import LabelMapSource
@@ -47,7 +47,7 @@ def build_model(
 
     Raises: UserError when timm cannot create the model, the weights do not fit, or unstride or recast match no module.
     """
-    if part.head_std is not None and (part.is_own or part.name is None):
+    if part.head_std is not None and (part.is_of_function or part.name is None):
         raise UserError(
             "model.head_std is for a model of timm that is given as model.name; leave it out"
         )
@@ -55,7 +55,7 @@ def build_model(
     if drop_path:
         arguments["drop_path_rate"] = drop_path
     start = ""
-    if part.is_own:
+    if part.is_of_function:
         model, start = _open_own_model(part, drop_path)
     elif part.name is None:
         assert part.weights is not None
@@ -65,7 +65,7 @@ def build_model(
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
     if part.head_std is not None:
         start_classifiers(model, part.head_std)
-    if part.name and part.weights and not part.is_own:
+    if part.name and part.weights and not part.is_of_function:
         model, start = _load_weights(model, part, recast_now)
     else:
         model = apply_surgery(model, part, recast_now)
@@ -112,7 +112,7 @@ def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
         raise UserError(
             f"{names} cannot be passed to {part.name}; give its arguments as model.kwargs.NAME=VALUE"
         )
-    model = build_own(part.name, part.kwargs)
+    model = build_by_function(part.name, part.kwargs)
     if part.weights is None:
         return model, f"weights: those that {part.name} returns"
     path = local_file(part.weights)

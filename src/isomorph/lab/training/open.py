@@ -17,7 +17,7 @@ from isomorph.checkpoints.model import (
     rebuild,
     record_data,
 )
-from isomorph.checkpoints.open import build_own, load, local_file, open_contents
+from isomorph.checkpoints.open import build_by_function, load, local_file, open_contents
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
@@ -52,7 +52,7 @@ def open_model(
             raise UserError(f"{name} has weights already; `weights` applies to timm models by name")
         return open_trained(Path(name), options)
     if is_function(name):
-        model = build_own(name, options.arguments() | arguments)
+        model = build_by_function(name, options.arguments() | arguments)
         return open_contents(read_contents(weights, options.ema), base=model) if weights else model
     if options.arch:
         raise UserError(f"`base` is for checkpoints; {name!r} is not a file")

@@ -91,7 +91,7 @@ class ModelPart(Part):
     """Glob or list of globs over parameters to freeze, e.g. blocks.*.attn.gate."""
 
     @property
-    def is_own(self) -> bool:
+    def is_of_function(self) -> bool:
         """True if the name is that of a function, package.module:function."""
         return bool(self.name and is_function(self.name))
 

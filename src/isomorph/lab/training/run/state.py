@@ -75,7 +75,7 @@ class Run:
             check_files(recipe)
         self.resumed_from = runtime.on_main(lambda: find_snapshot(recipe))
         self.has_weights = bool(
-            recipe.model.weights or recipe.model.pretrained or recipe.model.is_own
+            recipe.model.weights or recipe.model.pretrained or recipe.model.is_of_function
         )
         if not self.resumed_from and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
@@ -130,7 +130,7 @@ class Run:
         if recipe.task:
             data["task"] = recipe.task.model_dump(mode="json")
         record_data(model, data)
-        if recipe.model.is_own:
+        if recipe.model.is_of_function:
             outputs = class_count(model)
             if outputs != len(classes):
                 raise UserError(
