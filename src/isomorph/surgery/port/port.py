@@ -75,12 +75,12 @@ def port_weights(
     source = check_model(source)
     target = check_model(target)
     try:
-        report = _Port(source, target, images).report()
+        report = _Port(source, target, images).run()
     except DoesNotRun:
         fitted = fit_size(source, target, images) if isinstance(images, Tensor) else None
         if fitted is None or not isinstance(images, Tensor):
             raise
-        report = fitted.finish(_Port(fitted.source, fitted.target, images).report(), images)
+        report = fitted.finish(_Port(fitted.source, fitted.target, images).run(), images)
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
@@ -112,7 +112,7 @@ class _Port:
         )
         self.tried_choices: dict[str, None] = {}
 
-    def report(self) -> PortReport:
+    def run(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
         random_trial = self._try_all(self._draw())
         explained = not self._is_equal(random_trial) and self._is_setting_alone(random_trial)
@@ -132,8 +132,8 @@ class _Port:
         if equal and not is_equal(rows, "target"):
             model_name = "source"
         compared = [row for row in rows if row.own == model_name]
-        has_heads_alone = _are_heads(self.source_graph, pairing.only_source)
-        is_paired = has_heads_alone and not pairing.only_target
+        only_heads_are_unpaired = _are_heads(self.source_graph, pairing.only_source)
+        is_paired = only_heads_are_unpaired and not pairing.only_target
         return PortReport(
             model=model,
             equal=equal,
