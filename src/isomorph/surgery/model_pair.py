@@ -62,6 +62,15 @@ class _Run(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+class _Runs(NamedTuple):
+    """Both models on one batch: in float32, or in another precision or memory format, and in float64."""
+
+    original: _Run
+    other: _Run
+    exact: _Run
+    exact_other: _Run
+
+
 class ModelPair:
     """Two models in float32 and float64, and the names of the modules of the second that replaced one of the first."""
 
@@ -89,8 +98,14 @@ class ModelPair:
         """Return the difference for a batch. `extra`: it is one that the user has not given."""
         single = cast_floats(batch, torch.float32)
         double = cast_floats(batch, torch.float64)
-        runs = [_Run(model, single) for model in self.models[torch.float32]]
-        runs += [_Run(model, double) for model in self.models[torch.float64]]
+        original, other = self.models[torch.float32]
+        exact, exact_other = self.models[torch.float64]
+        runs = _Runs(
+            original=_Run(original, single),
+            other=_Run(other, single),
+            exact=_Run(exact, double),
+            exact_other=_Run(exact_other, double),
+        )
         tensors, ties = self._compare(runs, batch, extra)
         full_name = ", ".join(filter(None, (describe_shape(batch), name)))
         return Difference.of(full_name, tensors, self.atol, ties=ties)
@@ -101,55 +116,54 @@ class ModelPair:
     def difference_in_mode(self, batch: Inputs, mode: str) -> Difference:
         """Return the difference in a precision or memory format, as far as the original in it is from float64."""
         x = cast_floats(batch, torch.float32)
+        original, other = self.models[torch.float32]
         exact = _Run(self.models[torch.float64][0], cast_floats(batch, torch.float64))
-        runs = [_in_mode(model, x, mode) for model in self.models[torch.float32]]
         # the original in float64 on both sides: only the mode makes a difference
-        tensors, ties = self._compare([*runs, exact, exact], batch, extra=True)
+        runs = _Runs(_in_mode(original, x, mode), _in_mode(other, x, mode), exact, exact)
+        tensors, ties = self._compare(runs, batch, extra=True)
         return Difference.of(describe_shape(batch), tensors, self.atol, mode=mode, ties=ties)
 
     def _compare(
-        self, runs: Sequence[_Run], batch: Inputs, extra: bool
+        self, runs: _Runs, batch: Inputs, extra: bool
     ) -> tuple[list[TensorDifference], tuple[str, ...]]:
-        """Return the differences, tensor by tensor, and where the second model would choose differently.
-
-        `runs` are in this order: the original and the other model in float32, or another precision, then both in
-        float64.
-        """
-        outputs = [
-            self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)
-        ]
-        if extra and not _has_numbers(outputs[0], outputs[2]):
+        """Return the differences, tensor by tensor, and where the other model would choose differently."""
+        original = self._output(runs.original, is_original=True, extra=extra)
+        other = self._output(runs.other, is_original=False, extra=extra)
+        exact = self._output(runs.exact, is_original=True, extra=extra)
+        exact_other = self._output(runs.exact_other, is_original=False, extra=extra)
+        if extra and not _has_numbers(original, exact):
             raise NotCompared("the original's outputs are not finite")
-        for _, leaf in leaves(outputs[2]):
+        for _, leaf in leaves(exact):
             is_compared = (
                 leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
             )
             if not is_compared:
                 self.others.add(type(leaf).__name__)
         redraw = partial(self._redraw, batch)
-        pairs = _named_alike(*outputs[:2]), _named_alike(*outputs[2:])
+        single = _named_alike(original, other)
+        double = _named_alike(exact, exact_other)
         try:
-            tensors = compare_tensors(*pairs, self.atol, redraw)
+            tensors = compare_tensors(single, double, self.atol, redraw)
         except UserError:  # other shapes, as when rounding decides how many boxes a detector finds
             chosen = self._compare_choices(runs, redraw)
             if chosen is None:
                 raise
             return chosen
-        self.extra_notes |= dict.fromkeys(structure_notes(outputs[0], outputs[1]))
+        self.extra_notes |= dict.fromkeys(structure_notes(original, other))
         if all(row.is_within(self.atol) for row in tensors):
             return tensors, ()
         return self._compare_choices(runs, redraw) or (tensors, ())
 
-    def _output(self, run: _Run, first: bool, extra: bool) -> Any:
+    def _output(self, run: _Run, is_original: bool, extra: bool) -> Any:
         """Return the output of a run. Raises: NotCompared if the original does not run on `extra` inputs."""
         inputs = copy_inputs(run.inputs)
         try:
             with run.context():
                 output = call_model(run.model, inputs)
         except DoesNotRun as error:
-            if first and extra:
+            if is_original and extra:
                 raise NotCompared(str(error)) from error
-            if first:
+            if is_original:
                 raise
             raise UserError(f"{error}; the original does") from error
         except UserError as error:
@@ -157,23 +171,22 @@ class ModelPair:
                 raise NotCompared(str(error)) from error
             raise
         if not _are_identical(run.inputs, inputs):
-            self.changing.add("original" if first else "other model")
+            self.changing.add("original" if is_original else "other model")
         return output
 
     def _compare_choices(
-        self, runs: Sequence[_Run], redraw: Callable[[], list[Tensors]]
+        self, runs: _Runs, redraw: Callable[[], list[Tensors]]
     ) -> tuple[list[TensorDifference], tuple[str, ...]] | None:
         """Return the differences with the choices of the original, and those that came out differently.
 
         None if a model does not choose among its numbers, or not at the same places.
         """
-        exact = runs[2]
-        exact_call = record_choices(exact.model, partial(_call, exact))
+        exact_call = record_choices(runs.exact.model, partial(_call, runs.exact))
         if not exact_call.choices:
             return None
         repeated = [
             repeat_choices(run.model, partial(_call, run), exact_call)
-            for run in (runs[0], runs[1], runs[3])
+            for run in (runs.original, runs.other, runs.exact_other)
         ]
         if any(call.unmatched for call in repeated):
             return None
