@@ -228,7 +228,7 @@ def write(rows: dict[str, Found], commit: str) -> None:
         name: row | {"commit": commit, "date": str(date.today())} for name, row in rows.items()
     }
     about = {
-        "machine": processor(),
+        "machine": processor().partition(",")[0],
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -158,6 +158,9 @@ _SHIFTED = AttentionFacts(
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
+# Attention of a class that is in no table.
+NOTHING_KNOWN = AttentionFacts()
+
 # Classes that are not like most, by their full name; None for one that is not attention, though it looks like it.
 FACTS: dict[str, AttentionFacts | None] = {
     "isomorph.layers.unfused_multihead.MultiheadLinears": AttentionFacts(mask=allowed_by_masks),
@@ -279,7 +282,7 @@ def attention_facts(kind: type) -> AttentionFacts | None:
     if "get_interface" in names:
         return _INTERFACE
     attends = "scaled_dot_product_attention" in names or ("softmax" in names and names & _PRODUCTS)
-    return AttentionFacts() if attends else None
+    return NOTHING_KNOWN if attends else None
 
 
 @cached_by_class

@@ -18,7 +18,12 @@ from isomorph.layers.map_edit import MapCall, merge_queries
 from isomorph.layers.modes import first_float, noise
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
-from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
+from isomorph.surgery.attention_layers import (
+    NOTHING_KNOWN,
+    AttentionFacts,
+    attention_facts,
+    heads_of,
+)
 from isomorph.surgery.observed_scores import SIZE_NAMES
 from isomorph.surgery.plain_layers import first_quantised_part
 
@@ -154,9 +159,10 @@ class EditedAttention(AlteredAttention):
             setattr(layer, name, value)
         return layer
 
-    def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the plain layer and edit its map. Raises: ValueError if it forms no map, or several where
-        nothing is known about its class.
+    def _forward_edited(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the plain layer and edit its map.
+
+        Raises: ValueError if it forms no map, or several where nothing is known about its class.
         """
         name = self.original.__name__
         mode = EditMaps(partial(self._edit, call))
@@ -164,7 +170,7 @@ class EditedAttention(AlteredAttention):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{name} did not form its map in this call, so it was not edited")
-        if mode.edited > 1 and self.facts == AttentionFacts():
+        if mode.edited > 1 and self.facts == NOTHING_KNOWN:
             raise ValueError(
                 f"{name} forms {mode.edited} maps in this call, and which of them to edit is not known"
             )
@@ -173,8 +179,8 @@ class EditedAttention(AlteredAttention):
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
         call = self.map_call(grid_size, self.arguments_by_name(args, kwargs))
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, call, *args, use_reentrant=False, **kwargs)
-        return self._run(call, *args, **kwargs)
+            return checkpoint(self._forward_edited, call, *args, use_reentrant=False, **kwargs)
+        return self._forward_edited(call, *args, **kwargs)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> nn.Module:
