@@ -7,6 +7,7 @@ from pathlib import Path
 
 import isomorph
 import isomorph_command
+from isomorph.checkpoints.open import build_by_function
 
 FOUND = str(Path(isomorph.__file__).parents[1])
 STARTED = ["json", "torch", "pickle", "multiprocessing", "timm", "numpy", "sitecustomize"]
@@ -53,3 +54,18 @@ def test_the_workers_of_a_loader_run_nothing_that_lies_in_the_working_folder(tmp
     script.write_text(CHILDREN)
     done, ran = run(tmp_path / "work", str(script), path=f"{FOUND}{os.pathsep}{tmp_path / 'path'}")
     assert (done.returncode, ran, done.stdout.split()) == (0, "", ["2"]), done.stderr
+
+
+def test_what_the_module_of_a_users_function_adds_to_the_path_stays(tmp_path, monkeypatch):
+    """Also the function may import from there, later; the working folder is on the path no longer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "own_layers").mkdir()
+    (tmp_path / "own_layers/narrow.py").write_text("from torch.nn import Linear as Narrow\n")
+    (tmp_path / "own_network.py").write_text(
+        f"import sys\nsys.path.append({str(tmp_path / 'own_layers')!r})\n"
+        "def build():\n    from narrow import Narrow\n    return Narrow(2, 2)\n"
+    )
+    before = list(sys.path)
+    assert build_by_function("own_network:build", {}).in_features == 2
+    assert sys.path == [*before, str(tmp_path / "own_layers")]

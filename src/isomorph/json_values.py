@@ -1,4 +1,4 @@
-"""What JSON can hold of a report."""
+"""Values of JSON: objects in files, groups by dotted name, numbers, and what it can hold of a report."""
 
 import json
 import math

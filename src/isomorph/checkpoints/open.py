@@ -173,15 +173,16 @@ def _hint_of_base(contents: Contents, model: nn.Module) -> str:
 
 @contextmanager
 def _working_folder_last() -> Iterator[None]:
-    """Context in which Python also imports from the working folder."""
-    before = list(sys.path)
+    """Context in which Python also imports from the working folder; what the user's code adds to the path stays."""
     folder = os.getcwd()
-    if folder not in before:
+    is_new = folder not in sys.path
+    if is_new:
         sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path[:] = before
+        if is_new and folder in sys.path:
+            sys.path.remove(folder)
 
 
 def import_function(name: str, action: str = "use") -> Any:
