@@ -224,8 +224,9 @@ def _locate_difference(
                     original_run, recast_run, difference, report.atol
                 )
             except Exception:
-                # it cannot be watched, as one that resizes its inputs, or takes batches of one size
-                continue
+                if inputs is batch:  # it cannot be watched, as one that resizes its inputs
+                    return None
+                continue  # it may take batches of one size
             if difference_found is not None:
                 return difference_found
     return None
