@@ -68,17 +68,17 @@ def onnx_operations(contents: bytes, inputs: Mapping[str, Tensor]) -> Operations
     for initializer in proto.graph.initializer:
         arrays[initializer.name] = onnx.numpy_helper.to_array(initializer)
     arrays.update(zip(output_names, results, strict=True))
-    numbers = {name: number for number, name in enumerate(arrays)}
+    slots = {name: slot for slot, name in enumerate(arrays)}
     return Operations(
-        calls=[_call(index, node, numbers) for index, node in enumerate(proto.graph.node)],
+        calls=[_call(index, node, slots) for index, node in enumerate(proto.graph.node)],
         values=[cast(torch.from_numpy(np.array(x)), torch.float64) for x in arrays.values()],
-        inputs=[numbers[name] for name in inputs],
-        outputs=[numbers[name] for name in graph_outputs],
+        inputs=[slots[name] for name in inputs],
+        outputs=[slots[name] for name in graph_outputs],
         rounding=ROUNDING,
     )
 
 
-def _call(index: int, node: "NodeProto", numbers: Mapping[str, int]) -> Call:
+def _call(index: int, node: "NodeProto", slots: Mapping[str, int]) -> Call:
     return Call(
         index=index,
         name=node.op_type,
@@ -86,6 +86,6 @@ def _call(index: int, node: "NodeProto", numbers: Mapping[str, int]) -> Call:
         module=module_of(node),
         args=(),
         kwargs={},
-        inputs=tuple(numbers[name] for name in node.input if name in numbers),
-        outputs=tuple(numbers[name] for name in node.output if name in numbers),
+        inputs=tuple(slots[name] for name in node.input if name in slots),
+        outputs=tuple(slots[name] for name in node.output if name in slots),
     )

@@ -25,19 +25,19 @@ class _Recorder(fx.Interpreter):
         self.values: list[Tensor] = []
         self.inputs: list[int] = []
         self.outputs: list[int] = []
-        self._numbers: dict[fx.Node, list[int]] = {}
+        self._slots: dict[fx.Node, list[int]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
         if n.op == "output":
             for node in n.all_input_nodes:
-                self.outputs += self._numbers[node]
+                self.outputs += self._slots[node]
         elif n.target is operator.getitem:
-            self._numbers[n] = self._item(n)
+            self._slots[n] = self._item(n)
         else:
-            self._numbers[n] = [self._add(tensor) for tensor in tensors_in(out)]
+            self._slots[n] = [self._add(tensor) for tensor in tensors_in(out)]
         if n.op == "placeholder":
-            self.inputs += self._numbers[n]
+            self.inputs += self._slots[n]
         elif n.op == "call_function" and n.target is not operator.getitem:
             self._record(n)
         return out
@@ -48,11 +48,11 @@ class _Recorder(fx.Interpreter):
         return len(self.values) - 1
 
     def _item(self, n: fx.Node) -> list[int]:
-        """Return the number of one of the values of another node."""
+        """Return the slot of one of the values of another node."""
         source: Any = n.args[0]
         index: Any = n.args[1]
-        numbers = self._numbers[source]
-        return [numbers[index]] if numbers else []
+        slots = self._slots[source]
+        return [slots[index]] if slots else []
 
     def _record(self, n: fx.Node) -> None:
         schema = getattr(n.target, "_schema", None)
@@ -68,17 +68,15 @@ class _Recorder(fx.Interpreter):
                 module=_module_of(n),
                 args=(),
                 kwargs=tree_map_only(fx.Node, self._given, arguments),
-                inputs=tuple(
-                    number for node in n.all_input_nodes for number in self._numbers[node]
-                ),
-                outputs=tuple(self._numbers[n]),
+                inputs=tuple(slot for node in n.all_input_nodes for slot in self._slots[node]),
+                outputs=tuple(self._slots[n]),
             )
         )
 
     def _given(self, node: fx.Node) -> Any:
         """Return a node among the arguments of another as the value that it is."""
-        numbers = self._numbers[node]
-        return Ref(numbers[0]) if len(numbers) == 1 else None
+        slots = self._slots[node]
+        return Ref(slots[0]) if len(slots) == 1 else None
 
 
 def _module_of(n: fx.Node) -> str:

@@ -23,7 +23,7 @@ _SHARE = 1e-3
 
 
 class Operations(NamedTuple):
-    """The operations of a call of a model, and the values that they read and make by number."""
+    """The operations of a call of a model, and the values that they read and make, by slot."""
 
     calls: list[Call]
     values: list[Tensor]
@@ -89,18 +89,18 @@ class _Side:
         self.dependent = set(run.inputs)
         self.call_of: dict[int, Call] = {}
         for call in run.calls:
-            for number in call.outputs:
-                self.call_of[number] = call
+            for slot in call.outputs:
+                self.call_of[slot] = call
             if not self.dependent.isdisjoint(call.inputs):
                 self.dependent.update(call.outputs)
         # By number of elements, not by shape: axes may be in any order.
         self.by_size: dict[int, list[int]] = defaultdict(list)
         self.summaries: dict[int, Tensor] = {}
-        for number in sorted(self.dependent):
-            value = run.values[number]
+        for slot in sorted(self.dependent):
+            value = run.values[slot]
             if value.is_floating_point() and value.numel():
-                self.by_size[value.numel()].append(number)
-                self.summaries[number] = _summary(value)
+                self.by_size[value.numel()].append(slot)
+                self.summaries[slot] = _summary(value)
         # How far the other model's equal value is, for the values that have one.
         self.matches: dict[int, _Match] = {}
         # Values with a match, and those that they are computed from.
@@ -110,70 +110,66 @@ class _Side:
 
     def compare(self, other: "_Side", tolerance: float) -> None:
         """Find the values that the other model computes too, and those that lead to an output that it does not."""
-        for size, numbers in self.by_size.items():
+        for size, slots in self.by_size.items():
             candidates = other.by_size.get(size, [])
             if not candidates:
                 continue
             summaries = torch.stack([other.summaries[candidate] for candidate in candidates])
-            for number in numbers:
-                distances = (summaries - self.summaries[number]).abs().amax(1)
-                scale = float(self.summaries[number][-1])
+            for slot in slots:
+                distances = (summaries - self.summaries[slot]).abs().amax(1)
+                scale = float(self.summaries[slot][-1])
                 close = (distances <= 2 * tolerance * scale).nonzero().flatten().tolist()
                 match = self._first_equal(
-                    number, other, [candidates[i] for i in close], tolerance, scale
+                    slot, other, [candidates[i] for i in close], tolerance, scale
                 )
                 if match is not None:
-                    self.matches[number] = match
+                    self.matches[slot] = match
         self.known = self._before(self.matches)
-        outputs = [number for number in self.run.outputs if number in self.summaries]
-        self.relevant = self._before(number for number in outputs if number not in self.matches)
+        outputs = [slot for slot in self.run.outputs if slot in self.summaries]
+        self.relevant = self._before(slot for slot in outputs if slot not in self.matches)
 
     def _first_equal(
-        self, number: int, other: "_Side", candidates: list[int], tolerance: float, scale: float
+        self, slot: int, other: "_Side", candidates: list[int], tolerance: float, scale: float
     ) -> _Match | None:
         """Return the first of the candidates that equals a value, in any order of its axes."""
-        value = self.run.values[number]
+        value = self.run.values[slot]
         for candidate in candidates:
             _, difference = in_layout(other.run.values[candidate].to(value), value, tolerance)
             if difference <= tolerance:
                 return _Match(difference, scale)
         return None
 
-    def _before(self, numbers: Iterable[int], until: Container[int] = ()) -> set[int]:
+    def _before(self, slots: Iterable[int], until: Container[int] = ()) -> set[int]:
         """Return values and those that they are computed from, back to those in `until`."""
-        stack = list(numbers)
+        stack = list(slots)
         ancestors: set[int] = set()
         while stack:
-            number = stack.pop()
-            if number in ancestors or number not in self.dependent:
+            slot = stack.pop()
+            if slot in ancestors or slot not in self.dependent:
                 continue
-            ancestors.add(number)
-            if number in self.call_of and number not in until:
-                stack += self.call_of[number].inputs
+            ancestors.add(slot)
+            if slot in self.call_of and slot not in until:
+                stack += self.call_of[slot].inputs
         return ancestors
 
     def border(self) -> list[tuple[Call, int]]:
-        """Return the calls that make an unknown value of known ones, with its number."""
+        """Return the calls that make an unknown value of known ones, with its slot."""
         border = []
         for call in self.run.calls:
             unknown_inputs = self.dependent.intersection(call.inputs) - self.known
             if unknown_inputs:
                 continue
-            for number in call.outputs:
-                if (
-                    number in self.relevant
-                    and number not in self.known
-                    and number in self.summaries
-                ):
-                    border.append((call, number))
+            for slot in call.outputs:
+                if slot in self.relevant and slot not in self.known and slot in self.summaries:
+                    border.append((call, slot))
         return border
 
     def difference_before(self, call: Call) -> _Match:
         """Return the largest difference of the known values that a call follows from."""
         matches = [
-            self.matches[number]
-            for number in self._before(call.inputs, until=self.matches)
-            if number in self.matches
+            self.matches[slot]
+            for slot in self._before(call.inputs, until=self.matches)
+            if slot in self.matches
         ]
         return max(matches, key=lambda match: match.difference, default=_Match(0.0, 0.0))
 
@@ -204,18 +200,18 @@ def first_difference(
     border = other_side.border()
     if not border:
         return None
-    call, number = border[0]
+    call, slot = border[0]
     before = other_side.difference_before(call)
-    value = other.values[number]
+    value = other.values[slot]
     original_call: Call | None = None
     nearest = (True, math.inf)
-    for candidate, original_number in original_side.border():
-        _, distance = in_layout(original.values[original_number].to(value), value, tolerance)
+    for candidate, original_slot in original_side.border():
+        _, distance = in_layout(original.values[original_slot].to(value), value, tolerance)
         is_other_kind = candidate.operation != call.operation
         if original_call is None or (is_other_kind, distance) < nearest:
             original_call = candidate
             nearest = is_other_kind, distance
-    scale = float(other_side.summaries[number][-1])
+    scale = float(other_side.summaries[slot][-1])
     return FirstDifference(
         module=call.module,
         operation=call.operation,
@@ -241,14 +237,14 @@ def _reasons(
         for name, original_value, value in settings
     ]
     weights = bind(original_call)
-    for role, number in bind(call).items():
+    for role, slot in bind(call).items():
         if (
-            number in other_side.dependent
+            slot in other_side.dependent
             or role not in weights
             or weights[role] in original_side.dependent
         ):
             continue
-        tensor = other_side.run.values[number]
+        tensor = other_side.run.values[slot]
         original_tensor = original_side.run.values[weights[role]]
         if tensor.numel() != original_tensor.numel():
             reasons.append(f"its {role} has another size")

@@ -73,11 +73,11 @@ def bind(call: Call) -> dict[str, int]:
     values: dict[str, int] = {}
     for name, argument in named_arguments(call).items():
         if isinstance(argument, Ref):
-            values[name] = argument.number
+            values[name] = argument.slot
         elif isinstance(argument, list | tuple):
             for i, item in enumerate(argument):
                 if isinstance(item, Ref):
-                    values[f"{name} {i}"] = item.number
+                    values[f"{name} {i}"] = item.slot
     return values
 
 

@@ -138,9 +138,9 @@ class _Forced:
         if step is None:
             return call.run(value_of)
 
-        def value_given(number: int) -> Tensor:
-            value = value_of(number)
-            if step.input is None or number != step.target.input:
+        def value_given(slot: int) -> Tensor:
+            value = value_of(slot)
+            if step.input is None or slot != step.target.input:
                 return value
             return self._compare(("input", call.index), step.input, value)
 
@@ -165,7 +165,7 @@ class SourceSettings:
     """What a copy of the target runs with the source's settings, to see whether both are equal then.
 
     `calls`: the source's call that is run on the tensors of one of the target, by the index of that; `constants`: the
-    source's by the number of the target's.
+    source's by the slot of the target's.
     """
 
     calls: dict[int, Call] = field(default_factory=dict)
@@ -181,10 +181,10 @@ def run_with(
         source_call = settings.calls.get(call.index)
         if source_call is None:
             return call.run(value_of)
-        number_of = _same_arguments(source_call, call)
+        slot_of = _same_arguments(source_call, call)
 
-        def value_given(number: int) -> Tensor:
-            return value_of(number_of[number]) if number in number_of else source.values[number]
+        def value_given(slot: int) -> Tensor:
+            return value_of(slot_of[slot]) if slot in slot_of else source.values[slot]
 
         return source_call.run(value_given).reshape(target.values[call.outputs[0]].shape)
 
@@ -302,28 +302,28 @@ def _note_constants(
 ) -> None:
     """Note the source's constants for those of the target that are rounded otherwise."""
     source_constants = [
-        source.values[number] for number in _constants_before(source, source.record.calls)
+        source.values[slot] for slot in _constants_before(source, source.record.calls)
     ]
-    for number in _constants_before(target, calls):
-        constant = target.values[number]
+    for slot in _constants_before(target, calls):
+        constant = target.values[slot]
         for value in source_constants:
             if value.numel() != constant.numel() or not value.is_floating_point():
                 continue
             fitting, difference = in_layout(value, constant)
             if fitting is not None and 0 < difference < _SINGLE:
-                settings.constants[number] = fitting
+                settings.constants[slot] = fitting
 
 
 def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
     """Return the values that follow from neither images nor parameters, which calls are computed from."""
-    stack = [number for call in calls for number in call.inputs]
+    stack = [slot for call in calls for slot in call.inputs]
     constants: dict[int, None] = {}
     while stack:
-        number = stack.pop()
-        if number in constants or number in graph.dependent or graph.content(number).terms:
+        slot = stack.pop()
+        if slot in constants or slot in graph.dependent or graph.content(slot).terms:
             continue
-        constants[number] = None
-        producer = graph.record.call_of.get(number)
+        constants[slot] = None
+        producer = graph.record.call_of.get(slot)
         if producer is not None:
             stack += producer.inputs
     return list(constants)
@@ -332,7 +332,7 @@ def _constants_before(graph: Graph, calls: list[Call]) -> list[int]:
 def _precision_of_constants(graph: Graph, calls: list[Call]) -> str:
     """Return in which precision the code computes constants that operations read, such as angles of rotations."""
     constants = _constants_before(graph, calls)
-    is_rounded = any(_is_rounded(graph.values[number]) for number in constants)
+    is_rounded = any(_is_rounded(graph.values[slot]) for slot in constants)
     return "float32" if is_rounded else "float64"
 
 
@@ -359,18 +359,13 @@ def _between(graph: Graph, step: Step) -> list[Call]:
     calls: dict[int, Call] = {}
     visited: set[int] = set()
     while stack:
-        number = stack.pop()
-        call = graph.record.call_of.get(number)
-        if (
-            number in borders
-            or call is None
-            or call.index in visited
-            or number not in graph.dependent
-        ):
+        slot = stack.pop()
+        call = graph.record.call_of.get(slot)
+        if slot in borders or call is None or call.index in visited or slot not in graph.dependent:
             continue
         visited.add(call.index)
-        content = graph.content(number)
-        if content.base == number and call.name not in ADD:
+        content = graph.content(slot)
+        if content.base == slot and call.name not in ADD:
             calls[call.index] = call
         stack += call.inputs
     return [calls[index] for index in sorted(calls)][-8:]
@@ -438,38 +433,38 @@ class _Values(NamedTuple):
     values: list[Tensor]
 
     def outputs(self) -> Iterator[tuple[str, Tensor]]:
-        for path, number in self.graph.record.outputs.items():
-            yield f"output {path}".strip(), self.values[number]
+        for path, slot in self.graph.record.outputs.items():
+            yield f"output {path}".strip(), self.values[slot]
 
     def inner(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the results of all operations, the last first."""
         for call in self.graph.record.calls[::-1]:
             name = f"the result of {call.operation} in {call.module or 'the model'}"
-            for number in call.outputs:
-                yield name, self.values[number]
+            for slot in call.outputs:
+                yield name, self.values[slot]
 
-    def whole_of(self, number: int) -> Tensor | None:
+    def whole_of(self, slot: int) -> Tensor | None:
         """Return the value that one is a moved part of, such as the tokens of which it is the first, or None."""
-        content = self.graph.content(number)
+        content = self.graph.content(slot)
         is_part = content.ids is not None and not content.terms
         if not is_part or content.base is None or content.base in self.graph.record.inputs:
             return None
         base_value = self.values[content.base]
-        return base_value if base_value.numel() > self.values[number].numel() else None
+        return base_value if base_value.numel() > self.values[slot].numel() else None
 
 
 def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
     """Return which value of the other model each output of one equals best."""
     rows = []
-    for path, number in values.graph.record.outputs.items():
-        value = values.values[number]
+    for path, slot in values.graph.record.outputs.items():
+        value = values.values[slot]
         if not value.is_floating_point():
             continue
         rows_found = [_nearest(values.own, path, value, other.outputs())]
         is_constant = value.numel() > 1 and (value == value.flatten()[0]).all()
         if rows_found[0].difference > TOLERANCE and not is_constant:
             rows_found.append(_nearest(values.own, path, value, other.inner()))
-            base_value = values.whole_of(number)
+            base_value = values.whole_of(slot)
             if base_value is not None:
                 part = _nearest(values.own, path, base_value, other.inner())
                 rows_found.append(replace(part, other=f"a part of {part.other}"))

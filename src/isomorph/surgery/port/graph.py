@@ -50,12 +50,12 @@ class Content:
 class Operand:
     """A tensor that a step reads: its numbers, and which entries of parameters they are, if they are only moved.
 
-    `number`: that of its value in the run, None for the numbers of `entries`.
+    `slot`: that of its value in the run, None for the numbers of `entries`.
     """
 
     value: Tensor
     entries: Tensor | None
-    number: int | None = None
+    slot: int | None = None
 
 
 @dataclass(eq=False)
@@ -104,27 +104,27 @@ class Graph:
         self.dependent: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
         self.leaves: dict[int, list[tuple[int, Call, int]]] = defaultdict(list)
-        tensors = {number: record.values[number] for number in record.names}
-        self.entries = Entries({number: tensor.shape for number, tensor in tensors.items()})
+        tensors = {slot: record.values[slot] for slot in record.names}
+        self.entries = Entries({slot: tensor.shape for slot, tensor in tensors.items()})
         self.numbers = Numbers(self.entries, tensors)
         # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
         self.statistics: dict[int, Tensor] = {}
-        for number in record.names:
-            entries = self.entries.of_parameter(number)
-            if number in record.buffers:
-                self.statistics[number] = entries
+        for slot in record.names:
+            entries = self.entries.of_parameter(slot)
+            if slot in record.buffers:
+                self.statistics[slot] = entries
             else:
-                self.contents[number] = Content(terms=(entries,))
-        for number in record.inputs:
-            self._begin(number, frozenset())
+                self.contents[slot] = Content(terms=(entries,))
+        for slot in record.inputs:
+            self._begin(slot, frozenset())
         for call in record.calls:
             self._follow(call)
-        for number in record.outputs.values():
-            self._read(number)
+        for slot in record.outputs.values():
+            self._read(slot)
 
     @property
     def values(self) -> list[Tensor]:
-        """All values by number."""
+        """All values by slot."""
         return self.record.values
 
     def run(
@@ -147,36 +147,36 @@ class Graph:
             for operand in (*step.operands.values(), *step.terms):
                 if operand.entries is not None:
                     operand.value = numbers.pick(operand.entries)
-                elif operand.number is not None:
-                    operand.value = self.values[operand.number]
+                elif operand.slot is not None:
+                    operand.value = self.values[operand.slot]
 
-    def content(self, number: int) -> Content:
+    def content(self, slot: int) -> Content:
         """Return what a value is; the positions in itself of one that is computed are made when they are asked for."""
-        content = self.contents[number]
-        if content.base == number and content.ids is None:
-            value = self.values[number]
+        content = self.contents[slot]
+        if content.base == slot and content.ids is None:
+            value = self.values[slot]
             content.ids = torch.arange(value.numel()).reshape(value.shape)
         return content
 
-    def _begin(self, number: int, sources: frozenset[int]) -> None:
+    def _begin(self, slot: int, sources: frozenset[int]) -> None:
         """Make a value the base of what follows from it."""
-        self.contents[number] = Content(number)
-        self.sources[number] = sources
-        self.dependent.add(number)
+        self.contents[slot] = Content(slot)
+        self.sources[slot] = sources
+        self.dependent.add(slot)
 
-    def _continue(self, number: int, content: Content, inputs: Iterable[int]) -> None:
+    def _continue(self, slot: int, content: Content, inputs: Iterable[int]) -> None:
         """Note what a value is that follows from others without a step between."""
-        self.contents[number] = content
-        self.sources[number] = self._sources_of(inputs)
+        self.contents[slot] = content
+        self.sources[slot] = self._sources_of(inputs)
         if not self.dependent.isdisjoint(inputs):
-            self.dependent.add(number)
+            self.dependent.add(slot)
 
-    def _sources_of(self, numbers: Iterable[int]) -> frozenset[int]:
-        return frozenset().union(*[self.sources[number] for number in numbers])
+    def _sources_of(self, slots: Iterable[int]) -> frozenset[int]:
+        return frozenset().union(*[self.sources[slot] for slot in slots])
 
     def _follow(self, call: Call) -> None:
         """Follow a call: a view, a movement, a sum with parameters, a step, or another operation."""
-        reads = any(self.contents[number].terms for number in call.inputs)
+        reads = any(self.contents[slot].terms for slot in call.inputs)
         if self.dependent.isdisjoint(call.inputs) and not reads:
             return
         if self._view(call):
@@ -187,23 +187,23 @@ class Graph:
         if call.name in ADD and self._add(call):
             return
         if not self._step(call):
-            for argument, number in enumerate(call.inputs):
-                self._read(number, call, argument)
-            for number in call.outputs:
-                self._begin(number, self._sources_of(call.inputs))
+            for argument, slot in enumerate(call.inputs):
+                self._read(slot, call, argument)
+            for slot in call.outputs:
+                self._begin(slot, self._sources_of(call.inputs))
 
     def _view(self, call: Call) -> bool:
         """Follow a view of one value, as transposed or sliced ones; False for another operation."""
-        number = call.inputs[0]
-        value = self.values[number]
-        if call.writes or {*call.inputs} != {number}:
+        slot = call.inputs[0]
+        value = self.values[slot]
+        if call.writes or {*call.inputs} != {slot}:
             return False
         for output in call.outputs:
             output_value = self.values[output]
             is_view = memory_of(output_value) == memory_of(value)
             if output_value.dtype != value.dtype or not is_view:
                 return False
-        content = self.content(number)
+        content = self.content(slot)
         layers = [content.ids, *content.terms]
         viewed = [_viewed(call, layer) for layer in layers if layer is not None]
         if any(output is None for output in viewed):
@@ -218,7 +218,7 @@ class Graph:
     def _move(self, call: Call, movements: list[Tensor]) -> bool:
         """Follow a movement; False if its inputs have several bases."""
         floating = [n for n in dict.fromkeys(call.inputs) if self.values[n].is_floating_point()]
-        contents = [self.content(number) for number in floating]
+        contents = [self.content(slot) for slot in floating]
         bases = {content.base for content in contents if content.base is not None}
         if len(bases) > 1:
             return False
@@ -229,13 +229,13 @@ class Graph:
             parts = [content.terms[i] if i < len(content.terms) else None for content in contents]
             layers.append(self._join_entries(floating, parts))
         base = bases.pop() if bases else None
-        for number, where in zip(call.outputs, movements, strict=True):
+        for slot, where in zip(call.outputs, movements, strict=True):
             if (where == -1).all():  # zeros
-                self.contents[number] = Content()
+                self.contents[slot] = Content()
                 continue
             terms = self._present([layer[where] for layer in layers])
             content = Content(base, ids[where] if base is not None else None, terms)
-            self._continue(number, content, floating)
+            self._continue(slot, content, floating)
         return True
 
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
@@ -244,11 +244,11 @@ class Graph:
             entries for entries in terms if self.entries.owner(entries) or (entries >= 0).any()
         )
 
-    def _join_entries(self, numbers: list[int], parts: Iterable[Tensor | None]) -> Tensor:
+    def _join_entries(self, slots: list[int], parts: Iterable[Tensor | None]) -> Tensor:
         """Return the entries of several values one after the other, and -1 as the last, for none."""
         flat = []
-        for number, part in zip(numbers, parts, strict=True):
-            size = self.values[number].numel()
+        for slot, part in zip(slots, parts, strict=True):
+            size = self.values[slot].numel()
             flat.append(torch.full((size,), -1) if part is None else part.flatten())
         return torch.cat([*flat, torch.tensor([-1])])
 
@@ -256,30 +256,30 @@ class Graph:
         """Follow a sum with parameters; False for another sum."""
         if len(call.inputs) != 2 or call.kwargs.get("alpha", 1) != 1:
             return False
-        if not any(self.contents[number].terms for number in call.inputs):
+        if not any(self.contents[slot].terms for slot in call.inputs):
             return False
         first, second = map(self.content, call.inputs)
         if first.base is not None and second.base is not None:
             return False
-        number = call.outputs[0]
-        shape = self.values[number].shape
+        slot = call.outputs[0]
+        shape = self.values[slot].shape
         base = first if first.base is not None else second
         ids = None if base.ids is None else base.ids.expand(shape)
         terms = tuple(entries.expand(shape) for entries in (*first.terms, *second.terms))
-        self._continue(number, Content(base.base, ids, terms), call.inputs)
+        self._continue(slot, Content(base.base, ids, terms), call.inputs)
         return True
 
-    def _read(self, number: int, call: Call | None = None, argument: int = 0) -> None:
+    def _read(self, slot: int, call: Call | None = None, argument: int = 0) -> None:
         """Note that a value is read, after a step for the parameters that are added to it."""
-        content = self.contents[number]
+        content = self.contents[slot]
         if content.terms and not content.is_parameter:
-            self._shift(number, content)
+            self._shift(slot, content)
         elif content.base is not None and call is not None:
-            self.leaves[content.base].append((number, call, argument))
+            self.leaves[content.base].append((slot, call, argument))
 
-    def _shift(self, number: int, content: Content) -> None:
+    def _shift(self, slot: int, content: Content) -> None:
         """Add the step that adds parameters to a value."""
-        call = self.record.call_of.get(number)
+        call = self.record.call_of.get(slot)
         terms = tuple(Operand(self.numbers.pick(entries), entries) for entries in content.terms)
         step = Step(
             index=len(self.steps),
@@ -288,13 +288,13 @@ class Graph:
             call=call,
             operands={},
             input=content.base,
-            output=number,
-            sources=self.sources[number],
+            output=slot,
+            sources=self.sources[slot],
             terms=terms,
             ids=content.ids,
         )
         self.steps.append(step)
-        self._begin(number, frozenset([step.index]))
+        self._begin(slot, frozenset([step.index]))
 
     def _step(self, call: Call) -> bool:
         """Add the step of a call that reads parameters, or that is a layer; False for another call."""
@@ -303,24 +303,24 @@ class Graph:
         bound = bind(call)
         operands: dict[str, Operand] = {}
         data: list[int] = []
-        numbers_read: list[int] = []
-        for argument, (role, number) in enumerate(bound.items()):
-            content = self.contents[number]
+        slots_read: list[int] = []
+        for argument, (role, slot) in enumerate(bound.items()):
+            content = self.contents[slot]
             is_weight = call.name in LAYERS | TRANSPOSED | NORMS and role not in ("input", "x")
             if content.is_parameter:
-                operands[role] = Operand(self.values[number], content.terms[0], number)
+                operands[role] = Operand(self.values[slot], content.terms[0], slot)
                 continue
-            if number not in self.dependent and not content.terms:
+            if slot not in self.dependent and not content.terms:
                 if is_weight:
-                    entries = self.statistics.get(number)
-                    operands[role] = Operand(self.values[number], entries, number)
+                    entries = self.statistics.get(slot)
+                    operands[role] = Operand(self.values[slot], entries, slot)
                 continue
-            self._read(number, call, argument)
-            numbers_read.append(number)
+            self._read(slot, call, argument)
+            slots_read.append(slot)
             if is_weight:  # computed from parameters by steps of their own
-                operands[role] = Operand(self.values[number], None, number)
+                operands[role] = Operand(self.values[slot], None, slot)
             else:
-                data.append(number)
+                data.append(slot)
         if not any(operand.entries is not None for operand in operands.values()) and not (
             call.name in LAYERS and "weight" in operands
         ):
@@ -333,7 +333,7 @@ class Graph:
             operands=operands,
             input=data[0] if data else None,
             output=call.outputs[0],
-            sources=self._sources_of(numbers_read),
+            sources=self._sources_of(slots_read),
             reads=bound.get("input", bound.get("first")),
             settings=settings_of(call),
         )
@@ -342,8 +342,8 @@ class Graph:
             step.operands = {"scale": next(iter(operands.values()))}
         self._order_columns(step, call)
         self.steps.append(step)
-        for number in call.outputs:
-            self._begin(number, frozenset([step.index]))
+        for slot in call.outputs:
+            self._begin(slot, frozenset([step.index]))
         return True
 
     def _order_columns(self, step: Step, call: Call) -> None:
@@ -368,7 +368,7 @@ class Graph:
 def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
     """Return entries as a call of a view function moves them; None if it does not take them."""
     try:
-        views = tensors_in(call.run(lambda number: entries))
+        views = tensors_in(call.run(lambda slot: entries))
     except (RuntimeError, TypeError):
         return None
     if len(views) != len(call.outputs) or any(view.dtype != entries.dtype for view in views):

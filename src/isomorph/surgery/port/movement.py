@@ -40,12 +40,12 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
         return None
     encoded: dict[int, Tensor] = {}
     count = 0
-    for number in floating:
-        encoded[number] = _encode(count, values[number])
-        count += encoded[number].numel()
+    for slot in floating:
+        encoded[slot] = _encode(count, values[slot])
+        count += encoded[slot].numel()
 
-    def value_of(number: int) -> Tensor:
-        return encoded.get(number, values[number])
+    def value_of(slot: int) -> Tensor:
+        return encoded.get(slot, values[slot])
 
     try:
         with torch.no_grad():
@@ -58,11 +58,11 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     numbers = torch.cat([values[n].flatten().double() for n in floating])
     numbers = torch.cat([numbers, numbers.new_zeros(1)])
     movements = []
-    for output, number in zip(outputs, call.outputs, strict=True):
+    for output, slot in zip(outputs, call.outputs, strict=True):
         entries = _decode(output, count)
         if entries is None:
             return None
-        made_of = values[number].double()
+        made_of = values[slot].double()
         if not torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING):
             return None
         movements.append(entries)
@@ -71,8 +71,8 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
 
 def _sample_is_known(call: Call, values: Sequence[Tensor], floating: list[int]) -> bool:
     """True if a few numbers of the outputs are among those of the inputs."""
-    for number in call.outputs:
-        output = values[number]
+    for slot in call.outputs:
+        output = values[slot]
         if not output.is_floating_point() or not output.numel():
             return False
         flat = output.flatten()

@@ -23,16 +23,16 @@ class Entries:
         self._first: dict[int, int] = {}
         self._by_memory: dict[int, int] = {}
         count = 0
-        for number, shape in shapes.items():
+        for parameter, shape in shapes.items():
             entries = torch.arange(count, count + shape.numel(), dtype=torch.int32).view(shape)
-            self._whole[number] = entries
-            self._first[number] = count
-            self._by_memory[memory_of(entries)] = number
+            self._whole[parameter] = entries
+            self._first[parameter] = count
+            self._by_memory[memory_of(entries)] = parameter
             count += shape.numel()
 
-    def of_parameter(self, number: int) -> Tensor:
+    def of_parameter(self, parameter: int) -> Tensor:
         """Return the entries of a parameter."""
-        return self._whole[number]
+        return self._whole[parameter]
 
     def owner(self, entries: Tensor) -> int | None:
         """Return the parameter of whose entries some are a view; None if they are no view."""
@@ -58,10 +58,10 @@ class Entries:
 
     def parts(self, entries: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the parameters of flat entries, which of these are of it, and their places in it."""
-        for number in self.owners(entries):
-            positions = entries - self._first[number]
-            inside = (positions >= 0) & (positions < self._whole[number].numel())
-            yield number, inside, positions[inside]
+        for parameter in self.owners(entries):
+            positions = entries - self._first[parameter]
+            inside = (positions >= 0) & (positions < self._whole[parameter].numel())
+            yield parameter, inside, positions[inside]
 
 
 class Numbers:
@@ -81,8 +81,8 @@ class Numbers:
             row = self.tensors[owner].contiguous().view(-1)
             return row.as_strided(entries.size(), entries.stride(), entries.storage_offset())
         picked = torch.zeros(entries.numel(), dtype=torch.float64)
-        for number, inside, positions in self.entries.parts(entries.reshape(-1)):
-            picked[inside] = self.tensors[number].reshape(-1)[positions].double()
+        for parameter, inside, positions in self.entries.parts(entries.reshape(-1)):
+            picked[inside] = self.tensors[parameter].reshape(-1)[positions].double()
         return picked.view(entries.shape)
 
     def put(self, entries: Tensor, values: Tensor) -> None:
@@ -98,17 +98,17 @@ class Numbers:
             self.pick(entries).copy_(values.reshape(entries.shape))
             return
         values = values.reshape(-1)
-        for number, inside, positions in self.entries.parts(entries.reshape(-1)):
-            row = self._copy_of(number)
+        for parameter, inside, positions in self.entries.parts(entries.reshape(-1)):
+            row = self._copy_of(parameter)
             row[positions] = values[inside].to(row.dtype)
 
-    def _copy_of(self, number: int) -> Tensor:
+    def _copy_of(self, parameter: int) -> Tensor:
         """Return a parameter as a row that can be written to."""
-        if number not in self._copied:
-            row = self.tensors[number].clone(memory_format=torch.contiguous_format)
-            self.tensors[number] = row
-            self._copied.add(number)
-        return self.tensors[number].view(-1)
+        if parameter not in self._copied:
+            row = self.tensors[parameter].clone(memory_format=torch.contiguous_format)
+            self.tensors[parameter] = row
+            self._copied.add(parameter)
+        return self.tensors[parameter].view(-1)
 
 
 def random_numbers(count: int, generator: torch.Generator) -> Tensor:

@@ -99,11 +99,11 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
     """Yield the outputs of a layer in parts that are read apart."""
     count = step.rows
     views: list[tuple[Tensor, Call, int]] = []
-    for number, call, argument in graph.leaves[step.output]:
-        if number == step.output:
+    for slot, call, argument in graph.leaves[step.output]:
+        if slot == step.output:
             views.append((torch.arange(count), call, argument))
             continue
-        ids = graph.content(number).ids
+        ids = graph.content(slot).ids
         assert ids is not None
         entries = ids.flatten()
         inside = entries >= 0

@@ -165,20 +165,20 @@ def settings_in(differences: Sequence[Place]) -> tuple[Setting, ...]:
 def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay, ...]:
     """Return the way of every tensor of the target that gets numbers."""
     tensor_ways = []
-    for number, names in target.record.names.items():
-        origins = solution.origins.tensors[number]
-        if number not in solution.origins.written or not origins.numel():
+    for parameter, names in target.record.names.items():
+        origins = solution.origins.tensors[parameter]
+        if parameter not in solution.origins.written or not origins.numel():
             continue
-        names_of_sources, how = _way(source, sorted(solution.sources_of[number]), origins)
+        names_of_sources, how = _way(source, sorted(solution.sources_of[parameter]), origins)
         for name in names:
             tensor_ways.append(TensorWay(name, names_of_sources, how))
     return tuple(tensor_ways)
 
 
-def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str, ...], str]:
+def _way(source: Graph, parameters: list[int], origins: Tensor) -> tuple[tuple[str, ...], str]:
     """Return the names of the tensors that numbers come from, and how they do."""
     in_order = source.entries.owner(origins) is not None and origins.is_contiguous()
-    names = tuple(source.record.names[number][0] for number in numbers)
+    names = tuple(source.record.names[parameter][0] for parameter in parameters)
     if (origins == NEUTRAL).all():
         return names, "a number that changes nothing, as the source has none"
     steps = []
@@ -191,10 +191,10 @@ def _way(source: Graph, numbers: list[int], origins: Tensor) -> tuple[tuple[str,
         steps = [
             description for kind, description in descriptions.items() if (origins == kind).any()
         ]
-    if len(numbers) > 1:
-        steps.append(f"joined from {len(numbers)}")
-    if len(numbers) == 1:
-        tensor = source.values[numbers[0]]
+    if len(parameters) > 1:
+        steps.append(f"joined from {len(parameters)}")
+    if len(parameters) == 1:
+        tensor = source.values[parameters[0]]
         if tensor.numel() > origins.numel():
             steps.append("a part of it")
         elif not in_order and tensor.numel() == origins.numel():

@@ -32,8 +32,8 @@ class Side:
         """Return the numbers of the given model."""
         tensors = entries_of(self.original)
         own_tensors = {}
-        for number, names in self.graph.record.names.items():
-            own_tensors[number] = tensors[names[0]].detach().cpu().double()
+        for slot, names in self.graph.record.names.items():
+            own_tensors[slot] = tensors[names[0]].detach().cpu().double()
         return Numbers(self.graph.entries, own_tensors)
 
     @torch.no_grad()
@@ -47,15 +47,15 @@ class Side:
         outputs = self.graph.record.outputs
         if len(tensors) != len(outputs):
             self._cannot_be_followed()
-        for number, value in zip(outputs.values(), tensors, strict=True):
-            values[number] = value
+        for slot, value in zip(outputs.values(), tensors, strict=True):
+            values[slot] = value
         return values
 
     def check(self, numbers: Numbers, values: list[Tensor]) -> None:
         """Raise UserError if the model itself gives other outputs than the recorded operations."""
         called = self.call(numbers)
-        for number in self.graph.record.outputs.values():
-            if not _is_same(called[number], values[number]):
+        for slot in self.graph.record.outputs.values():
+            if not _is_same(called[slot], values[slot]):
                 self._cannot_be_followed()
 
     def _cannot_be_followed(self) -> None:
@@ -98,8 +98,8 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
 def write(graph: Graph, model: nn.Module, numbers: Numbers) -> None:
     """Write numbers of all entries into a model's parameters and buffers."""
     state = model.state_dict(keep_vars=True)
-    for number, names in graph.record.names.items():
-        state[names[0]].copy_(numbers.tensors[number])
+    for slot, names in graph.record.names.items():
+        state[names[0]].copy_(numbers.tensors[slot])
     clear_caches(model)
 
 

@@ -68,10 +68,10 @@ class Solution:
         self.target = target
         self.numbers = Numbers(target.entries, start.tensors)
         own = torch.tensor(OWN, dtype=torch.int32)
-        own_origins = {number: own.expand(x.shape) for number, x in start.tensors.items()}
+        own_origins = {parameter: own.expand(x.shape) for parameter, x in start.tensors.items()}
         self.origins = Numbers(target.entries, own_origins)
         # The source's parameters whose numbers a parameter of the target has.
-        self.sources_of: dict[int, dict[int, None]] = {number: {} for number in start.tensors}
+        self.sources_of: dict[int, dict[int, None]] = {parameter: {} for parameter in start.tensors}
         # What the source has and the target has no parameter for.
         self.lost: list[str] = []
         # The source's entries that the target cannot hold.
@@ -81,9 +81,9 @@ class Solution:
         # Further terms of shifts of the target, by step.
         self.added: dict[int, list[SourcedTensor]] = {}
 
-    def is_free(self, number: int) -> bool:
+    def is_free(self, parameter: int) -> bool:
         """True if none of the numbers of a parameter of the target is the source's."""
-        return bool((self.origins.tensors[number] <= NEUTRAL).all())
+        return bool((self.origins.tensors[parameter] <= NEUTRAL).all())
 
     def names_left(self) -> tuple[str, ...]:
         """Return the names of the source's tensors that no tensor of the target has numbers of."""
@@ -91,13 +91,13 @@ class Solution:
         for entries in self.merged:
             used.update(self.source.entries.owners(entries))
         names = self.source.record.names
-        return tuple(names[number][0] for number in names if number not in used)
+        return tuple(names[parameter][0] for parameter in names if parameter not in used)
 
     def names_kept(self) -> tuple[str, ...]:
         """Return the names of the target's tensors that keep their own numbers."""
         names_with_own = []
-        for number, names in self.target.record.names.items():
-            if number not in self.origins.written and self.target.values[number].numel():
+        for parameter, names in self.target.record.names.items():
+            if parameter not in self.origins.written and self.target.values[parameter].numel():
                 names_with_own.append(names[0])
         return tuple(names_with_own)
 
@@ -110,40 +110,40 @@ class Solution:
             return SourcedTensor(value, operand.entries)
         return SourcedTensor(value, operand.entries.masked_fill(operand.entries < 0, NEUTRAL))
 
-    def note_lost(self, tensors: SourcedTensor, message: str) -> None:
+    def note_lost(self, sourced: SourcedTensor, message: str) -> None:
         """Note numbers that the target cannot hold."""
         self.lost.append(message)
-        self.unplaced.append(tensors.entries[tensors.entries >= 0])
+        self.unplaced.append(sourced.entries[sourced.entries >= 0])
 
-    def put(self, entries: Tensor | None, tensors: SourcedTensor, module: str) -> None:
+    def put(self, entries: Tensor | None, sourced: SourcedTensor, module: str) -> None:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
         if entries is None:
             return
         if self._is_free_view(entries):
-            self.carry(entries, tensors)
+            self.carry(entries, sourced)
             return
         entries = entries.reshape(-1)
-        tensors = tensors.reshape(-1)
+        sourced = sourced.reshape(-1)
         inside = entries >= 0
         if not inside.all():
-            outside = tensors[~inside]
+            outside = sourced[~inside]
             if outside.value.any():
                 self.note_lost(outside, f"{module}: the target has a constant 0")
             entries = entries[inside]
-            tensors = tensors[inside]
+            sourced = sourced[inside]
         is_written = self.origins.pick(entries) != OWN
-        is_other = self.numbers.pick(entries) != tensors.value
+        is_other = self.numbers.pick(entries) != sourced.value
         if (is_written & is_other).any():
             self.lost.append(f"{module}: the target reads one tensor where the source has two")
-        self.carry(entries, tensors)
+        self.carry(entries, sourced)
 
-    def carry(self, entries: Tensor, tensors: SourcedTensor) -> None:
+    def carry(self, entries: Tensor, sourced: SourcedTensor) -> None:
         """Write numbers into the target's entries, whatever is there."""
-        self.numbers.put(entries, tensors.value)
-        self.origins.put(entries, tensors.entries)
-        sources = dict.fromkeys(self.source.entries.owners(tensors.entries))
-        for number in self.target.entries.owners(entries):
-            self.sources_of[number].update(sources)
+        self.numbers.put(entries, sourced.value)
+        self.origins.put(entries, sourced.entries)
+        sources = dict.fromkeys(self.source.entries.owners(sourced.entries))
+        for parameter in self.target.entries.owners(entries):
+            self.sources_of[parameter].update(sources)
 
     def _is_free_view(self, entries: Tensor) -> bool:
         """True for entries side by side, of one parameter, that have no number of the source's yet."""
@@ -189,14 +189,14 @@ def _rows(
     operand = part.step.operands.get(role)
     if operand is None:
         return None
-    tensors = tensors_of(operand)
+    sourced = tensors_of(operand)
     if role == "weight":
         columns = part.step.columns
         weight = part.step.weight
         if columns is not None and weight.shape[1] == len(columns):
-            tensors = tensors.reshape(*weight.shape)[:, columns]
-        tensors = tensors.reshape(part.step.rows, -1)
-    return tensors.rows(part.rows)
+            sourced = sourced.reshape(*weight.shape)[:, columns]
+        sourced = sourced.reshape(part.step.rows, -1)
+    return sourced.rows(part.rows)
 
 
 def _target_tensors(operand: Operand) -> SourcedTensor:
@@ -406,16 +406,16 @@ def _put(
     """Write an operand of the source into one of the target, entry by entry in the order in which they are read."""
     if target_operand.entries is None:
         return
-    tensors = solution.source_numbers(operand).reshape(-1)
+    sourced = solution.source_numbers(operand).reshape(-1)
     entries = target_operand.entries.reshape(-1)
-    if len(tensors.value) != len(entries):
+    if len(sourced.value) != len(entries):
         solution.lost.append(f"{module}: a tensor of another size")
         return
     if columns is not None and len(columns) == len(entries):
-        tensors = tensors[columns]
+        sourced = sourced[columns]
     if other_columns is not None and len(other_columns) == len(entries):
         entries = entries[other_columns]
-    solution.put(entries, tensors, module)
+    solution.put(entries, sourced, module)
 
 
 def _solve_alone(step: Step, solution: Solution) -> None:
@@ -441,32 +441,32 @@ def fill_leftovers(solution: Solution, choice: int) -> None:
         source, [x for x, names in source.record.names.items() if names[0] in names_left]
     )
     free_target = _by_size(
-        target, [number for number in target.record.names if solution.is_free(number)]
+        target, [parameter for parameter in target.record.names if solution.is_free(parameter)]
     )
-    for size, numbers in free_target.items():
+    for size, parameters in free_target.items():
         others = free_source.get(size, [])
         if not others:
             continue
-        several = len(others) // len(numbers)
-        shared = len(numbers) // len(others)
+        several = len(others) // len(parameters)
+        shared = len(parameters) // len(others)
         if several > 1:
             others = others[choice::several]
         elif shared > 1:
-            numbers = numbers[choice::shared]
-        if len(others) != len(numbers):
+            parameters = parameters[choice::shared]
+        if len(others) != len(parameters):
             continue
-        for number, other in zip(numbers, others, strict=True):
+        for parameter, other in zip(parameters, others, strict=True):
             source_entries = source.entries.of_parameter(other)
             carried = SourcedTensor(source.numbers.pick(source_entries), source_entries)
-            solution.carry(target.entries.of_parameter(number), carried)
+            solution.carry(target.entries.of_parameter(parameter), carried)
 
 
-def _by_size(graph: Graph, numbers: list[int]) -> dict[int, list[int]]:
+def _by_size(graph: Graph, parameters: list[int]) -> dict[int, list[int]]:
     """Return parameters by their number of entries, without buffers."""
     by_size: dict[int, list[int]] = {}
-    for number in numbers:
-        if number not in graph.record.buffers:
-            by_size.setdefault(graph.values[number].numel(), []).append(number)
+    for parameter in parameters:
+        if parameter not in graph.record.buffers:
+            by_size.setdefault(graph.values[parameter].numel(), []).append(parameter)
     return by_size
 
 

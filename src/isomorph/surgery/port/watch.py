@@ -28,14 +28,14 @@ _FRESH = SHAPES_ALONE | {"new_tensor"}
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor among the arguments of a call: the number of its value."""
+    """A tensor among the arguments of a call: the slot of its value."""
 
-    number: int
+    slot: int
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a torch function: the module that runs it, and the numbers of the values that it reads and makes.
+    """A call of a torch function: the module that runs it, and the slots of the values that it reads and makes.
 
     `writes`: it may write into the first value that it reads.
     """
@@ -60,8 +60,8 @@ class Call:
         assert self.function is not None
 
         def argument_of(ref: Ref) -> Tensor:
-            value = value_of(ref.number)
-            if self.writes and ref.number == self.inputs[0]:
+            value = value_of(ref.slot)
+            if self.writes and ref.slot == self.inputs[0]:
                 return value.clone()
             return value
 
@@ -96,10 +96,10 @@ class _MemoryLayout(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """What was written to a memory: the version after it, the number of the value, and where it is."""
+    """What was written to a memory: the version after it, the slot of the value, and where it is."""
 
     version: int
-    number: int
+    slot: int
     layout: _MemoryLayout
 
 
@@ -128,22 +128,25 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class Watch(TorchFunctionMode):
-    """Context that records calls, and values by number: those of the model's tensors first, then as they are made."""
+    """Context that records calls and values.
+
+    A value has a slot, its place among all values: those of the model's tensors first, then in the order of making.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
-        # The call that makes a value, and the calls that read it, by its number.
+        # The call that makes a value, and the calls that read it, by its slot.
         self.call_of: dict[int, Call] = {}
         self.readers: dict[int, list[Call]] = defaultdict(list)
         self.running = Running()
-        # The names of every parameter and buffer, by the number of its value.
+        # The names of every parameter and buffer, by the slot of its value.
         self.names: dict[int, list[str]] = defaultdict(list)
         self.inputs: list[int] = []
         # The tensors of the result by path.
         self.outputs: dict[str, int] = {}
-        self._numbers: dict[int, tuple[int, int]] = {}
+        self._slots: dict[int, tuple[int, int]] = {}
         # Values by the memory in which they are, and what was written to it.
         self._sharing: dict[int, list[int]] = defaultdict(list)
         self._writes: dict[int, list[_Write]] = defaultdict(list)
@@ -151,45 +154,45 @@ class Watch(TorchFunctionMode):
         # Which of these are buffers.
         self.buffers: set[int] = set()
         for name, tensor in entries_of(model).items():
-            number = self.number_of(tensor)
-            self.names[number].append(name)
+            slot = self.slot_of(tensor)
+            self.names[slot].append(name)
             if not isinstance(tensor, nn.Parameter):
-                self.buffers.add(number)
+                self.buffers.add(slot)
 
-    def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a value: of a tensor at its version."""
-        entry = self._numbers.get(id(tensor))
+    def slot_of(self, tensor: Tensor) -> int:
+        """Return the slot of a value: of a tensor at its version."""
+        entry = self._slots.get(id(tensor))
         if entry is None:
             return self._add(tensor)
-        number, version = entry
+        slot, version = entry
         if version == tensor._version:
-            return number
+            return slot
         writes = [x for x in self._writes[memory_of(tensor)] if x.version > version]
         for write in writes:
-            number = self._write(tensor, number, write)
-        return number if writes else self._add(tensor)
+            slot = self._write(tensor, slot, write)
+        return slot if writes else self._add(tensor)
 
-    def _write(self, tensor: Tensor, number: int, write: _Write) -> int:
+    def _write(self, tensor: Tensor, slot: int, write: _Write) -> int:
         """Record that elements of a tensor were written to through another view of their memory."""
         own = _MemoryLayout.of(tensor)
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         function = partial(_written_through, own=own, other=write.layout, length=length)
         new = self._add(tensor)
-        before = self.values[number]
-        self.values[new] = function(before, self.values[write.number])
-        args = Ref(number), Ref(write.number)
-        numbers = number, write.number
+        before = self.values[slot]
+        self.values[new] = function(before, self.values[write.slot])
+        args = Ref(slot), Ref(write.slot)
+        slots = slot, write.slot
         module = self.running.innermost
-        self._record(Call(len(self.calls), "write", function, module, args, {}, numbers, (new,)))
+        self._record(Call(len(self.calls), "write", function, module, args, {}, slots, (new,)))
         return new
 
     def _add(self, tensor: Tensor) -> int:
-        number = len(self.values)
-        self._sharing[memory_of(tensor)].append(number)
+        slot = len(self.values)
+        self._sharing[memory_of(tensor)].append(slot)
         self.values.append(tensor.detach())
         self._alive.append(tensor)
-        self._numbers[id(tensor)] = (number, tensor._version)
-        return number
+        self._slots[id(tensor)] = (slot, tensor._version)
+        return slot
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -201,9 +204,9 @@ class Watch(TorchFunctionMode):
                 return out
         name = name_of(func)
         tensors_read = tensors_in(args[:1] if name in LIKE_SECOND else (args, keywords))
-        inputs = tuple(map(self.number_of, tensors_read))
+        inputs = tuple(map(self.slot_of, tensors_read))
         references = map_nested(
-            Tensor, lambda x: Ref(self.number_of(x)), {"args": tuple(args), "kwargs": keywords}
+            Tensor, lambda x: Ref(self.slot_of(x)), {"args": tuple(args), "kwargs": keywords}
         )
         writes = bool(tensors_read) and _writes(name, args, keywords)
         if writes:
@@ -233,23 +236,23 @@ class Watch(TorchFunctionMode):
 
     def _record(self, call: Call) -> None:
         self.calls.append(call)
-        for number in dict.fromkeys(call.inputs):
-            self.readers[number].append(call)
+        for slot in dict.fromkeys(call.inputs):
+            self.readers[slot].append(call)
         self.call_of |= dict.fromkeys(call.outputs, call)
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the numbers of all values in the memory of a tensor that is written to."""
         storage = memory_of(tensor)
-        for number in self._sharing.pop(storage, []):
-            if memory_of(self.values[number]) == storage:
-                self.values[number] = self.values[number].clone()
+        for slot in self._sharing.pop(storage, []):
+            if memory_of(self.values[slot]) == storage:
+                self.values[slot] = self.values[slot].clone()
 
-    def _note_write(self, tensor: Tensor, number: int) -> None:
-        write = _Write(tensor._version, number, _MemoryLayout.of(tensor))
+    def _note_write(self, tensor: Tensor, slot: int) -> None:
+        write = _Write(tensor._version, slot, _MemoryLayout.of(tensor))
         self._writes[memory_of(tensor)].append(write)
 
     def _is_known(self, tensor: Tensor) -> bool:
-        entry = self._numbers.get(id(tensor))
+        entry = self._slots.get(id(tensor))
         return entry is not None and entry[1] == tensor._version
 
 
@@ -328,13 +331,13 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
 def watch(model: nn.Module, inputs: Inputs) -> Watch:
     """Return what happens in a call of a model, in the mode that it is in."""
     record = Watch(model)
-    record.inputs = [record.number_of(x) for x in tensors_in(inputs)]
+    record.inputs = [record.slot_of(x) for x in tensors_in(inputs)]
     exact = torch.autocast("cpu", enabled=False)
     with observing(model) as record.running, torch.no_grad(), exact, record:
         result = run_model(model, inputs)
     for path, x in leaves(result):
         if isinstance(x, Tensor):
-            record.outputs[path.lstrip(".")] = record.number_of(x)
+            record.outputs[path.lstrip(".")] = record.slot_of(x)
     return record
 
 
@@ -350,14 +353,14 @@ def replay(record: Watch, values_given: Mapping[int, Tensor], run: Run = Call.ru
     """
     values = list(record.values)
     changed = set(values_given)
-    for number, value in values_given.items():
-        values[number] = value
+    for slot, value in values_given.items():
+        values[slot] = value
     for call in record.calls:
         if changed.isdisjoint(call.inputs):
             continue
         outputs = tensors_in(run(call, values.__getitem__))
-        for number, value in zip(call.outputs, outputs, strict=True):
-            if number not in values_given:
-                values[number] = value
-                changed.add(number)
+        for slot, value in zip(call.outputs, outputs, strict=True):
+            if slot not in values_given:
+                values[slot] = value
+                changed.add(slot)
     return values
