@@ -1,6 +1,7 @@
 """Norms, scales, branches and chains merged into layers: what is merged, what is left and why, in float64."""
 
 import copy
+import operator
 import re
 from types import SimpleNamespace
 
@@ -62,6 +63,18 @@ def frozen(width=6):
     return layer
 
 
+class Stored(nn.Module):
+    """A value and numbers by channel that a module stores, in an operation."""
+
+    def __init__(self, operation, width=6):
+        super().__init__()
+        self.operation = operation
+        self.numbers = nn.Parameter(torch.rand(width, 1, 1) + 0.5)
+
+    def forward(self, x):
+        return self.operation(x, self.numbers)
+
+
 def pad_odd(model, x):
     """The padding of a module that reads even sizes alone."""
     y = model.conv(x)
@@ -88,6 +101,11 @@ MERGED = {
     "linear, moved": (net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), **MOVED), TOKENS),
     "frozen norm": (in_turn(THREE, frozen), MAP),
     "layer scale": (in_turn(LINEAR, lambda: LayerScale(6, 0.3)), TOKENS),
+    "divided by stored numbers": (in_turn(THREE, lambda: Stored(operator.truediv)), MAP),
+    "less stored numbers": (in_turn(THREE, lambda: Stored(operator.sub)), MAP),
+    "plus stored numbers": (in_turn(THREE, lambda: Stored(operator.add)), MAP),
+    "an input times stored numbers": (in_turn(lambda: Stored(operator.mul, 4), ONE), MAP),
+    "an input less stored numbers": (in_turn(lambda: Stored(operator.sub, 4), ONE), MAP),
     "norm with activation": (in_turn(THREE, lambda: timm.layers.BatchNormAct2d(6)), MAP),
     "branches": (net(lambda m, x: m.a(m.three(x)) + m.b(m.one(x)) + m.c(x), **THREE_BRANCHES), MAP),
     "branches, then a norm": (
@@ -153,7 +171,7 @@ def test_all_that_is_one_layer_is_merged(name):
     assert deviation(new(x), model(x)) < 1e-12
     assert report.difference < 1e-12
     for module in new.modules():
-        assert not isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale)
+        assert not isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale | Stored)
     for module in new.modules():
         if "Norm" in type(module).__name__:
             assert getattr(module, "weight", None) is None
@@ -274,6 +292,15 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
         for one, other in zip(*(tensors_in(m(values)) for m in (model, new)), strict=True):
             assert deviation(one, other) < 1e-12
     assert left in str(report)
+
+
+@pytest.mark.parametrize("operation", [operator.sub, operator.truediv])
+@torch.no_grad()
+def test_stored_numbers_that_a_value_is_taken_from_or_divides_stay(operation):
+    model, x = made(in_turn(THREE, lambda: Stored(lambda y, numbers: operation(numbers, y))), MAP)
+    new, report = fuse_with_report(model, x)
+    assert not report.merged
+    assert deviation(new(x), model(x)) < 1e-12
 
 
 @torch.no_grad()
