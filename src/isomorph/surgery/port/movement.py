@@ -38,14 +38,33 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     floating = [n for n in dict.fromkeys(call.inputs) if values[n].is_floating_point()]
     if not floating or not _sample_is_known(call, values, floating):
         return None
-    encoded: dict[int, Tensor] = {}
+    names: dict[int, Tensor] = {}
     count = 0
     for slot in floating:
-        encoded[slot] = _encode(count, values[slot])
-        count += encoded[slot].numel()
+        names[slot] = _encode(count, values[slot])
+        count += names[slot].numel()
+    movements = _entries_moved(call, values, names, count, sign=1)
+    # what keeps numbers above 0 alone, as relu does, keeps others of opposite names
+    opposite = None if movements is None else _entries_moved(call, values, names, count, sign=-1)
+    if movements is None or opposite is None:
+        return None
+    numbers = torch.cat([values[slot].flatten().double() for slot in floating])
+    numbers = torch.cat([numbers, numbers.new_zeros(1)])
+    for slot, entries, others in zip(call.outputs, movements, opposite, strict=True):
+        made_of = values[slot].double()
+        is_moved = torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING)
+        if not is_moved or not torch.equal(entries, others):
+            return None
+    return movements
+
+
+def _entries_moved(
+    call: Call, values: Sequence[Tensor], names: dict[int, Tensor], count: int, sign: int
+) -> list[Tensor] | None:
+    """Return the entries that outputs of a call have when it runs on their names, None if one has another number."""
 
     def value_of(slot: int) -> Tensor:
-        return encoded.get(slot, values[slot])
+        return sign * names[slot] if slot in names else values[slot]
 
     try:
         with torch.no_grad():
@@ -55,15 +74,10 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     outputs = tree_leaves(out)
     if len(outputs) != len(call.outputs):
         return None
-    numbers = torch.cat([values[n].flatten().double() for n in floating])
-    numbers = torch.cat([numbers, numbers.new_zeros(1)])
     movements = []
-    for output, slot in zip(outputs, call.outputs, strict=True):
-        entries = _decode(output, count)
+    for output in outputs:
+        entries = _decode(output, count, sign)
         if entries is None:
-            return None
-        made_of = values[slot].double()
-        if not torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING):
             return None
         movements.append(entries)
     return movements
@@ -91,11 +105,11 @@ def _holds(value: Tensor, number: Tensor, name: str) -> bool:
     return bool((value == number).any())
 
 
-def _decode(numbers: Any, count: int) -> Tensor | None:
-    """Return the entries that numbers name, -1 for 0, or None if one of them names none."""
+def _decode(numbers: Any, count: int, sign: int) -> Tensor | None:
+    """Return the entries that numbers times a sign name, -1 for 0, or None if one of them names none."""
     if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
         return None
-    names = numbers.double() * (_COUNT / _LARGEST)
+    names = numbers.double() * (sign * _COUNT / _LARGEST)
     if not names.isfinite().all():
         return None
     rounded = names.abs().round()
