@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
 
-from isomorph.surgery.port.pair import Joint, Pairing
-from isomorph.surgery.port.solve import Solution, part_orders
+from isomorph.surgery.port.pair import Joint, Pairing, part_orders
+from isomorph.surgery.port.solve import Solution
 
 # Most parameters of one size that one model may have for each of the other's where structure says nothing.
 _SHARING = 2

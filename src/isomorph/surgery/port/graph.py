@@ -73,8 +73,9 @@ class Step:
     # The value from which its layers read, also one that no image reaches.
     reads: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    # The order of the channels that are read, where the input is a moved value, and of a shift its parts.
+    # In which order it reads channels so that both models read the same, None for the order that they have.
     columns: Tensor | None = None
+    # What a shift adds.
     terms: tuple[Operand, ...] = ()
     # Which entries of its input a shift adds them to, -1 for none.
     ids: Tensor | None = None
@@ -104,6 +105,8 @@ class Graph:
         self.dependent: set[int] = set()
         # Views of a base that computing operations read: the value, the call, and its place among the arguments.
         self.leaves: dict[int, list[tuple[int, Call, int]]] = defaultdict(list)
+        # Of what joins values with several bases: these, and which of their entries it has, one after the other.
+        self.joined: dict[int, tuple[list[int], Tensor]] = {}
         tensors = {slot: record.values[slot] for slot in record.names}
         self.entries = Entries({slot: tensor.shape for slot, tensor in tensors.items()})
         self.numbers = Numbers(self.entries, tensors)
@@ -221,6 +224,9 @@ class Graph:
         contents = [self.content(slot) for slot in floating]
         bases = {content.base for content in contents if content.base is not None}
         if len(bases) > 1:
+            self.joined |= {
+                slot: (floating, where) for slot, where in zip(call.outputs, movements, strict=True)
+            }
             return False
         depth = max(len(content.terms) for content in contents)
         ids = self._join_entries(floating, [content.ids for content in contents])
@@ -340,29 +346,20 @@ class Graph:
         _as_layer(step, call)
         if step.kind == "scale" and len(operands) == 1:
             step.operands = {"scale": next(iter(operands.values()))}
-        self._order_columns(step, call)
+        step.start = self._first_entry(step)
         self.steps.append(step)
         for slot in call.outputs:
             self._begin(slot, frozenset([step.index]))
         return True
 
-    def _order_columns(self, step: Step, call: Call) -> None:
-        """Note in which order a layer or norm reads its channels, if its input is a moved value."""
+    def _first_entry(self, step: Step) -> int:
+        """Return the first entry of its base that a step reads."""
         if step.input is None:
-            return
+            return 0
         content = self.contents[step.input]
         if content.ids is None or content.base == step.input:
-            return
-        step.start = int(content.ids.min())
-        has_axis_1 = call.name in ("batch_norm", "group_norm") or call.name.startswith("conv")
-        rows = content.ids.movedim(1 if has_axis_1 else -1, -1)
-        rows = rows.reshape(-1, rows.shape[-1])
-        complete = (rows >= 0).all(-1).nonzero()
-        if not len(complete):
-            return
-        order = rows[int(complete[0])].argsort()
-        if not torch.equal(order, torch.arange(len(order))):
-            step.columns = order
+            return 0
+        return int(content.ids.min())
 
 
 def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:

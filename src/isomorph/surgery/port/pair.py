@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
         assert ids is not None
         entries = ids.flatten()
         inside = entries >= 0
-        if count == graph.values[step.output].shape[-1]:  # those of one token are enough
+        value = graph.values[step.output]
+        if channel_axis(step, value) == value.ndim - 1:  # those of one token are enough
             last = int(entries.max())
             inside = (entries >= last - last % count) & (entries <= last)
         channels = channels_of(graph, step, entries[inside])
@@ -132,12 +134,16 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
 def channels_of(graph: Graph, step: Step, ids: Tensor) -> Tensor:
     """Return which of a layer's outputs entries of its result are."""
     value = graph.values[step.output]
-    assert step.call is not None
-    axis = value.ndim - 1
-    if step.call.name.startswith("conv"):
-        axis = value.ndim - (step.weight.ndim - 1)
-    stride = value.shape[axis + 1 :].numel()
+    stride = value.shape[channel_axis(step, value) + 1 :].numel()
     return ids // stride % step.rows
+
+
+def channel_axis(step: Step, value: Tensor) -> int:
+    """Return along which axis of its result a layer has its outputs."""
+    assert step.call is not None
+    if step.call.name.startswith("conv"):
+        return value.ndim - (step.weight.ndim - 1)
+    return value.ndim - 1
 
 
 def _in_order(channels: Tensor, count: int) -> Tensor:
@@ -183,6 +189,25 @@ def _reaches_softmax(graph: Graph, product: Call) -> bool:
         for output in call.outputs:
             queue += graph.record.readers[output]
     return False
+
+
+def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
+    """Return in which orders the source's parts may stand for the target's, the most likely first."""
+    signed = [part.read_by for part in joint.parts], [part.read_by for part in other.parts]
+    sizes = [len(part.rows) for part in joint.parts]
+    others = [len(part.rows) for part in other.parts]
+    if sorted(sizes) != sorted(others):
+        return []
+    count = len(sizes)
+    if count > 4:
+        return [tuple(range(count))] if sizes == others else []
+    fitting = []
+    for order in permutations(range(count)):
+        if [sizes[i] for i in order] == others:
+            num_equal = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
+            fitting.append((-num_equal, order))
+    fitting.sort()
+    return [order for _, order in fitting]
 
 
 @dataclass(eq=False)

@@ -1,9 +1,10 @@
 """Carry the weights of a model to another implementation of the same function, and prove that both are equal.
 
-The steps, in the order of `_Port.report`: both models are called once, and the operations that read parameters are
-found (`watch`, `graph`); they are brought together (`pair`); the source gets random numbers, and the target those that
-make its steps the source's (`solve`); steps and outputs are compared (`compare`); what structure leaves open is tried
-(`choices`); and all is done again with the source's own numbers.
+The steps, in the order of `_Port.run`: both models are called once, and the operations that read parameters are found
+(`watch`, `graph`); they are brought together (`pair`), and the channels that they read are put in one order
+(`channel_order`); the source gets random numbers, and the target those that make its steps the source's (`solve`);
+steps and outputs are compared (`compare`); what structure leaves open is tried (`choices`); and all is done again with
+the source's own numbers.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from isomorph.errors import DoesNotRun
 from isomorph.operations import copy_module
 from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty
 from isomorph.surgery.modules import list_names
+from isomorph.surgery.port.channel_order import order_channels
 from isomorph.surgery.port.choices import Assignment, choices
 from isomorph.surgery.port.compare import (
     OutputRow,
@@ -107,10 +109,12 @@ class _Port:
         self.target = Side("target", target, image)
         self.source_graph = self.source.graph
         self.target_graph = self.target.graph
-        self.assignment = Assignment(
-            pair(joints_of(self.source_graph), joints_of(self.target_graph))
-        )
+        self._assign(Assignment(pair(joints_of(self.source_graph), joints_of(self.target_graph))))
         self.tried_choices: dict[str, None] = {}
+
+    def _assign(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        order_channels(self.source_graph, self.target_graph, assignment.pairing, assignment.orders)
 
     def run(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
@@ -209,14 +213,14 @@ class _Port:
         for description, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
             self.tried_choices[description] = None
-            self.assignment = change(before)
+            self._assign(change(before))
             trial = self._trial(self._solve(self.target_graph.numbers))
             if self._is_equal(trial):
                 return trial
             if len(trial.places) < len(best.places):
                 best = trial
             else:
-                self.assignment = before
+                self._assign(before)
         return best
 
     def _with_own_numbers(self, target_numbers: Numbers, random_trial: _Trial) -> _Trial:

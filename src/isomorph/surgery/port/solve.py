@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isomorph.surgery.port.channel_order import source_parts
 from isomorph.surgery.port.graph import NORMS, Graph, Operand, Step
 from isomorph.surgery.port.numbers import Numbers, random_numbers
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channels_of
@@ -170,9 +170,8 @@ def solve(
     solution = Solution(source, target, start)
     for source_joint, target_joint in pairing.pairs:
         if source_joint.first.kind == "layer":
-            _solve_layer(
-                source_joint, target_joint, solution, pairing, orders.get(source_joint.index, 0)
-            )
+            parts = source_parts(source_joint, target_joint, orders)
+            _solve_layer(source_joint, target_joint, parts, solution, pairing)
         elif source_joint.first.kind == "shift":
             _solve_shift(source_joint.first, target_joint.first, solution)
         else:
@@ -206,25 +205,6 @@ def _target_tensors(operand: Operand) -> SourcedTensor:
     return SourcedTensor(operand.value, operand.entries)
 
 
-def part_orders(joint: Joint, other: Joint) -> list[tuple[int, ...]]:
-    """Return in which orders the source's parts may stand for the target's, the most likely first."""
-    signed = [part.read_by for part in joint.parts], [part.read_by for part in other.parts]
-    sizes = [len(part.rows) for part in joint.parts]
-    others = [len(part.rows) for part in other.parts]
-    if sorted(sizes) != sorted(others):
-        return []
-    count = len(sizes)
-    if count > 4:
-        return [tuple(range(count))] if sizes == others else []
-    fitting = []
-    for order in permutations(range(count)):
-        if [sizes[i] for i in order] == others:
-            num_equal = sum(signed[0][i] == sign for i, sign in zip(order, signed[1], strict=True))
-            fitting.append((-num_equal, order))
-    fitting.sort()
-    return [order for _, order in fitting]
-
-
 def _gain_after(layer: Joint, pairing: Pairing, solution: Solution) -> SourcedTensor | None:
     """Return the scale of its outputs that follows a layer of the source and has no counterpart in the target."""
     if len(layer.parts) != 1 or len(layer.readers) != 1:
@@ -254,11 +234,9 @@ def _shift_after(other: Joint, pairing: Pairing) -> Step | None:
 
 
 def _solve_layer(
-    joint: Joint, other: Joint, solution: Solution, pairing: Pairing, choice: int
+    joint: Joint, other: Joint, parts: list[Part], solution: Solution, pairing: Pairing
 ) -> None:
     """Write weights and biases of layers side by side, part by part."""
-    orders = part_orders(joint, other)
-    parts = [joint.parts[i] for i in orders[choice]] if orders else joint.parts
     gain = _gain_after(joint, pairing, solution)
     counts = [len(part.rows) for part in other.parts]
     for role in ("weight", "bias"):
@@ -411,10 +389,10 @@ def _put(
     if len(sourced.value) != len(entries):
         solution.lost.append(f"{module}: a tensor of another size")
         return
-    if columns is not None and len(columns) == len(entries):
-        sourced = sourced[columns]
-    if other_columns is not None and len(other_columns) == len(entries):
-        entries = entries[other_columns]
+    if columns is not None and len(entries) % len(columns) == 0:
+        sourced = sourced.reshape(len(columns), -1)[columns].reshape(-1)
+    if other_columns is not None and len(entries) % len(other_columns) == 0:
+        entries = entries.reshape(len(other_columns), -1)[other_columns].reshape(-1)
     solution.put(entries, sourced, module)
 
 

@@ -1,0 +1,126 @@
+"""Weights between models that join or move channels in another order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery import NotPorted
+from same_networks import give_random_weights
+
+# An order of six channels.
+MOVED = [3, 1, 0, 5, 2, 4]
+
+
+class Joins(nn.Module):
+    """Two layers whose results are joined, one or the other first, and what reads them."""
+
+    def __init__(self, read, deep_first):
+        super().__init__()
+        self.read = read
+        self.deep_first = deep_first
+        self.wide = nn.Conv2d(3, 6, 3, padding=1)
+        self.deep = nn.Conv2d(6, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(10)
+        self.token_norm = nn.LayerNorm(10)
+        self.scale = nn.Parameter(torch.ones(10, 1, 1))
+        self.slope = nn.PReLU(10)
+        self.up = nn.ConvTranspose2d(10, 4, 2, 2)
+        self.own = nn.Conv2d(10, 10, 1)
+        self.tokens = nn.Linear(10, 5)
+        self.head = nn.Conv2d(10, 4, 1)
+        self.last = nn.Conv2d(14, 5, 1)
+
+    def forward(self, x):
+        skip = self.wide(x).relu()
+        deep = self.deep(F.max_pool2d(skip, 2)).relu()
+        deep = F.interpolate(deep, scale_factor=2.0)
+        parts = [deep, skip] if self.deep_first else [skip, deep]
+        return self.read(self, torch.cat(parts, 1))
+
+
+def head(model, y):
+    return model.head(y).relu().mean((2, 3))
+
+
+def grown(model, y):
+    """What is joined, and a layer of it, joined in turn, as in a DenseNet."""
+    grown_by = model.head(model.norm(y).relu())
+    parts = [grown_by, y] if model.deep_first else [y, grown_by]
+    return model.last(torch.cat(parts, 1).relu()).mean((2, 3))
+
+
+JOINED = {
+    "a layer": head,
+    "a norm and an activation": lambda m, y: head(m, m.norm(y).relu()),
+    "a join with a layer of it": grown,
+    "pooling": lambda m, y: head(m, F.avg_pool2d(m.norm(y), 2)),
+    "a norm of tokens": lambda m, y: m.tokens(m.token_norm(y.flatten(2).mT)).mean(1),
+    "the mean": lambda m, y: m.tokens(y.mean((2, 3))),
+    "softmax over channels": lambda m, y: m.tokens(y.mean((2, 3)).softmax(-1)),
+    "a scale": lambda m, y: head(m, (y * m.scale).relu()),
+    "slopes": lambda m, y: head(m, m.slope(y)),
+    "a transposed convolution": lambda m, y: m.up(y).mean((2, 3)),
+}
+# What has to give its own rows another order, or mixes channels by their order.
+NOT_FOLLOWED = {
+    "a sum with a layer of it": lambda m, y: head(m, y + m.own(y)),
+    "sums over channels before it": lambda m, y: m.tokens(y.mean((2, 3)).cumsum(-1)),
+}
+
+
+def pair(make):
+    torch.manual_seed(0)
+    return give_random_weights(make(True)), make(False).eval()
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("name", JOINED)
+def test_channels_may_be_joined_in_another_order(name, back):
+    source, target = pair(lambda first: Joins(JOINED[name], first is not back))
+    x = torch.randn(2, 3, 8, 8)
+    report = iso.port_weights(source, target, x)
+    assert report.difference < 1e-12
+    with torch.no_grad():
+        torch.testing.assert_close(report.model(x), source(x))
+    assert not report.ambiguous
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_what_cannot_be_followed_is_not_called_equal(name):
+    source, target = pair(lambda first: Joins(NOT_FOLLOWED[name], first))
+    with pytest.raises(NotPorted, match="NOT equal"):
+        iso.port_weights(source, target, torch.randn(2, 3, 8, 8))
+
+
+class Moves(nn.Module):
+    """A layer, a norm and a head; channels are in another order from a place on."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.layer = nn.Conv2d(3, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Conv2d(6, 4, 1)
+
+    def at(self, place, y):
+        return y[:, MOVED] if place == self.place else y
+
+    def forward(self, x):
+        y = self.at("before the norm", self.layer(x))
+        y = self.at("after the norm", self.norm(y))
+        y = self.at("after the activation", y.relu())
+        return self.head(y)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("place", ["before the norm", "after the norm", "after the activation"])
+def test_channels_may_be_moved(place, back):
+    source, target = pair(lambda first: Moves(place if first is not back else None))
+    x = torch.randn(2, 3, 8, 9)  # maps are as wide as the layer has channels, and one wider
+    for batch in (x, x[..., :8]):
+        report = iso.port_weights(source, target, batch)
+        assert report.difference < 1e-12
+        with torch.no_grad():
+            torch.testing.assert_close(report.model(batch), source(batch))
