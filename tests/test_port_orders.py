@@ -28,6 +28,7 @@ class Joins(nn.Module):
         self.slope = nn.PReLU(10)
         self.up = nn.ConvTranspose2d(10, 4, 2, 2)
         self.own = nn.Conv2d(10, 10, 1)
+        self.depthwise = nn.Conv2d(10, 10, 3, stride=2, groups=10)
         self.tokens = nn.Linear(10, 5)
         self.head = nn.Conv2d(10, 4, 1)
         self.last = nn.Conv2d(14, 5, 1)
@@ -55,6 +56,8 @@ JOINED = {
     "a layer": head,
     "a norm and an activation": lambda m, y: head(m, m.norm(y).relu()),
     "a join with a layer of it": grown,
+    "a depthwise convolution": lambda m, y: head(m, m.norm(m.depthwise(y)).relu()),
+    "depthwise and pointwise": lambda m, y: head(m, m.own(m.depthwise(y).relu())),
     "pooling": lambda m, y: head(m, F.avg_pool2d(m.norm(y), 2)),
     "a norm of tokens": lambda m, y: m.tokens(m.token_norm(y.flatten(2).mT)).mean(1),
     "the mean": lambda m, y: m.tokens(y.mean((2, 3))),

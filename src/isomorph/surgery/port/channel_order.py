@@ -204,6 +204,8 @@ def order_channels(
         order = ChannelOrder(graph, ranks[side], pairs_of[side], makers)
         for step in graph.steps:
             step.columns = order.columns_of(step)
+            if step.is_depthwise and step.columns is not None:
+                order.ranks[step.index] = step.columns.argsort()
 
 
 def source_parts(joint: Joint, other: Joint, orders: Mapping[int, int]) -> list[Part]:

@@ -91,6 +91,13 @@ class Step:
         """Number of outputs of a layer."""
         return len(self.weight)
 
+    @property
+    def is_depthwise(self) -> bool:
+        """True for a convolution that makes each channel of the one that it reads."""
+        if self.kind != "layer" or self.weight.shape[1] != 1:
+            return False
+        return bool(self.settings.get("groups") == self.rows > 1)
+
 
 class Graph:
     """Steps of a run in order, and where the entries of every value come from."""

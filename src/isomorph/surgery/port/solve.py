@@ -189,12 +189,13 @@ def _rows(
     if operand is None:
         return None
     sourced = tensors_of(operand)
+    step = part.step
     if role == "weight":
-        columns = part.step.columns
-        weight = part.step.weight
-        if columns is not None and weight.shape[1] == len(columns):
-            sourced = sourced.reshape(*weight.shape)[:, columns]
-        sourced = sourced.reshape(part.step.rows, -1)
+        if step.columns is not None and step.weight.shape[1] == len(step.columns):
+            sourced = sourced.reshape(*step.weight.shape)[:, step.columns]
+        sourced = sourced.reshape(step.rows, -1)
+    if step.columns is not None and step.is_depthwise:
+        return sourced.rows(step.columns)
     return sourced.rows(part.rows)
 
 
