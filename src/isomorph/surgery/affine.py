@@ -144,7 +144,7 @@ class Group:
     shift: Tensor = torch.zeros(0)  # noqa: RUF009
     needs_sum: bool = False
     # Modules that are not merged and whose inputs or outputs change.
-    across: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
     whole: Whole | None = None
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from isomorph.layers.modes import noise
 from isomorph.operations import Flow, TensorVersion
-from isomorph.surgery.affine import Affine, Group, Whole, carrier_of, names_in
+from isomorph.surgery.affine import Group, Whole, carrier_of, names_in
 from isomorph.surgery.affine_values import AffineValues, only_value
 from isomorph.surgery.layer_calls import ARITHMETIC
 from isomorph.surgery.modules import lies_within, parent_name
@@ -56,17 +56,16 @@ class Collapse(Rule):
         return nn.Sequential(OrderedDict(zip(names, modules, strict=True)))
 
 
-def find_whole(
-    model: nn.Module, values: AffineValues, value: TensorVersion, affine: Affine
-) -> Group | None:
+def find_whole(values: AffineValues, value: TensorVersion) -> Group | None:
     """Return the outermost module with arithmetic of its own that computes a value of one layer, then its children."""
+    affine = values.affine_of[value]
     carrier = carrier_of(affine.summands)
     if carrier is None or carrier.layer is None or affine.steps:
         return None
     whole = None
     name = parent_name(carrier.layer)
     while name:  # the model itself is not replaced
-        children = _children_after(model, values.flow, name, value)
+        children = _children_after(values.model, values.flow, name, value)
         gets_source = only_value(values.flow.inputs[name]) == affine.source
         has_arithmetic = any(item.name in ARITHMETIC for item in values.operations_of[name])
         if children is not None and gets_source and has_arithmetic:

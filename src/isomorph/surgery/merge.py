@@ -148,7 +148,7 @@ class _CommonPlan:
             if key in groups or not plan.concerns(group)
         }
         for key, group in groups.items():
-            self.changed_between[key] += group.across
+            self.changed_between[key] += group.between
         self.norms |= plan.norms
         self.left |= plan.left
         self.called |= plan.called

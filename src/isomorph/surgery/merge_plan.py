@@ -74,7 +74,7 @@ class _PlanBuilder:
                 continue
             if affine_value.has_layer:
                 self._write_into_layer(affine_value)
-                whole = find_whole(model, self._values, value, affine_value)
+                whole = find_whole(self._values, value)
                 wholes += [whole] if whole else []
             else:
                 self._write_into_readers(value, affine_value)
@@ -310,8 +310,8 @@ class _PlanBuilder:
     ) -> None:
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
 
-        `changed`: the values that are others once the group is merged, by which it is found what lies `across` it:
-        modules that are neither merged here nor among the parts.
+        `changed`: the values that are others once the group is merged, by which is found what lies `between`: modules
+        that are neither merged here nor among the parts.
         """
         reason = self._why_not_merged(group)
         if reason:
@@ -322,7 +322,7 @@ class _PlanBuilder:
         for _, name in group.changes:
             self.left.pop(name, None)
         self.groups.append(
-            replace(group, across=self._unmerged_that_change(group, changed, set(parts)))
+            replace(group, between=self._unmerged_that_change(group, changed, set(parts)))
         )
 
     def _why_not_merged(self, group: Group) -> str:

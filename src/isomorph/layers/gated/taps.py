@@ -199,7 +199,7 @@ class TapAxis:
         return self.keys + 2 * self.padding  # for NaN too
 
     @property
-    def window(self) -> Tensor:
+    def taps(self) -> Tensor:
         """What a query far from the border reads within reach. Shape: -> (nh, 2 reach + 1)"""
         offsets = torch.arange(
             -self.reach, self.reach + 1, device=self.centre.device, dtype=self.centre.dtype
@@ -257,7 +257,7 @@ def folded_taps(
     rows, columns = axes
     if not _is_cheaper_folded(x, filters, rows, columns):
         return None
-    taps = (rows.window[:, :, None] * columns.window[:, None]).to(x.dtype)  # (nh, kh, kw)
+    taps = (rows.taps[:, :, None] * columns.taps[:, None]).to(x.dtype)  # (nh, kh, kw)
     kernel = filters @ without_subnormals(taps).flatten(1)  # (C_out, C / G, kh kw)
     kernel = kernel.unflatten(-1, taps.shape[1:])
     stride = (rows.stride, columns.stride)

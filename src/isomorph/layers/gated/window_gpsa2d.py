@@ -179,7 +179,7 @@ class WindowGPSA2d(GPSA2d):
             first = window // 2 - axis.reach
             if first < 0 or axis.interior != (0, axis.queries):
                 return None
-            taps = axis.window
+            taps = axis.taps
             taps = F.pad(taps, (first, tile.length - first - taps.shape[1]))  # (nh, keys)
             # turns round zeros alone: a tile has as many keys as all its queries reach
             shifted = [taps.roll(axis.stride * query, 1) for query in range(tile.size)]

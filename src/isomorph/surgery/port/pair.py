@@ -80,8 +80,8 @@ def _key(step: Step) -> Any:
     """Return what layers side by side have in common; of another step its own index."""
     if step.kind != "layer" or step.reads is None:
         return step.index
-    window = repr(sorted(step.settings.items()))
-    return step.reads, tuple(step.weight.shape[1:]), window, "input" in step.operands
+    settings = repr(sorted(step.settings.items()))
+    return step.reads, tuple(step.weight.shape[1:]), settings, "input" in step.operands
 
 
 def _label(joint: Joint) -> tuple[Any, ...]:
