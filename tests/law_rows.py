@@ -229,11 +229,7 @@ def of_layer(name: str, rule: str) -> Row:
     where = "layer"
     if name.startswith("multihead"):
         where = "layer.attention"
-    other = None
-    if layer.other is not None:
-        shape, more = layer.other
-        other = (shape, *more)
-    row = dict(where=where, other=other, mask=layer.mask, whole=layer.whole)
+    row = dict(where=where, other=layer.other, mask=layer.mask, whole=layer.whole)
     call = (layer.shape, *layer.more)
     make = alone(layer.make)
     if rule == "gated":
@@ -242,7 +238,7 @@ def of_layer(name: str, rule: str) -> Row:
 
 
 for _name in LAYERS:
-    if _name.startswith("multihead") and _name != "multihead, in linears":
+    if _name.startswith("multihead") and _name != "multihead_in_linears":
         _row = of_layer(_name, "gated")
         _row = _row._replace(rule=iso.AttentionToLinears(), leak=1e-12, limit=None)
         RULES[f"linears, {_name}"] = _row
