@@ -37,11 +37,16 @@ def by_branches(layer):
     """The layer as its parts compute it one after the other, pyramids branch by branch."""
 
     def run(x):
-        parts = layer.pyramids if isinstance(layer, JointPyramid) else [layer]
-        return torch.cat(
-            [part(x) if type(part) is nn.Linear else references.pyramid(part, x) for part in parts],
-            -1,
-        )
+        parts = [layer]
+        if isinstance(layer, JointPyramid):
+            parts = layer.pyramids
+        outputs = []
+        for part in parts:
+            if type(part) is nn.Linear:
+                outputs.append(part(x))
+            else:
+                outputs.append(references.pyramid(part, x))
+        return torch.cat(outputs, -1)
 
     return run
 
@@ -51,9 +56,18 @@ def step(layer, run, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()
     y = run(x)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (y * weights.to(y.dtype)).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    loss = (y * weights.to(y.dtype)).sum()
+    loss.backward()
+    gradients = [p.grad for p in layer.parameters()]
+    return [y.detach(), x.grad, *gradients]
+
+
+def assert_same_step(layer, twin, x, **tolerance):
+    """One training step of a layer, and of its twin branch by branch."""
+    expected = step(twin, by_branches(twin), x)
+    same(step(layer, layer, x), expected, **tolerance)
 
 
 def same(a, b, **tolerance):
@@ -67,11 +81,13 @@ def agree(layer, shape, steps=2, **tolerance):
     twin = copy.deepcopy(layer)
     for _ in range(steps):
         x = torch.randn(shape, dtype=torch.float64) * 2 + 1
-        same(step(layer, layer, x), step(twin, by_branches(twin), x), **tolerance)
+        assert_same_step(layer, twin, x, **tolerance)
         same(layer.buffers(), twin.buffers(), **tolerance)
-    layer.eval(), twin.eval()
-    same(step(layer, layer, x), step(twin, by_branches(twin), x), **tolerance)
-    same([layer.fuse()(x)], [by_branches(twin)(x)], **tolerance)
+    layer.eval()
+    twin.eval()
+    assert_same_step(layer, twin, x, **tolerance)
+    fused = layer.fuse()
+    same([fused(x)], [by_branches(twin)(x)], **tolerance)
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -83,7 +99,8 @@ def test_linear_equals_the_branches(layout, rectify, affine):
 
 @pytest.mark.parametrize("shape", [(9, 5), (300, 40), (40, 300)])
 def test_widths_and_symmetric_strips(shape):
-    agree(PyramidLinear(*shape, "P-W2S", rescale_by=3), (400, shape[0]), rtol=1e-9, atol=1e-10)
+    layer = PyramidLinear(*shape, "P-W2S", rescale_by=3)
+    agree(layer, (400, shape[0]), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -93,34 +110,46 @@ def test_one_unit_that_does_not_widen_equals_its_layers(affine, scale):
     layer = PyramidLinear(9, 5, "naive-W1", affine=affine, rescale_by=scale)
     assert layer.costs_less_by_outputs(torch.zeros(1))
     agree(layer, (4, 7, 9))
-    stepped = step(layer.train(), layer, torch.randn(4, 9).double())
-    same(stepped[3:4], [torch.zeros(5).double()], rtol=0, atol=0)
+    layer.train()
+    x = torch.randn(4, 9, dtype=torch.float64)
+    zeros = torch.zeros(5, dtype=torch.float64)
+    gradient = step(layer, layer, x)[3]
+    same([gradient], [zeros], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
 @pytest.mark.parametrize("name", CONVS)
 def test_conv_equals_the_branches(name, layout):
-    out = 6 if "depthwise" in name else 12
-    layer = PyramidConv2d(6, out, **CONVS[name], layout=layout, rectify="batchnorm")
+    out_channels = 6 if "depthwise" in name else 12
+    layer = PyramidConv2d(6, out_channels, **CONVS[name], layout=layout, rectify="batchnorm")
     agree(layer, (3, 6, 8, 12), rtol=1e-10, atol=1e-8)
 
 
 @pytest.mark.parametrize(
-    "window", [((3, 3), (1, 1)), ((2, 5), (1, 2)), ((5, 4), (2, 6)), ((7, 7), (3, 3))]
+    ("kernel", "padding"),
+    [((3, 3), (1, 1)), ((2, 5), (1, 2)), ((5, 4), (2, 6)), ((7, 7), (3, 3))],
 )
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_sums_over_patches_by_lag(window, groups):
+def test_sums_over_patches_by_lag(kernel, padding, groups):
     """Equal to sums over formed patches; and a tap that reads almost only zeros keeps a positive variance."""
-    window = patches.Window(window[0], (1, 1), window[1], (1, 1), groups)
+    window = patches.Window(kernel, (1, 1), padding, (1, 1), groups)
     x = torch.randn(19, 6, 8, 7, dtype=torch.float64) + 2
-    tokens = patches.read_tokens(x, window)
-    slope = (half := torch.randn(groups, *2 * [tokens.shape[-1]], dtype=torch.float64)) + half.mT
     assert patches.is_summed_by_lag(x, window)
-    torch.testing.assert_close(patches.sum_products(x, window), tokens.mT @ tokens)
+
+    tokens = patches.read_tokens(x, window)
+    products = patches.sum_products(x, window)
+    torch.testing.assert_close(products, tokens.mT @ tokens)
+
+    width = tokens.shape[-1]
+    half = torch.randn(groups, width, width, dtype=torch.float64)
+    slope = half + half.mT
     applied = patches.apply_to_patches(x, slope, window)
-    torch.testing.assert_close(applied, patches.scatter_tokens(tokens @ slope, x.shape, window))
+    expected = patches.scatter_tokens(tokens @ slope, x.shape, window)
+    torch.testing.assert_close(applied, expected)
+
     x[:, :, 1:] = 0
-    variances = moments.measure_moments(x.float() * 1e3, window).covariance.diagonal(dim1=1, dim2=2)
+    measured = moments.measure_moments(x.float() * 1e3, window)
+    variances = measured.covariance.diagonal(dim1=1, dim2=2)
     assert (variances > 0).all()
 
 
@@ -129,43 +158,54 @@ def test_sums_over_patches_by_lag(window, groups):
 def test_joint_layers_equal_their_parts(rectify, bias):
     """Pyramids rectified in any way, and linear layers, side by side."""
     kinds = dict(b="batchnorm", r="rescale", n="none")
-    parts = [
-        PyramidLinear(5, 7, rectify=kinds[k]) if k in kinds else nn.Linear(5, 6, bias)
-        for k in rectify
-    ]
+    parts = []
+    for letter in rectify:
+        if letter in kinds:
+            part = PyramidLinear(5, 7, rectify=kinds[letter])
+        else:
+            part = nn.Linear(5, 6, bias)
+        parts.append(part)
     agree(JointPyramid(parts), (4, 7, 5))
 
 
 @pytest.mark.parametrize("change", [dict(training=False), dict(momentum=None), dict(eps=1e-3)])
 def test_norms_that_differ(change):
     layer = PyramidLinear(5, 9, "P-W2S", "batchnorm")
-    for norm in (m for m in layer.modules() if isinstance(m, nn.BatchNorm1d)):
-        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    for module in layer.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
     for norm in (layer.branches[0][1], layer.branches[1][3]):
         vars(norm).update(change)
-    agree(layer, (20, 5), 3)
+    agree(layer, (20, 5), steps=3)
 
 
 def test_absent_statistics_and_those_that_are_not_tracked():
     layer = PyramidLinear(5, 9, "P-W2S").double()
-    layer.branches[1][1] = nn.BatchNorm1d(5, track_running_stats=False).double()
-    layer.branches[1][3].track_running_stats = False
-    before = layer.branches[1][3].running_mean.clone()
+    plain_branch, branch = layer.branches
+    branch[1] = nn.BatchNorm1d(5, track_running_stats=False).double()
+    untracked = branch[3]
+    untracked.track_running_stats = False
+    before = untracked.running_mean.clone()
     twin = copy.deepcopy(layer)
     for _ in range(3):
         x = torch.randn(20, 5, dtype=torch.float64)
-        same(step(layer, layer, x), step(twin, by_branches(twin), x))
-    assert torch.equal(before, layer.branches[1][3].running_mean)
-    same(layer.branches[0].buffers(), twin.branches[0].buffers())
+        assert_same_step(layer, twin, x)
+    assert torch.equal(before, untracked.running_mean)
+    same(plain_branch.buffers(), twin.branches[0].buffers())
 
 
 def test_joint_pyramids_measure_once(monkeypatch):
-    joint = JointPyramid(
-        [PyramidLinear(5, 9, rectify=r) for r in ("batchnorm", "batchnorm", "rescale")]
-    )
+    pyramids = [PyramidLinear(5, 9, rectify=r) for r in ("batchnorm", "batchnorm", "rescale")]
+    joint = JointPyramid(pyramids)
     calls = []
     measure = moments.MeasureMoments.apply
-    monkeypatch.setattr(moments.MeasureMoments, "apply", lambda *a: calls.append(a) or measure(*a))
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return measure(*arguments)
+
+    monkeypatch.setattr(moments.MeasureMoments, "apply", counted)
     joint(torch.randn(4, 7, 5))
     assert len(calls) == 1
 
@@ -184,7 +224,8 @@ def test_awkward_inputs_in_float32(mean, spread):
         assert a.isfinite().all()
         error = (a - t).abs().max()
         usual = (b - t).abs().max()
-        assert error <= 10 * usual + 1e-4 * t.abs().max() + 1e-4
+        rounding = 1e-4 * t.abs().max() + 1e-4
+        assert error <= 10 * usual + rounding
 
 
 @pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
@@ -196,12 +237,15 @@ def test_correlated_channels_stay_bounded(ratio):
     layer = PyramidLinear(16, 16, "P-W2S", "none")
     x = torch.randn(500, 16) + ratio * torch.randn(500, 1)
     for branch in layer.branches:
-        branch[0].weight.data -= branch[0].weight.data.mean(1, keepdim=True)
+        weight = branch[0].weight.data
+        weight -= weight.mean(1, keepdim=True)
     exact = copy.deepcopy(layer).double()
     truth = step(exact, by_branches(exact), x.double())
     ours = step(layer, layer, x)
     if ratio <= 1e3:
-        assert (ours[0] - truth[0]).abs().max() < 1e-7 * ratio**2 * truth[0].abs().max()
+        y, expected = ours[0], truth[0]
+        error = (y - expected).abs().max()
+        assert error < 1e-7 * ratio**2 * expected.abs().max()
     for a, t in zip(ours, truth, strict=True):
         assert a.isfinite().all()
         assert a.abs().max() <= 3 * t.abs().max() + 1e-2
@@ -209,19 +253,28 @@ def test_correlated_channels_stay_bounded(ratio):
 
 def test_half_precision():
     """Statistics are float32 under autocast, which does not overflow; a layer in bfloat16 keeps its dtype."""
+    layer = PyramidLinear(16, 24, "P-W3S")
+    x = torch.full((50, 16), 3.0)
     with torch.autocast("cpu", torch.float16):
-        assert PyramidLinear(16, 24, "P-W3S")(torch.full((50, 16), 3.0)).isfinite().all()
+        y = layer(x)
+    assert y.isfinite().all()
+
     layer = PyramidLinear(32, 48, "P-W2S", "batchnorm")
     twin = copy.deepcopy(layer)
     x = torch.randn(300, 32) + 5
     expected = step(twin, twin, x)
-    got = step(layer, torch.autocast("cpu", torch.bfloat16)(layer), x)
+    under_autocast = torch.autocast("cpu", torch.bfloat16)(layer)
+    got = step(layer, under_autocast, x)
     assert got[0].dtype == torch.bfloat16
     same(layer.buffers(), twin.buffers(), rtol=3e-4, atol=3e-4)  # of rounded tokens
     for a, b in zip(got, expected, strict=True):
-        assert (a.float() - b).abs().max() <= 0.03 * b.abs().max() + 1e-2
+        error = (a.float() - b).abs().max()
+        assert error <= 0.03 * b.abs().max() + 1e-2
+
     layer.bfloat16()
-    assert layer(x.bfloat16()).dtype == layer.eval().fuse().weight.dtype == torch.bfloat16
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    fused = layer.eval().fuse()
+    assert fused.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -232,8 +285,12 @@ def test_gradient_checkpointing_counts_a_batch_once(reentrant, layer):
     layer = copy.deepcopy(layer).double()
     twin = copy.deepcopy(layer)
     x = torch.randn(20, 5, dtype=torch.float64)
-    got = step(layer, lambda t: checkpoint(layer, t, use_reentrant=reentrant), x)
-    same(got, step(twin, twin, x))
+
+    def checkpointed(t):
+        return checkpoint(layer, t, use_reentrant=reentrant)
+
+    expected = step(twin, twin, x)
+    same(step(layer, checkpointed, x), expected)
     same(layer.buffers(), twin.buffers())
 
 
@@ -241,25 +298,32 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
     layer = PyramidLinear(5, 9, "P-W2S").double()
     twin = copy.deepcopy(layer)
     x = torch.randn(20, 5, dtype=torch.float64)
-    layer.branches[1][2].weight.requires_grad_(False)
+    frozen = layer.branches[1][2].weight
+    frozen.requires_grad_(False)
     layer.skip.requires_grad_(False)
     for net in (layer, twin):
         for _ in range(2):  # gradients are added up
-            net(x).square().sum().backward()
-    assert layer.skip.weight.grad is layer.branches[1][2].weight.grad is None
+            loss = net(x).square().sum()
+            loss.backward()
+    assert layer.skip.weight.grad is None
+    assert frozen.grad is None
     for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
-        assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=0, atol=1e-11)
+        if a.grad is not None:
+            assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("layout", ["P-W2S", "P-W4S"])
 def test_a_token_costs_no_more_memory_than_in_a_plain_layer(layout, low):
-    def grows(layer):
+    def memory_of_500_tokens(layer):
         net = nn.Sequential(nn.LayerNorm(32), layer)
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            return saved_mib(net, torch.randn(900, 32)) - saved_mib(net, torch.randn(400, 32))
+            many = saved_mib(net, torch.randn(900, 32))
+            few = saved_mib(net, torch.randn(400, 32))
+        return many - few
 
-    assert grows(PyramidLinear(32, 64, layout)) == pytest.approx(grows(nn.Linear(32, 64)))
+    plain = memory_of_500_tokens(nn.Linear(32, 64))
+    assert memory_of_500_tokens(PyramidLinear(32, 64, layout)) == pytest.approx(plain)
 
 
 JOINED = [PyramidLinear(16, 24, "P-W2S", "batchnorm"), nn.Linear(16, 8)]
@@ -272,9 +336,12 @@ JOINED = [PyramidLinear(16, 24, "P-W2S", "batchnorm"), nn.Linear(16, 8)]
 def test_compiles_whole_and_exports(layer):
     torch.compiler.reset()
     twin = copy.deepcopy(layer)
-    x = torch.randn(40, 16) if isinstance(layer, JointPyramid) else torch.randn(2, 3, 16, 16)
+    x = torch.randn(2, 3, 16, 16)
+    if isinstance(layer, JointPyramid):
+        x = torch.randn(40, 16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    same(step(layer, compiled, x), step(twin, twin, x), rtol=1e-4, atol=1e-4)
+    expected = step(twin, twin, x)
+    same(step(layer, compiled, x), expected, rtol=1e-4, atol=1e-4)
     same(layer.buffers(), twin.buffers(), rtol=1e-4, atol=1e-5)
     exported = torch.export.export(layer.eval(), (x,)).module()
     torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)
@@ -285,19 +352,17 @@ def test_a_compiler_may_fuse_all_products_with_a_vector():
     sizes = []
 
     def read(graph, _):
-        nodes = [node for node in graph.graph.nodes if "bmm" in str(node.target)]
-        sizes.extend(
-            size
-            for node in nodes
-            for each in node.args[-2:]
-            for size in each.meta["val"].shape[-2:]
-        )
+        for node in graph.graph.nodes:
+            if "bmm" in str(node.target):
+                for factor in node.args[-2:]:
+                    value = factor.meta["val"]
+                    sizes.extend(value.shape[-2:])
         return make_boxed_func(graph)
 
     layer = JointPyramid([PyramidLinear(16, 24, "P-W2S", "batchnorm"), PyramidLinear(16, 24)])
-    torch.compile(layer, backend=aot_autograd(fw_compiler=read))(
-        torch.randn(40, 16)
-    ).sum().backward()
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=read))
+    y = compiled(torch.randn(40, 16))
+    y.sum().backward()
     assert min(sizes) > 1
     assert len(sizes) > 40
 
@@ -306,25 +371,28 @@ def test_layouts_and_widths():
     assert BranchLayout.parse("P-W3S") == BranchLayout((1, 2, 3), skip=True)
     assert BranchLayout.parse("R-D2W4") == BranchLayout((2, 2, 2, 2), skip=False)
     assert BranchLayout.parse("naive-W8") == BranchLayout((1,) * 8, skip=False, last=False)
-    shapes = [
-        [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)]
-        for branch in PyramidLinear(4, 6).branches
-    ]
+    shapes = []
+    for branch in PyramidLinear(4, 6).branches:
+        shapes.append([tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)])
     assert shapes == [[(4, 4), (6, 4)], [(4, 4), (6, 4), (6, 6)]]
     # no squeeze through 3 channels
-    assert PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192
+    patchify = PyramidConv2d(3, 192, 16, 16)
+    assert patchify.branches[0][0].out_channels == 192
+
+
+@pytest.mark.parametrize("layout", ["P-W0S", "P-2", "R-W2", "naive-W3S", "p-w2s", "", "R-D0W2", 3])
+def test_unknown_layouts(layout):
+    refused("layout .* is unknown; write P-W2S", lambda: PyramidLinear(4, 6, layout))
 
 
 REFUSED = [
-    *((lambda name=name: PyramidLinear(4, 6, name), "layout .* is unknown; write P-W2S") for name in
-      ("P-W0S", "P-2", "R-W2", "naive-W3S", "p-w2s", "", "R-D0W2", 3)),
     (lambda: PyramidLinear(4, 6, rectify="layernorm"), "'batchnorm', 'rescale' or 'none'"),
     (lambda: PyramidLinear(4, 6, rescale_by=-1), "above 0"),
     (lambda: PyramidLinear(5, 9)(torch.randn(4, 6)), r"shape \(4, 6\); a pyramid needs \(\*, 5\)"),
     (lambda: PyramidConv2d(5, 9)(torch.randn(4, 4, 4)), r"needs \(B, 5, H, W\)"),
     (lambda: JointPyramid([PyramidLinear(5, 9), PyramidLinear(4, 9)]), r"input widths \[4, 5\]"),
     (lambda: JointPyramid([PyramidLinear(5, 9)]).fuse(), "eval mode"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
@@ -351,28 +419,28 @@ def test_one_token_is_batchnorms_own_error(layer, x):
 )
 def test_layers_that_are_not_plain_run_one_after_the_other(kind):
     """Whatever is attached to a layer inside a pyramid takes effect, in train and eval mode, and is not fused away."""
-    joint = JointPyramid(
-        [PyramidLinear(5, 5, rectify=r) for r in ("batchnorm", "rescale")]
-    ).double()
-    layer = joint.pyramids[1].branches[1][2]
+    first = PyramidLinear(5, 5, rectify="batchnorm")
+    second = PyramidLinear(5, 5, rectify="rescale")
+    joint = JointPyramid([first, second]).double()
+    branch = second.branches[1]
+    layer = branch[2]
     calls = []
     if kind == "parametrization":
         nn.utils.parametrizations.weight_norm(layer)
     elif kind == "adapter":
-        joint.pyramids[1].branches[1][2] = nn.Sequential(layer, nn.Linear(5, 5).double())
+        branch[2] = nn.Sequential(layer, nn.Linear(5, 5).double())
     else:
         register = {
             "pre-hook": layer.register_forward_pre_hook,
             "backward hook": layer.register_full_backward_hook,
-        }
-        register |= {
             "hook": layer.register_forward_hook,
-            "hook on a part": joint.pyramids[0].register_forward_hook,
+            "hook on a part": first.register_forward_hook,
         }
         register[kind](lambda *_: calls.append(1))
     twin = copy.deepcopy(joint)
     for mode in (True, False):
-        joint.train(mode), twin.train(mode)
+        joint.train(mode)
+        twin.train(mode)
         x = torch.randn(20, 5, dtype=torch.float64)
         apart = step(twin, by_branches(twin), x)
         calls.clear()
@@ -389,14 +457,14 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
 )
 def test_the_papers_own_form_is_the_same(module, shape):
     """`form="branches"`: the same state, output, gradients and statistics, and the same fused layer."""
-    branched = iso.recast(
-        nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form="branches"), "0"
-    )[0]
-    closed = iso.recast(
-        nn.Sequential(module).double(), iso.LinearToPyramid(init="paper", form="closed"), "0"
-    )[0]
+    plain = nn.Sequential(module).double()
+    branched = iso.recast(plain, iso.LinearToPyramid(init="paper", form="branches"), "0")[0]
+    closed = iso.recast(plain, iso.LinearToPyramid(init="paper", form="closed"), "0")[0]
     assert branched.form == "branches"
     closed.load_state_dict(branched.state_dict())
+    branched.train()
+    closed.train()
     x = torch.randn(shape, dtype=torch.float64)
-    same(step(branched.train(), branched, x), step(closed.train(), closed, x))
+    expected = step(closed, closed, x)
+    same(step(branched, branched, x), expected)
     agree(branched, shape)
