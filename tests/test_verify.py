@@ -19,9 +19,8 @@ from refusals import refused
 
 
 def net(conv):
-    return nn.Sequential(
-        nn.Identity(), copy.deepcopy(conv), nn.BatchNorm2d(conv.out_channels)
-    ).eval()
+    norm = nn.BatchNorm2d(conv.out_channels)
+    return nn.Sequential(nn.Identity(), copy.deepcopy(conv), norm).eval()
 
 
 class Gives(nn.Module):
@@ -40,31 +39,45 @@ def scaled(w, x):
     return w * x
 
 
+def same(y):
+    return y
+
+
+def infinite(w, x):
+    return x / 0
+
+
+def negative_infinite(w, x):
+    return -x / 0
+
+
+def large_and_small(w, x):
+    return [w * 1e6, x]
+
+
+def large_and_another(w, x):
+    return [w * 1e6, 1.01 * x]
+
+
 X = torch.randn(2, 4)
 DIFFERENT = {  # an original, another, and what the first line says
-    "tiny outputs": (Gives(scaled, 2e-4), Gives(scaled, 2.6e-4), "0.3 .float32.", X),
-    "an infinity": (
-        Gives(lambda w, x: x / 0),
-        Gives(lambda w, x: -x / 0),
-        "outputs are not finite",
-        X,
-    ),
+    "tiny outputs": (Gives(scaled, 2e-4), Gives(scaled, 2.6e-4), "0.3 .float32."),
+    "an infinity": (Gives(infinite), Gives(negative_infinite), "outputs are not finite"),
     "a small tensor by a large one": (
-        Gives(lambda w, x: [w * 1e6, x]),
-        Gives(lambda w, x: [w * 1e6, 1.01 * x]),
+        Gives(large_and_small),
+        Gives(large_and_another),
         "0.01 .float32.",
-        X,
     ),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_is_not_equal(name):
-    a, b, said, x = DIFFERENT[name]
-    report = compare_outputs(a, b, x)
+    a, b, said = DIFFERENT[name]
+    report = compare_outputs(a, b, X)
     assert not report.passed
     assert re.search(said, report.verdict)
-    assert compare_outputs(a, copy.deepcopy(a), x).passed
+    assert compare_outputs(a, copy.deepcopy(a), X).passed
 
 
 def not_equal(a, b, x, **kwargs):
@@ -75,37 +88,57 @@ def not_equal(a, b, x, **kwargs):
     return report
 
 
+def multiplies(x):
+    return x.mul_(2).mean(1)
+
+
 def zeroes(x):
     y = x.mean(1)
     x.zero_()
     return y
 
 
-CHANGES = {  # what a model does to its input, and what it gives
-    "multiplies it": lambda x: x.mul_(2).mean(1),
-    "zeroes it": zeroes,
-    "writes a part": lambda x: x[:, 1:].fill_(3).mean(1) + x.mean(1),
-    "makes it NaN": lambda x: zeroes(x).add(0 * x.div_(0).nan_to_num().sum()),
-    "resizes it": lambda x: x.mean(1) + x.resize_(1).sum(),
-}
+def writes_a_part(x):
+    part = x[:, 1:].fill_(3)
+    return part.mean(1) + x.mean(1)
+
+
+def makes_it_nan(x):
+    y = zeroes(x)
+    x.div_(0)
+    return y + 0 * x.nan_to_num().sum()
+
+
+def resizes(x):
+    y = x.mean(1)
+    return y + x.resize_(1).sum()
+
+
+CHANGES = [multiplies, zeroes, writes_a_part, makes_it_nan, resizes]
+"""What a model does to its input, and what it gives."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_call_gets_a_copy_of_the_inputs(change):
     """Of tensors, of those by name, and of those in lists."""
-    for wrap, unwrap in (
-        (lambda x: x, lambda x: x),
-        (lambda x: {"x": x}, lambda x: x),
-        (lambda x: {"x": [x, {"more": x}]}, lambda x: x[1]["more"]),
+
+    def in_a_list(x):
+        return x[1]["more"]
+
+    x = torch.rand(4, 4)
+    before = x.clone()
+    for inputs, tensor_of in (
+        (x, same),
+        ({"x": x}, same),
+        ({"x": [x, {"more": x}]}, in_a_list),
     ):
-        a = Gives(lambda w, x, unwrap=unwrap: w * CHANGES[change](unwrap(x)))
-        b = Gives(lambda w, x, unwrap=unwrap: 1.1 * w * CHANGES[change](unwrap(x)))
-        x = torch.rand(4, 4)
-        before = x.clone()
-        report = not_equal(a, b, wrap(x), thorough=not isinstance(wrap(x), dict))
+        a = Gives(lambda w, given, tensor_of=tensor_of: w * change(tensor_of(given)))
+        b = Gives(lambda w, given, tensor_of=tensor_of: 1.1 * w * change(tensor_of(given)))
+        report = not_equal(a, b, inputs, thorough=inputs is x)
         assert "the original changes its input in place" in str(report)
         assert torch.equal(x, before)
-    assert "in place" not in str(iso.verify(Gives(scaled), Gives(scaled), X))
+    unchanged = iso.verify(Gives(scaled), Gives(scaled), X)
+    assert "in place" not in str(unchanged)
 
 
 @dataclass
@@ -122,18 +155,35 @@ class Slots:
         self.scores = scores
 
 
+def pair(boxes, scores):
+    return boxes, scores
+
+
+def nested(boxes, scores):
+    return {"found": [{"boxes": boxes, "scores": scores}]}
+
+
+def an_object(boxes, scores):
+    return SimpleNamespace(boxes=boxes, scores=scores)
+
+
+def numpy_scores(boxes, scores):
+    return boxes, scores.detach().numpy()
+
+
+def a_number(boxes, scores):
+    return boxes, scores.sum().item()
+
+
 CONTAINERS = {
-    "tuple": (lambda boxes, scores: (boxes, scores), "1"),
-    "nested": (
-        lambda boxes, scores: {"found": [{"boxes": boxes, "scores": scores}]},
-        "found.0.scores",
-    ),
+    "tuple": (pair, "1"),
+    "nested": (nested, "found.0.scores"),
     "data class": (Found, "scores"),
     "slots": (Slots, "scores"),
-    "object": (lambda boxes, scores: SimpleNamespace(boxes=boxes, scores=scores), "scores"),
+    "object": (an_object, "scores"),
     "named tuple": (namedtuple("Both", "boxes scores"), "1"),
-    "numpy": (lambda boxes, scores: (boxes, scores.detach().numpy()), "1"),
-    "a number": (lambda boxes, scores: (boxes, scores.sum().item()), "1"),
+    "numpy": (numpy_scores, "1"),
+    "a number": (a_number, "1"),
 }
 
 
@@ -144,19 +194,26 @@ def test_rounding_of_one_tensor_is_not_that_of_another(container, small):
     make, path = CONTAINERS[container]
 
     def gives(sign):
-        return Gives(lambda w, x: make((w * x + 1e5) - 1e5 + w * x, sign * small * w * x))
+        def forward(w, x):
+            y = w * x
+            rounded = (y + 1e5) - 1e5
+            return make(rounded + y, sign * small * y)
+
+        return Gives(forward)
 
     report = not_equal(gives(1), gives(-1), X, atol=1e-3)
     assert f" in {path}" in report.verdict
-    assert [row.path for row in report.inputs[0].tensors if not row.is_within(1e-3)] == [path]
+    tensors = report.inputs[0].tensors
+    assert [row.path for row in tensors if not row.is_within(1e-3)] == [path]
 
 
 def scores_in(layout, wrong):
     """Boxes in pixels and scores in one tensor."""
 
     def make(w, x):
-        boxes = 640 * w.sum() * x[:, :, :4]
-        scores = (w.sum() * x[:, :, 4:]).sigmoid() + wrong
+        y = w.sum() * x
+        boxes = 640 * y[:, :, :4]
+        scores = y[:, :, 4:].sigmoid() + wrong
         return layout(torch.cat([boxes, scores], 2))
 
     return Gives(make, 0.25)
@@ -176,9 +233,11 @@ LAYOUTS = {
 def test_channels_on_another_scale_are_compared_by_their_own(layout, boxes):
     x = torch.rand(2, boxes, 6) + 0.2
     arrange, where = LAYOUTS[layout]
-    report = not_equal(scores_in(arrange, 0.0), scores_in(arrange, 0.035), x, atol=1e-4)
+    right = scores_in(arrange, 0.0)
+    report = not_equal(right, scores_in(arrange, 0.035), x, atol=1e-4)
     assert where in report.verdict
-    assert compare_outputs(scores_in(arrange, 0.0), scores_in(arrange, 2e-5), x, atol=1e-4).passed
+    near = scores_in(arrange, 2e-5)
+    assert compare_outputs(right, near, x, atol=1e-4).passed
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -187,32 +246,64 @@ def test_small_logits_have_no_scale_of_their_own(seed):
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(6, 30, generator=draw)
     apart = 2e-4 * torch.randn(30, generator=draw)
-    a = Gives(lambda w, x: w.sum() * (x @ weight.to(x)))
-    b = Gives(lambda w, x: w.sum() * (x @ weight.to(x)) + apart.to(x))
-    assert compare_outputs(a, b, torch.randn(1, 6, generator=draw), atol=1e-3).passed
+    x = torch.randn(1, 6, generator=draw)
+
+    def logits(w, x):
+        return w.sum() * (x @ weight.to(x))
+
+    def near_logits(w, x):
+        return logits(w, x) + apart.to(x)
+
+    assert compare_outputs(Gives(logits), Gives(near_logits), x, atol=1e-3).passed
 
 
 def named(**values):
-    return lambda w, x: {
-        name: value(w * x) if callable(value) else value for name, value in values.items()
-    }
+    """A mapping; what may be called is called with the product of weight and input."""
+
+    def forward(w, x):
+        output = {}
+        for name, value in values.items():
+            output[name] = value(w * x) if callable(value) else value
+        return output
+
+    return forward
 
 
-def same(y):
-    return y
+def in_list(w, x):
+    return [w * x]
+
+
+def in_tuple(w, x):
+    return (w * x,)
+
+
+def in_dicts(w, x):
+    return {"a": {"b": w * x}}
+
+
+def in_ordered_dict(w, x):
+    return {"a": OrderedDict(b=w * x)}
+
+
+def with_number(w, x):
+    return [w * x, 1]
+
+
+def with_tensor_of_a_number(w, x):
+    return [w * x, torch.tensor(1)]
+
+
+def in_float64(w, x):
+    return scaled(w, x).double()
+
+
+def in_numpy(w, x):
+    return scaled(w, x).detach().numpy()
 
 
 STRUCTURES = {  # an output, another with the same tensors, and the note
-    "container": (
-        lambda w, x: [w * x],
-        lambda w, x: (w * x,),
-        "the output is a tuple, in the original a list",
-    ),
-    "mapping": (
-        lambda w, x: {"a": {"b": w * x}},
-        lambda w, x: {"a": OrderedDict(b=w * x)},
-        "a is an OrderedDict, in the original a dict",
-    ),
+    "container": (in_list, in_tuple, "the output is a tuple, in the original a list"),
+    "mapping": (in_dicts, in_ordered_dict, "a is an OrderedDict, in the original a dict"),
     "order": (
         named(a=same, b=same),
         named(b=same, a=same),
@@ -228,23 +319,15 @@ STRUCTURES = {  # an output, another with the same tensors, and the note
         named(a=same, b=None),
         "has b=None, which the original does not have",
     ),
-    "float64": (scaled, lambda w, x: (w * x).double(), "is in float64, in the original in float32"),
+    "float64": (scaled, in_float64, "is in float64, in the original in float32"),
     "int32": (
         named(a=torch.Tensor.long),
         named(a=torch.Tensor.int),
         "a is in int32, in the original in int64",
     ),
     "text": (named(a=same, b="cat"), named(a=same, b="dog"), "b is 'dog', in the original 'cat'"),
-    "number": (
-        lambda w, x: [w * x, 1],
-        lambda w, x: [w * x, torch.tensor(1)],
-        "1 is a Tensor, in the original an int",
-    ),
-    "numpy": (
-        scaled,
-        lambda w, x: (w * x).detach().numpy(),
-        "is a ndarray, in the original a Tensor",
-    ),
+    "number": (with_number, with_tensor_of_a_number, "1 is a Tensor, in the original an int"),
+    "numpy": (scaled, in_numpy, "is a ndarray, in the original a Tensor"),
 }
 
 
@@ -253,7 +336,8 @@ def test_what_differs_besides_values_is_noted(what):
     before, after, said = STRUCTURES[what]
     report = iso.verify(Gives(before), Gives(after), X)
     assert [said in note for note in report.notes].count(True) == 1, report
-    assert len(report.notes) == 1 + len(iso.verify(Gives(before), Gives(before), X).notes)
+    unchanged = iso.verify(Gives(before), Gives(before), X)
+    assert len(report.notes) == 1 + len(unchanged.notes)
 
 
 def test_a_tensor_that_one_model_does_not_give_is_named():
@@ -271,12 +355,14 @@ def test_a_tensor_that_one_model_does_not_give_is_named():
 
 def test_integers_are_equal_or_not():
     """A class of 1000 is not nearly one of 1001, and true not false."""
-    for change in (lambda y: y + 1, lambda y: y.flip(0)):
-        a, b = (
-            Gives(lambda w, x, last=f: [w * x, last(torch.arange(1e3, 1e3 + 4).long())])
-            for f in (same, change)
-        )
-        assert " in 1" in not_equal(a, b, X, atol=0.01).verdict
+    classes = torch.tensor([1000, 1001, 1002, 1003])
+
+    def gives(integers):
+        return Gives(lambda w, x: [w * x, integers])
+
+    for changed in (classes + 1, classes.flip(0)):
+        report = not_equal(gives(classes), gives(changed), X, atol=0.01)
+        assert " in 1" in report.verdict
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1, 1e6, 1e16])
@@ -284,7 +370,8 @@ def test_equal_is_relative(scale):
     cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)).eval()
     cnn[0].weight.data *= scale
     cnn[0].bias.data *= scale
-    report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "0"), torch.randn(1, 4, 8, 8))
+    new = iso.recast(cnn, iso.ConvToGPSA(), "0")
+    report = iso.verify(cnn, new, torch.randn(1, 4, 8, 8))
     assert report.verdict.startswith("equal within 0.001: max |diff| / max |out| ")
     assert ("small weights" in str(report)) == (scale < 1e-3)
 
@@ -302,14 +389,16 @@ def test_rounding_is_measured():
     report = compare_outputs(rounds, other, X, atol=0.01)
     assert report.passed
     assert report.verdict.startswith("equal within rounding")
-    assert not compare_outputs(Gives(scaled, 1e-3), Gives(scaled, 1.1e-3), X, atol=0.01).passed
+    differs = compare_outputs(Gives(scaled, 1e-3), Gives(scaled, 1.1e-3), X, atol=0.01)
+    assert not differs.passed
 
 
 def test_a_callers_autocast_is_off():
     linear = torch.nn.Linear(8, 8)
     images = torch.randn(64, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        report = iso.verify(linear, iso.recast(linear, iso.LinearToPyramid(), where=""), images)
+        pyramid = iso.recast(linear, iso.LinearToPyramid(), where="")
+        report = iso.verify(linear, pyramid, images)
     assert report.inputs[0].fp32 < 1e-6
 
 
@@ -317,10 +406,11 @@ def test_identical_infinities_are_equal_and_nan_is_not():
     gives = Gives(lambda w, x: torch.cat([w.log(), x[0]]), 0.0)
     assert iso.verify(gives, copy.deepcopy(gives), X).fp32 == 0
     broken = net(nn.Conv2d(4, 4, 3, padding=1))
-    broken[1].weight.data.fill_(float("nan"))
+    broken[1].weight.data.fill_(math.nan)
+    x = torch.randn(1, 4, 6, 6)
     for atol in (None, math.inf):
         with pytest.raises(iso.UserError, match="NOT equal: outputs are not finite") as error:
-            iso.verify(broken, broken, torch.randn(1, 4, 6, 6), atol=atol)
+            iso.verify(broken, broken, x, atol=atol)
         assert error.value.exit_status == 1
 
 
@@ -328,61 +418,94 @@ def test_what_is_not_finite_is_named():
     def gives(y):
         return Gives(lambda w, x: {"a": w * x, "b": w * y * x})
 
-    report = compare_outputs(gives(1.0), gives(torch.tensor([1.0, math.inf, math.nan, 1.0])), X)
+    values = torch.tensor([1.0, math.inf, math.nan, 1.0])
+    report = compare_outputs(gives(1.0), gives(values), X)
     assert report.verdict.startswith(
         "NOT equal: outputs are not finite; b: 4 of 8 values of the second model are not"
     )
-    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["fp32"] is None
+    text = json.dumps(report.as_dict(), allow_nan=False)
+    assert json.loads(text)["fp32"] is None
+
+
+IMAGES = torch.rand(2, 3, 8, 8)
+
+
+def plain(w, x):
+    return w.sum() * x
+
+
+def plain_unless(differs, factor=1.1):
+    """A model that gives more where `differs(x)`."""
+
+    def forward(w, x):
+        y = plain(w, x)
+        return y * factor if differs(x) else y
+
+    return forward
+
+
+def of_magnitudes(w, x):
+    return plain(w, x.abs())
 
 
 HIDDEN = {  # what a batch of two positive images of 8 x 8 does not show, and the name of the row that shows it
-    "negative inputs": lambda w, x: w.sum() * x.abs(),
-    "another batch size": lambda w, x: w.sum() * x * (2 if len(x) == 1 else 1),
-    "another size": lambda w, x: w.sum() * x * (2 if x.shape[-1] > 8 else 1),
+    "negative inputs": of_magnitudes,
+    "another batch size": plain_unless(lambda x: len(x) == 1, 2),
+    "another size": plain_unless(lambda x: x.shape[-1] > 8, 2),
 }
 
 
 @pytest.mark.parametrize("what", HIDDEN)
 def test_thorough_tries_what_a_batch_cannot_show(what):
-    a = Gives(lambda w, x: w.sum() * x)
+    a = Gives(plain)
     b = Gives(HIDDEN[what])
-    x = torch.rand(2, 3, 8, 8)
-    assert iso.verify(a, b, x).passed
-    assert iso.verify(a, copy.deepcopy(a), x, thorough=True).passed
+    assert iso.verify(a, b, IMAGES).passed
+    assert iso.verify(a, copy.deepcopy(a), IMAGES, thorough=True).passed
     with pytest.raises(iso.UserError, match="NOT equal") as error:
-        iso.verify(a, b, x, thorough=True)
-    assert [what in row.name for row in error.value.report.inputs if row.fp64] == [True]
+        iso.verify(a, b, IMAGES, thorough=True)
+    differing = [row for row in error.value.report.inputs if row.fp64]
+    assert [what in row.name for row in differing] == [True]
+
+
+def overflows(w, x):
+    return (w.sum() * 1e5) * x / 1e5
+
+
+def shifts_zeros(w, x):
+    y = plain(w, x)
+    return y if x.any() else y + 0.1
 
 
 MODES = {  # what differs in another precision, memory format or for zeros alone, and the row that shows it
-    "float16": lambda w, x: w.sum() * x if x.dtype != torch.float16 else w.sum() * x * 1.1,
-    "float16, overflow": lambda w, x: (w.sum() * 1e5) * x / 1e5,
-    "autocast to bfloat16": lambda w, x: (
-        w.sum() * x * (1.1 if torch.is_autocast_enabled("cpu") else 1)
-    ),
-    "channels_last": lambda w, x: w.sum() * x * (1 if x.is_contiguous() else 1.1),
-    "zeros": lambda w, x: w.sum() * x + (0.0 if x.any() else 0.1),
-    "twice the size": lambda w, x: w.sum() * x * (1.1 if x.shape[-1] == 16 else 1),
+    "float16": plain_unless(lambda x: x.dtype == torch.float16),
+    "float16, overflow": overflows,
+    "autocast to bfloat16": plain_unless(lambda x: torch.is_autocast_enabled("cpu")),
+    "channels_last": plain_unless(lambda x: not x.is_contiguous()),
+    "zeros": shifts_zeros,
+    "twice the size": plain_unless(lambda x: x.shape[-1] == 16),
 }
 
 
 @pytest.mark.parametrize("what", MODES)
 def test_thorough_tries_precisions_formats_and_zeros(what):
-    a = Gives(lambda w, x: w.sum() * x)
+    a = Gives(plain)
     b = Gives(MODES[what])
-    x = torch.rand(2, 3, 8, 8)
-    assert iso.verify(a, b, x).passed
-    report = not_equal(a, b, x, thorough=True)
+    assert iso.verify(a, b, IMAGES).passed
+    report = not_equal(a, b, IMAGES, thorough=True)
     wrong = [row for row in report.inputs if not row.is_within(report.atol)]
-    assert [what.partition(",")[0] in str(row) for row in wrong] == [True]
+    row_name = what.partition(",")[0]
+    assert [row_name in str(row) for row in wrong] == [True]
     assert ("not finite" in report.verdict) == ("overflow" in what)
 
 
+def has_no_numbers_for_zeros(w, x):
+    return plain(w, x) / x.float().abs().max()
+
+
 def test_thorough_says_what_was_not_tried():
-    usual = Gives(lambda w, x: w.sum() * x / x.float().abs().max())  # has no numbers for zeros
-    said = " ".join(
-        iso.verify(usual, copy.deepcopy(usual), torch.rand(2, 3, 8, 8), thorough=True).notes
-    )
+    model = Gives(has_no_numbers_for_zeros)
+    report = iso.verify(model, copy.deepcopy(model), IMAGES, thorough=True)
+    said = " ".join(report.notes)
     for word in (
         "batches than",
         "train mode",
@@ -393,10 +516,9 @@ def test_thorough_says_what_was_not_tried():
     ):
         assert word in said
     assert "zeros was not compared: the original's outputs are not finite" in said
-    fixed = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
-    assert "another size was not compared" in str(
-        iso.verify(fixed, fixed, torch.rand(2, 3, 8, 8), thorough=True)
-    )
+    fixed = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    report = iso.verify(fixed, fixed, IMAGES, thorough=True)
+    assert "another size was not compared" in str(report)
 
 
 def test_a_random_original_is_named():
@@ -410,7 +532,9 @@ class Reader(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.read, self.called, self.idle = (nn.Linear(4, 4) for _ in range(3))
+        self.read = nn.Linear(4, 4)
+        self.called = nn.Linear(4, 4)
+        self.idle = nn.Linear(4, 4)
 
     def forward(self, x):
         layer = self.read
@@ -419,29 +543,34 @@ class Reader(nn.Module):
 
 def test_what_was_replaced_and_not_called_is_noticed():
     old = Reader().eval()
-    for where, said in ("called", ""), ("idle", "idle was not called on these inputs"):
-        report = iso.verify(old, iso.recast(old, iso.LinearToPyramid(), where), X)
-        assert said in str(report)
-    with pytest.raises(
-        iso.UserError, match="NOT equal: the model reads the weights of read without calling it"
-    ):
-        iso.verify(old, iso.recast(old, iso.LinearToPyramid(), ["read", "called", "idle"]), X)
+    rule = iso.LinearToPyramid()
+    assert iso.verify(old, iso.recast(old, rule, "called"), X).passed
+    report = iso.verify(old, iso.recast(old, rule, "idle"), X)
+    assert "idle was not called on these inputs" in str(report)
+    new = iso.recast(old, rule, ["read", "called", "idle"])
+    message = "NOT equal: the model reads the weights of read without calling it"
+    with pytest.raises(iso.UserError, match=message):
+        iso.verify(old, new, X)
 
 
 def test_a_branch_that_is_switched_off_proves_nothing():
     """timm's last norms start at zero: the output does not depend on the branch, the modules do differ."""
     cnn = timm.create_model("resnet18", num_classes=4).eval()
-    exact = iso.recast(cnn, iso.ConvToGPSA("exact"), "layer4.*.conv2")
-    paper = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer4.*.conv2")
+    where = "layer4.*.conv2"
+    exact = iso.recast(cnn, iso.ConvToGPSA("exact"), where)
     x = torch.randn(1, 3, 64, 64)
-    assert "the outputs do not depend on layer4.0.conv2" in str(iso.verify(cnn, exact, x))
+    report = iso.verify(cnn, exact, x)
+    assert "the outputs do not depend on layer4.0.conv2" in str(report)
+
     trained = copy.deepcopy(cnn)
     nn.init.ones_(trained.layer4[0].bn2.weight)
-    report = iso.verify(trained, iso.recast(trained, iso.ConvToGPSA("exact"), "layer4.*.conv2"), x)
+    exact = iso.recast(trained, iso.ConvToGPSA("exact"), where)
+    report = iso.verify(trained, exact, x)
     assert "do not depend" not in str(report)
-    with pytest.raises(
-        iso.UserError, match=r"NOT equal .*; but layer4\.0\.conv2 differs by"
-    ) as caught:
+
+    paper = iso.recast(cnn, iso.ConvToGPSA("paper"), where)
+    message = r"NOT equal .*; but layer4\.0\.conv2 differs by"
+    with pytest.raises(iso.UserError, match=message) as caught:
         iso.verify(cnn, paper, x)
     assert caught.value.report.fp64 == 0
 
@@ -466,9 +595,10 @@ def test_what_cannot_be_compared_is_said(model, x, atol, message):
 
 
 def test_inputs_of_one_shape_are_one_line_with_the_largest_difference():
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    batches = [scale * torch.ones(3, 2) for scale in (1, 100, 10)]
-    report = compare_outputs(one, other, [*batches, torch.ones(5, 2)])
-    lines = [line for line in str(report).splitlines() if line.startswith("  input 3x2")]
+    ones = torch.ones(3, 2)
+    batches = [ones, 100 * ones, 10 * ones, torch.ones(5, 2)]
+    report = compare_outputs(nn.Linear(2, 2), nn.Linear(2, 2), batches)
+    text = str(report)
+    lines = [line for line in text.splitlines() if line.startswith("  input 3x2")]
     assert lines == [f"  {report.inputs[1]} (the largest of 3)"]
-    assert str(report.inputs[3]) in str(report)
+    assert str(report.inputs[3]) in text
