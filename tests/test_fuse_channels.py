@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation
-from test_fuse_norms import MAP, Net, conv, norm
+from test_fuse_norms import MAP, Net, conv, doubles, norm
 
 THREE = conv(4, 4, 3, padding=1)
 ONE = conv(4, 6, 1)
@@ -24,186 +24,456 @@ NORM1D = norm(4, kind=nn.BatchNorm1d)
 LINEAR = conv(4, 6, kind=nn.Linear)
 TWELVE = conv(4, 12, 1, bias=False)
 
-
-def before(compute, head=ONE, **parts):
-    """A norm, an operation, and a layer that reads what it gives."""
-    return lambda m, x: m.head(compute(m.norm(x))), dict(norm=NORM, head=head) | parts
-
-
-def after(compute, first=THREE, last=NORM, **parts):
-    """A layer, an operation, and the norm of what it gives."""
-    return lambda m, x: m.norm(compute(m.first(x))), dict(first=first, norm=last) | parts
+MERGED = {}
+"""What a model computes of a map, and its parts: all of its norms are merged."""
+LEFT = {}
+"""What a model computes of a map, and its parts: its norm stays."""
+POSITIVE = {"max_pooling", "largest", "after_max_pooling"}
+"""Rows in which the scales have to be positive."""
 
 
-def attend(weights, heads=2, parts="chunk"):
-    """Attention of a map to itself, and a norm of what it gives, as in a BoTNet."""
+def model_in(table, **parts):
+    """Add to a table a model that computes the decorated function of its parts and a map."""
 
-    def compute(m, x):
-        B, _, H, W = x.shape
-        qkv = m.first(x)
-        if parts == "chunk":
-            q, k, v = qkv.chunk(3, 1)
-        else:
-            q, k, v = (qkv[:, 4 * i : 4 * i + 4] for i in range(3))
-        q = q.reshape(B * heads, 4 // heads, -1)
-        k = k.reshape(B * heads, 4 // heads, -1)
-        v = v.reshape(B * heads, 4 // heads, -1)
-        y = weights(q.mT @ k) @ v.mT
-        return m.norm(y.mT.reshape(B, 4, H, W))
+    def add(compute):
+        table[compute.__name__] = compute, parts
+        return compute
 
-    return compute, dict(first=TWELVE, norm=NORM)
+    return add
 
 
-def attend_fused(m, x):
-    q, k, v = m.first(x).flatten(2).unflatten(1, (3, 2, 2)).unbind(1)
-    y = F.scaled_dot_product_attention(q.mT, k.mT, v.mT)
-    return m.norm(y.mT.flatten(1, 2).unflatten(2, x.shape[2:]))
+def before(table, head=ONE):
+    """Add to a table a norm, the decorated operation, and a layer that reads what it gives."""
+
+    def add(operation):
+        def compute(m, x):
+            y = operation(m.norm(x))
+            return m.head(y)
+
+        table[operation.__name__] = compute, dict(norm=NORM, head=head)
+        return operation
+
+    return add
+
+
+def after(table, first=THREE, last=NORM, **parts):
+    """Add to a table a layer, the decorated operation, and the norm of what it gives."""
+
+    def add(operation):
+        def compute(m, x):
+            y = operation(m.first(x))
+            return m.norm(y)
+
+        table[operation.__name__] = compute, dict(first=first, norm=last) | parts
+        return operation
+
+    return add
+
+
+def attention_in(table, by_parts=False):
+    """Add to a table attention of a map to itself, and a norm of what it gives, as in a BoTNet.
+
+    The decorated function makes weights of the scores. `by_parts`: queries, keys and values are slices, no chunks.
+    """
+    heads = 2
+
+    def add(weights_of):
+        def compute(m, x):
+            B, _, H, W = x.shape
+            qkv = m.first(x)
+            if by_parts:
+                q = qkv[:, 0:4]
+                k = qkv[:, 4:8]
+                v = qkv[:, 8:12]
+            else:
+                q, k, v = qkv.chunk(3, 1)
+            q = q.reshape(B * heads, 4 // heads, -1)
+            k = k.reshape(B * heads, 4 // heads, -1)
+            v = v.reshape(B * heads, 4 // heads, -1)
+            y = weights_of(q.mT @ k) @ v.mT
+            return m.norm(y.mT.reshape(B, 4, H, W))
+
+        table[weights_of.__name__] = compute, dict(first=TWELVE, norm=NORM)
+        return weights_of
+
+    return add
+
+
+@before(MERGED, LINEAR)
+def mean(y):
+    return y.mean((2, 3))
+
+
+@before(MERGED, LINEAR)
+def mean_of_tokens(y):
+    return y.flatten(2).mT.mean(1)
+
+
+@before(MERGED)
+def average_pooling(y):
+    return F.avg_pool2d(y, 3, 2)
+
+
+@before(MERGED)
+def average_pooling_rounded_up(y):
+    return F.avg_pool2d(y, 2, ceil_mode=True)
+
+
+@before(MERGED)
+def average_pooling_padding_not_counted(y):
+    return F.avg_pool2d(y, 3, 2, 1, count_include_pad=False)
+
+
+@before(MERGED, conv(4, 6, 2))
+def adaptive_pooling(y):
+    return F.adaptive_avg_pool2d(y, 2)
+
+
+@before(MERGED, conv(16, 6, kind=nn.Linear))
+def adaptive_pooling_flattened(y):
+    return F.adaptive_avg_pool2d(y, 2).flatten(1)
+
+
+@before(MERGED)
+def max_pooling(y):
+    return F.max_pool2d(y, 3, 2, 1)
+
+
+@before(MERGED, LINEAR)
+def largest(y):
+    return y.amax((2, 3))
+
+
+@before(MERGED)
+def upsampled(y):
+    return F.interpolate(y, scale_factor=2, mode="bilinear")
+
+
+@before(MERGED, conv(4, 6, 3))
+def reflected_border(y):
+    return F.pad(y, (1, 1, 1, 1), mode="reflect")
+
+
+@before(MERGED)
+def channels_rolled(y):
+    return y.roll(1, 1)
+
+
+@before(MERGED)
+def channels_turned_around(y):
+    return y.flip(1)
+
+
+@before(MERGED)
+def channels_shuffled(y):
+    return F.channel_shuffle(y, 2)
+
+
+@before(MERGED, LINEAR)
+def to_tokens(y):
+    return y.flatten(2).mT
+
+
+@before(MERGED, conv(16, 6, 1))
+def patches(y):
+    return F.pixel_unshuffle(y[..., :8, :8], 2)
+
+
+@before(MERGED, conv(2, 6, 1))
+def part_of_the_channels(y):
+    return y[:, 1:3]
+
+
+@before(MERGED, conv(8, 6, 1))
+def repeated(y):
+    return y.repeat(1, 2, 1, 1)
+
+
+@model_in(MERGED, norm=NORM, head=conv(1, 6, 1), other=conv(3, 6, 1))
+def two_readers(m, x):
+    first, rest = m.norm(x).split([1, 3], 1)
+    return m.head(first) + m.other(rest.mean((2, 3), keepdim=True))
+
+
+@after(MERGED, last=NORM1D)
+def after_the_mean(y):
+    return y.mean((2, 3))
+
+
+@after(MERGED)
+def after_average_pooling(y):
+    return F.avg_pool2d(y, 2)
+
+
+@after(MERGED)
+def after_max_pooling(y):
+    return F.max_pool2d(y, 3, 2, 1)
+
+
+@after(MERGED)
+def after_upsampling(y):
+    return F.interpolate(y, scale_factor=2)
+
+
+@after(MERGED)
+def after_a_roll(y):
+    return y.roll((1, 2), (1, 2))
+
+
+@after(MERGED, conv(4, 16, 1))
+def after_pixel_shuffle(y):
+    return F.pixel_shuffle(y, 2)
+
+
+@after(MERGED)
+def after_shuffled_channels(y):
+    return F.channel_shuffle(y, 2)
+
+
+@after(MERGED, conv(4, 8, 1))
+def after_a_part(y):
+    return y[:, 2:6]
+
+
+@after(MERGED, conv(4, 12, 1), norm(6))
+def after_pairs_of_channels(y):
+    return y.reshape(len(y), 6, -1, 1)
+
+
+@after(MERGED, conv(4, 8, 1))
+def after_groups_on_another_axis(y):
+    return y.unflatten(1, (2, 4)).flatten(0, 1)
+
+
+TO_LAST = conv(4, 4, kind=nn.Linear)
+
+
+@after(MERGED, TO_LAST, channels_last=True)
+def linear_then_a_map(y):
+    return y.permute(0, 3, 1, 2)
+
+
+@after(MERGED, TO_LAST, channels_last=True)
+def linear_then_a_view(y):
+    return y.flatten(1, 2).mT.unflatten(2, (-1, 1))
+
+
+@after(MERGED, TO_LAST, NORM1D, channels_last=True)
+def linear_then_tokens(y):
+    return y.flatten(0, 2)
 
 
 class Reshaped(nn.Conv2d):
     """A convolution that computes its weight from the rows of its parameter."""
 
     def forward(self, x):
-        return F.conv2d(
-            x, self.weight.flatten(1).reshape(len(self.weight), -1, 3, 3), self.bias, padding=1
-        )
+        rows = self.weight.flatten(1)
+        weight = rows.reshape(len(rows), -1, 3, 3)
+        return F.conv2d(x, weight, self.bias, padding=1)
 
 
-TO_LAST = conv(4, 4, kind=nn.Linear)
-MERGED = {
-    "mean, linear": before(lambda y: y.mean((2, 3)), LINEAR),
-    "mean of tokens": before(lambda y: y.flatten(2).mT.mean(1), LINEAR),
-    "average pooling": before(lambda y: F.avg_pool2d(y, 3, 2)),
-    "average pooling, rounded up": before(lambda y: F.avg_pool2d(y, 2, ceil_mode=True)),
-    "average pooling, padding not counted": before(
-        lambda y: F.avg_pool2d(y, 3, 2, 1, count_include_pad=False)
-    ),
-    "adaptive pooling": before(lambda y: F.adaptive_avg_pool2d(y, 2), conv(4, 6, 2)),
-    "adaptive pooling, flattened": before(
-        lambda y: F.adaptive_avg_pool2d(y, 2).flatten(1), conv(16, 6, kind=nn.Linear)
-    ),
-    "max pooling": before(lambda y: F.max_pool2d(y, 3, 2, 1)),
-    "largest": before(lambda y: y.amax((2, 3)), LINEAR),
-    "upsampled": before(lambda y: F.interpolate(y, scale_factor=2, mode="bilinear")),
-    "reflected border": before(lambda y: F.pad(y, (1, 1, 1, 1), mode="reflect"), conv(4, 6, 3)),
-    "channels rolled": before(lambda y: y.roll(1, 1)),
-    "channels turned around": before(lambda y: y.flip(1)),
-    "channels shuffled": before(lambda y: F.channel_shuffle(y, 2)),
-    "to tokens": before(lambda y: y.flatten(2).mT, LINEAR),
-    "patches": before(lambda y: F.pixel_unshuffle(y[..., :8, :8], 2), conv(16, 6, 1)),
-    "a part of the channels": before(lambda y: y[:, 1:3], conv(2, 6, 1)),
-    "repeated": before(lambda y: y.repeat(1, 2, 1, 1), conv(8, 6, 1)),
-    "two readers": (
-        lambda m, x: (lambda a, b: m.head(a) + m.other(b.mean((2, 3), keepdim=True)))(
-            *m.norm(x).split([1, 3], 1)
-        ),
-        dict(norm=NORM, head=conv(1, 6, 1), other=conv(3, 6, 1)),
-    ),
-    "after the mean": after(lambda y: y.mean((2, 3)), last=NORM1D),
-    "after average pooling": after(lambda y: F.avg_pool2d(y, 2)),
-    "after max pooling": after(lambda y: F.max_pool2d(y, 3, 2, 1)),
-    "after upsampling": after(lambda y: F.interpolate(y, scale_factor=2)),
-    "after a roll": after(lambda y: y.roll((1, 2), (1, 2))),
-    "after pixel shuffle": after(lambda y: F.pixel_shuffle(y, 2), conv(4, 16, 1)),
-    "after shuffled channels": after(lambda y: F.channel_shuffle(y, 2)),
-    "after a part": after(lambda y: y[:, 2:6], conv(4, 8, 1)),
-    "after pairs of channels": after(
-        lambda y: y.reshape(len(y), 6, -1, 1), conv(4, 12, 1), norm(6)
-    ),
-    "after groups on another axis": after(
-        lambda y: y.unflatten(1, (2, 4)).flatten(0, 1), conv(4, 8, 1)
-    ),
-    "linear, then a map": after(lambda y: y.permute(0, 3, 1, 2), TO_LAST, channels_last=True),
-    "linear, then a view": after(
-        lambda y: y.flatten(1, 2).mT.unflatten(2, (-1, 1)), TO_LAST, channels_last=True
-    ),
-    "linear, then tokens": after(lambda y: y.flatten(0, 2), TO_LAST, NORM1D, channels_last=True),
-    "reshaped weight": after(lambda y: y, lambda: Reshaped(4, 4, 3)),
-    "attention": attend(lambda scores: scores.softmax(-1)),
-    "attention, by parts": attend(lambda scores: scores.softmax(-1), parts="index"),
-    "attention, dropout": attend(lambda scores: F.dropout(scores.softmax(-1), 0.5, training=False)),
-    "fused attention": (attend_fused, dict(first=TWELVE, norm=NORM)),
-    "difference": (
-        lambda m, x: x + m.scale(m.first(x) - m.norm(x)),
-        dict(first=THREE, norm=NORM, scale=lambda: timm.layers.LayerScale2d(4, 0.5)),
-    ),
-    "difference of two layers": (
-        lambda m, x: m.norm(m.first(x) - m.other(x)),
-        dict(first=THREE, other=conv(4, 4, 1), norm=NORM),
-    ),
-    "less the source": (
-        lambda m, x: m.norm(m.first(x) - x),
-        dict(first=THREE, norm=NORM),
-    ),
-}
-"""What a model computes of a map, and its parts: all of its norms are merged."""
-POSITIVE = {"max pooling", "largest", "after max pooling"}
-"""Rows in which the scales have to be positive."""
+@after(MERGED, conv(4, 4, 3, kind=Reshaped))
+def reshaped_weight(y):
+    return y
 
 
-def overlapping(m, x):
+@attention_in(MERGED)
+def attention(scores):
+    return scores.softmax(-1)
+
+
+@attention_in(MERGED, by_parts=True)
+def attention_by_parts(scores):
+    return scores.softmax(-1)
+
+
+@attention_in(MERGED)
+def attention_with_dropout_in_eval_mode(scores):
+    return F.dropout(scores.softmax(-1), 0.5, training=False)
+
+
+def heads_of(qkv):
+    """Queries, keys and values. Shape: (B, 12, H, W) -> each (B, 2, N, 2)"""
+    q, k, v = qkv.flatten(2).unflatten(1, (3, 2, 2)).unbind(1)
+    return q.mT, k.mT, v.mT
+
+
+@model_in(MERGED, first=TWELVE, norm=NORM)
+def fused_attention(m, x):
+    y = F.scaled_dot_product_attention(*heads_of(m.first(x)))
+    return m.norm(y.mT.flatten(1, 2).unflatten(2, x.shape[2:]))
+
+
+@model_in(MERGED, first=THREE, norm=NORM, scale=lambda: timm.layers.LayerScale2d(4, 0.5))
+def difference(m, x):
+    return x + m.scale(m.first(x) - m.norm(x))
+
+
+@model_in(MERGED, first=THREE, other=conv(4, 4, 1), norm=NORM)
+def difference_of_two_layers(m, x):
+    return m.norm(m.first(x) - m.other(x))
+
+
+@model_in(MERGED, first=THREE, norm=NORM)
+def less_the_source(m, x):
+    return m.norm(m.first(x) - x)
+
+
+@before(LEFT)
+def padded_average(y):
+    return F.avg_pool2d(y, 3, 2, 1)
+
+
+@before(LEFT)
+def average_by_another_divisor(y):
+    return F.avg_pool2d(y, 2, divisor_override=3)
+
+
+@before(LEFT, LINEAR)
+def sum_of_places(y):
+    return y.sum((2, 3))
+
+
+@before(LEFT, conv(4, 6, 3))
+def zero_padding(y):
+    return F.pad(y, (1, 1))
+
+
+@before(LEFT, conv(2, 6, 1))
+def mean_of_channels(y):
+    channels_last = y.mT.transpose(1, 3)
+    return F.adaptive_avg_pool2d(channels_last, (3, 2)).transpose(1, 3)
+
+
+@before(LEFT, conv(1, 6, 1))
+def largest_channel(y):
+    return y.amax(1, keepdim=True)
+
+
+@before(LEFT, conv(3, 6, kind=nn.Linear))
+def pooled_tokens(y):
+    return F.max_pool1d(y.flatten(2).mT, 2, 1)
+
+
+@model_in(LEFT, norm=NORM, head=LINEAR)
+def another_reader(m, x):
+    y = m.norm(x).mean((2, 3))
+    return m.head(y) + y.relu().mean()
+
+
+@before(LEFT)
+def negative_scale_and_max_pooling(y):
+    return F.max_pool2d(y, 2)
+
+
+@after(LEFT)
+def after_max_pooling_and_negative_scale(y):
+    return F.max_pool2d(y, 2)
+
+
+@after(LEFT)
+def after_a_padded_average(y):
+    return F.avg_pool2d(y, 3, 2, 1)
+
+
+@after(LEFT)
+def after_padding_with_a_number(y):
+    return F.pad(y, (1, 1), value=1.5)
+
+
+@after(LEFT)
+def after_zero_padding(y):
+    return F.pad(y, (1, 1))
+
+
+@after(LEFT)
+def after_sorting(y):
+    return y.sort(1)[0]
+
+
+@after(LEFT)
+def after_the_sum_of_channels(y):
+    return y.cumsum(1)
+
+
+@after(LEFT)
+def after_softmax(y):
+    return y.softmax(1)
+
+
+@after(LEFT)
+def after_mixed_channels(y):
+    tokens = y.flatten(2).mT
+    return F.avg_pool1d(tokens, 3, 1, 1).mT.unflatten(2, y.shape[2:])
+
+
+@after(LEFT)
+def after_dropout_in_any_mode(y):
+    return F.dropout(y, 0.5, training=True)
+
+
+@after(LEFT)
+def after_a_roll_by_the_size(y):
+    return y.roll(y.shape[-1], 1)
+
+
+@after(LEFT)
+def after_an_order_by_the_values(y):
+    return y.gather(1, y.argsort(1))
+
+
+@after(LEFT)
+def after_an_index_by_the_values(y):
+    order = y.mean((0, 2, 3)).argsort()
+    return y[:, order]
+
+
+@after(LEFT, conv(4, 4, 1), norm(8))
+def after_halves_of_channels(y):
+    return y.reshape(len(y), 8, -1, 1)
+
+
+@model_in(LEFT, first=conv(4, 6, 1), norm=NORM)
+def overlapping_parts(m, x):
     y = m.first(x)
     return m.norm(y[:, :4]).mean() + y[:, 2:].mean((1, 2, 3))
 
 
-def half_of_the_rows(m, x):
+@model_in(LEFT, first=conv(4, 4, 1), norm=NORM)
+def parts_of_the_rows(m, x):
     top, rest = m.first(x).split([2, x.shape[2] - 2], 2)
     return m.norm(top).mean((2, 3)) + rest.mean((2, 3))
 
 
-def fused_dropout(m, x):
-    q, k, v = m.first(x).flatten(2).unflatten(1, (3, 2, 2)).unbind(1)
-    y = F.scaled_dot_product_attention(q.mT, k.mT, v.mT, dropout_p=0.5)
+@attention_in(LEFT)
+def sigmoid_attention(scores):
+    return torch.sigmoid(scores)
+
+
+@attention_in(LEFT)
+def attention_over_queries(scores):
+    return (0 * scores).softmax(-2)
+
+
+@attention_in(LEFT)
+def attention_with_dropout(scores):
+    return F.dropout(scores.softmax(-1), 0.5)
+
+
+@model_in(LEFT, first=TWELVE, norm=NORM)
+def fused_attention_with_dropout(m, x):
+    y = F.scaled_dot_product_attention(*heads_of(m.first(x)), dropout_p=0.5)
     return m.norm(y.mT.flatten(1, 2).unflatten(2, x.shape[2:]))
 
 
-LEFT = {
-    "padded average": before(lambda y: F.avg_pool2d(y, 3, 2, 1)),
-    "average by another divisor": before(lambda y: F.avg_pool2d(y, 2, divisor_override=3)),
-    "sum": before(lambda y: y.sum((2, 3)), LINEAR),
-    "zero padding": before(lambda y: F.pad(y, (1, 1)), conv(4, 6, 3)),
-    "mean of channels": before(
-        lambda y: F.adaptive_avg_pool2d(y.mT.transpose(1, 3), (3, 2)).transpose(1, 3), conv(2, 6, 1)
-    ),
-    "largest channel": before(lambda y: y.amax(1, keepdim=True), conv(1, 6, 1)),
-    "pooled tokens": before(
-        lambda y: F.max_pool1d(y.flatten(2).mT, 2, 1), conv(3, 6, kind=nn.Linear)
-    ),
-    "another reader": (
-        lambda m, x: (lambda y: m.head(y) + y.relu().mean())(m.norm(x).mean((2, 3))),
-        dict(norm=NORM, head=LINEAR),
-    ),
-    "negative scale, max pooling": before(lambda y: F.max_pool2d(y, 2)),
-    "after max pooling, negative scale": after(lambda y: F.max_pool2d(y, 2)),
-    "after a padded average": after(lambda y: F.avg_pool2d(y, 3, 2, 1)),
-    "after padding with a number": after(lambda y: F.pad(y, (1, 1), value=1.5)),
-    "after zero padding": after(lambda y: F.pad(y, (1, 1))),
-    "after sorting": after(lambda y: y.sort(1)[0]),
-    "after the sum of channels": after(lambda y: y.cumsum(1)),
-    "after softmax": after(lambda y: y.softmax(1)),
-    "after mixed channels": after(
-        lambda y: F.avg_pool1d(y.flatten(2).mT, 3, 1, 1).mT.unflatten(2, y.shape[2:])
-    ),
-    "after dropout in any mode": after(lambda y: F.dropout(y, 0.5, training=True)),
-    "after a roll by the size": after(lambda y: y.roll(y.shape[-1], 1)),
-    "after an order by the values": after(lambda y: y.gather(1, y.argsort(1))),
-    "after an index by the values": after(lambda y: y[:, y.mean((0, 2, 3)).argsort()]),
-    "after halves of channels": after(
-        lambda y: y.reshape(len(y), 8, -1, 1), conv(4, 4, 1), norm(8)
-    ),
-    "overlapping parts": (overlapping, dict(first=conv(4, 6, 1), norm=NORM)),
-    "parts of the rows": (half_of_the_rows, dict(first=conv(4, 4, 1), norm=NORM)),
-    "sigmoid attention": attend(torch.sigmoid),
-    "attention over queries": attend(lambda scores: (0 * scores).softmax(-2)),
-    "attention with dropout": attend(lambda scores: F.dropout(scores.softmax(-1), 0.5)),
-    "fused attention with dropout": (fused_dropout, dict(first=TWELVE, norm=NORM)),
-    "attention to some keys": attend(lambda scores: scores.softmax(-1) * (scores > 0)),
-    "difference of the source": (
-        lambda m, x: m.norm(x - m.first(x)).relu(),
-        dict(first=THREE, norm=NORM),
-    ),
-}
-"""What a model computes of a map, and its parts: its norm stays."""
+@attention_in(LEFT)
+def attention_to_some_keys(scores):
+    return scores.softmax(-1) * (scores > 0)
+
+
+@model_in(LEFT, first=THREE, norm=NORM)
+def difference_of_the_source(m, x):
+    return m.norm(x - m.first(x)).relu()
 
 
 def gated(table, name):
@@ -212,15 +482,18 @@ def gated(table, name):
     channels_last = parts.pop("channels_last", False)
 
     def run(m, x):
-        y = compute(m, x.permute(0, 2, 3, 1) if channels_last else x)
-        return x.mean() + m.gate * y
+        given = x
+        if channels_last:
+            given = x.permute(0, 2, 3, 1)
+        return x.mean() + m.gate * compute(m, given)
 
     torch.manual_seed(0)
-    made = {part: make() for part, make in parts.items()}
-    model = Net(run, **made, gate=nn.Parameter(torch.zeros(()))).double().eval()
-    for each in model.modules():
-        if isinstance(each, _BatchNorm):
-            draw(each, positive=name in POSITIVE)
+    layers = {part: make() for part, make in parts.items()}
+    gate = nn.Parameter(torch.zeros(()))
+    model = Net(run, **layers, gate=gate).double().eval()
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            draw(layer, positive=name in POSITIVE)
     return model
 
 
@@ -245,7 +518,7 @@ def opened(model):
 def assert_equal_when_open(model, new, sizes=((2, 4, 9, 8), (3, 4, 8, 11))):
     compared = 0
     for size in sizes:
-        x = torch.randn(size, dtype=torch.float64)
+        x = doubles(*size)
         torch.manual_seed(1)
         try:
             y = opened(model)(x)
@@ -261,7 +534,7 @@ def assert_equal_when_open(model, new, sizes=((2, 4, 9, 8), (3, 4, 8, 11))):
 @torch.no_grad()
 def test_a_norm_passes_through_what_keeps_channels_apart(name):
     model = gated(MERGED, name)
-    new, report = fuse_with_report(model, torch.randn(MAP, dtype=torch.float64))
+    new, report = fuse_with_report(model, doubles(*MAP))
     assert not report.left
     for module in new.modules():
         assert not isinstance(module, _BatchNorm)
@@ -272,6 +545,6 @@ def test_a_norm_passes_through_what_keeps_channels_apart(name):
 @torch.no_grad()
 def test_a_norm_stays_where_an_operation_mixes_channels_or_drops_a_shift(name):
     model = gated(LEFT, name)
-    new, report = fuse_with_report(model, torch.randn(MAP, dtype=torch.float64))
+    new, report = fuse_with_report(model, doubles(*MAP))
     assert list(report.left) == ["norm"]
     assert_equal_when_open(model, new)

@@ -45,22 +45,27 @@ from refusals import refused
 NAN = math.nan
 
 
+SMALL_VIT = dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+
+
 def small_vit(**changes):
-    arguments = (
-        dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
-        | changes
-    )
+    arguments = SMALL_VIT | changes
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+
+
+def an_image(name="x"):
+    return report.PageImage(name, torch.rand(3, 32, 48))
 
 
 def unpacked(text, heads, queries):
     """The obvious way back from the packed text, row by row."""
     data = zlib.decompress(base64.b64decode(text))
     split = heads * queries * 2 * 4
-    low, high = np.moveaxis(np.frombuffer(data[:split], "<f4").reshape(heads, queries, 1, 2), -1, 0)
-    return (
-        low + np.frombuffer(data[split:], np.uint8).reshape(heads, queries, -1) * (high - low) / 255
-    )
+    ranges = np.frombuffer(data[:split], "<f4").reshape(heads, queries, 1, 2)
+    levels = np.frombuffer(data[split:], np.uint8).reshape(heads, queries, -1)
+    low = ranges[..., 0]
+    high = ranges[..., 1]
+    return low + levels * (high - low) / 255
 
 
 class TestMaps:
@@ -70,50 +75,73 @@ class TestMaps:
         found, problems = capture_layer_maps(model, x)
         assert problems == {}
         for name, maps in iso.attention_maps(model, x).items():
+            layer = found[name]
             for image in range(2):
-                back = unpacked(found[name].pack(image), 3, 25)
-                assert abs(back - maps[image].numpy()).max() <= found[name].rounding * 1.001
-            assert found[name].rounding <= maps.max().item() / 510 * 1.001
-            assert found[name].where.queries == (4, 6)
-        assert list(capture_layer_maps(model, x, "blocks.1.*")[0]) == ["blocks.1.attn"]
+                back = unpacked(layer.pack(image), heads=3, queries=25)
+                error = abs(back - maps[image].numpy()).max()
+                assert error <= layer.rounding * 1.001
+            half_a_level = maps.max().item() / 510
+            assert layer.rounding <= half_a_level * 1.001
+            assert layer.where.queries == (4, 6)
+        selected, _ = capture_layer_maps(model, x, "blocks.1.*")
+        assert list(selected) == ["blocks.1.attn"]
 
     def test_negative_attention_keeps_its_sign(self):
         maps = torch.tensor([[-1.0, 0.0, 3.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
         levels, ranges = round_rows(maps)
         assert ranges.tolist() == [[-1.0, 3.0], [0.0, 0.0], [0.0, 0.5]]
-        back = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255
+        low = ranges[:, :1]
+        high = ranges[:, 1:]
+        back = low + levels * (high - low) / 255
         assert torch.allclose(back, maps, atol=4 / 510)
 
     def test_a_budget_thins_queries_and_says_so(self):
         found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
         models = [ViewerModel("m", found)]
-        pictures = [report.PageImage("a", torch.rand(3, 32, 48))]
+        images = [an_image()]
         step, packed = pack_layer_maps(list(found.values()), 1, max_characters=4000)
         assert step[0] > 1
         assert sum(map(len, packed.values())) <= 4000
-        assert "To keep" not in build_viewer(models, pictures).note
-        assert "To keep the page small" in build_viewer(models, pictures, 4000).note
+        whole = build_viewer(models, images)
+        assert "To keep" not in whole.note
+        thinned = build_viewer(models, images, 4000)
+        assert "To keep the page small" in thinned.note
 
 
-MODELS = {
-    "gated": lambda: iso.recast(small_vit(), iso.AttentionToGPSA(init="paper"), "blocks.[01].attn"),
-    "refined": lambda: iso.recast(
-        small_vit(class_token=False, global_pool="avg"),
-        iso.AttentionToRefined(init="paper"),
-        "blocks.*.attn",
-    ),
-    "t-cnn": lambda: iso.recast(
-        timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?"
-    ),
-    "cnn": lambda: timm.create_model("cifar_resnet20"),
-    "coatnet": lambda: timm.create_model(
+def cnn():
+    return timm.create_model("cifar_resnet20")
+
+
+def gated_vit():
+    return iso.recast(small_vit(), iso.AttentionToGPSA(init="paper"), "blocks.[01].attn")
+
+
+def refined_vit():
+    plain = small_vit(class_token=False, global_pool="avg")
+    return iso.recast(plain, iso.AttentionToRefined(init="paper"), "blocks.*.attn")
+
+
+def t_cnn():
+    return iso.recast(cnn(), iso.ConvToGPSA("paper"), "layer3.0.conv?")
+
+
+def coatnet():
+    return timm.create_model(
         "coatnet_0",
         layout="C-T-T-T",
         depths=(2, 1, 1, 1, 1),
         widths=(8, 8, 16, 16, 16),
         head_dim=8,
         img_size=(32, 48),
-    ),
+    )
+
+
+MODELS = {
+    "gated": gated_vit,
+    "refined": refined_vit,
+    "t-cnn": t_cnn,
+    "cnn": cnn,
+    "coatnet": coatnet,
 }
 CONFIG = {
     "mean": (0.5,) * 3,
@@ -125,27 +153,34 @@ CONFIG = {
 SMALL = CONFIG | {"input_size": (3, 32, 48)}
 
 
+def titles_of_charts(sections):
+    titles = []
+    for section in sections:
+        titles += [chart.title for chart in section.charts]
+    return titles
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
-    sections = report.analyze_sections(
-        [report.PageModel(name, model, SMALL)],
-        [report.PageImage(n, torch.rand(3, 32, 48)) for n in "ab"],
-    )
+    subjects = [report.PageModel(name, model, SMALL)]
+    sections = report.analyze_sections(subjects, [an_image("a"), an_image("b")])
+    first = sections[0]
+    assert ("no attention to draw" in first.text) == (name == "cnn")
+    assert first.finding.startswith(f"{name} predicts ")
+
     titles = [section.title for section in sections]
-    assert ("no attention to draw" in sections[0].text) == (name == "cnn")
-    assert sections[0].finding.startswith(f"{name} predicts ")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn"))
     # its kernels are composed once a pass, whatever the batch
     once = ["Cost per pass"] if name == "refined" else []
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
+
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
-        assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
-        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {
-            "Nonlocality",
-            "Attention entropy",
-        }
+        drawn = [layer["name"] for layer in first.viewer.data["layers"]]
+        assert drawn == list(maps)
+        kinds_of_charts = {title.partition(":")[0] for title in titles_of_charts(sections)}
+        assert {"Nonlocality", "Attention entropy"} <= kinds_of_charts
     assert report.write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
@@ -155,7 +190,7 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
     """Every two branches of a pyramid but the skip (TDRL Fig. 2c), and what grows before a collapse (Fig. 3a, b)."""
     torch.manual_seed(0)
     wide = iso.recast(small_vit(), iso.LinearToPyramid(layout, init="paper"), where).eval()
-    images = [report.PageImage("x", torch.rand(3, 32, 48))]
+    images = [an_image()]
     sections = report.analyze_sections([report.PageModel("wide", wide, SMALL)], images)
     charts = {}
     for section in sections:
@@ -172,47 +207,47 @@ def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layou
         assert charts["Similarity of pyramid branches"][name] == pytest.approx(pairs)
     for name, stats in iso.analysis.logit_stats(wide, batch).items():
         assert charts["Largest attention"][name] == pytest.approx(stats.max_attention.tolist())
-    fused = report.analyze_sections([report.PageModel("fused", iso.fuse(wide), SMALL)], images)
-    assert "Pyramid branches" not in [section.title for section in fused]
+    fused = report.PageModel("fused", iso.fuse(wide), SMALL)
+    sections = report.analyze_sections([fused], images)
+    assert "Pyramid branches" not in [section.title for section in sections]
 
 
 def test_a_page_of_two_models_begins_with_its_finding():
     model = small_vit()
-    images = [report.PageImage("x", torch.rand(3, 32, 48))]
     gated = iso.recast(model, iso.AttentionToGPSA(grid_size=None), "blocks.*.attn").eval()
-    loader = [(torch.randn(16, 3, 32, 48), None)]
     subjects = [report.PageModel("a", model, SMALL), report.PageModel("b", gated, SMALL)]
-    sections = report.analyze_sections(
-        subjects, images, report.AnalyzeOptions(cka_batches={"a": loader, "b": loader})
-    )
-    assert re.search(
-        r"outputs of b and a are at most \S+e-0\d apart|same outputs", sections[0].finding
-    )
-    assert re.search("equal within 1e-[56] in all 9 heads", sections[0].finding)
-    (between,) = next(
-        section.charts for section in sections if section.title == "Layer similarity (CKA)"
-    )
-    assert torch.tensor(between.values).diagonal().allclose(torch.ones(3), atol=1e-4)
-    page = render_page("t", sections[0].finding, sections)
-    assert page.count(sections[0].finding) == 1
+    loader = [(torch.randn(16, 3, 32, 48), None)]
+    options = report.AnalyzeOptions(cka_batches={"a": loader, "b": loader})
+    sections = report.analyze_sections(subjects, [an_image()], options)
+    finding = sections[0].finding
+    assert re.search(r"outputs of b and a are at most \S+e-0\d apart|same outputs", finding)
+    assert re.search("equal within 1e-[56] in all 9 heads", finding)
+
+    by_title = {section.title: section for section in sections}
+    (between,) = by_title["Layer similarity (CKA)"].charts
+    of_same_layers = torch.tensor(between.values).diagonal()
+    assert of_same_layers.allclose(torch.ones(3), atol=1e-4)
+
+    page = render_page("t", finding, sections)
+    assert page.count(finding) == 1
     assert "Gates: 0 in every head of every layer." in page
 
 
 def test_a_page_says_what_a_model_does_not_give():
-    images = [report.PageImage("x", torch.rand(3, 32, 48))]
+    without_classes = small_vit(reg_tokens=2, num_classes=0)
     broken = small_vit(reg_tokens=2)
     broken.head.weight.data[0, 0] = NAN
     for model, said in (
-        (small_vit(reg_tokens=2, num_classes=0), "a gives no classes."),
+        (without_classes, "a gives no classes."),
         (broken, "a are not finite"),
     ):
-        first, *others = report.analyze_sections([report.PageModel("a", model, SMALL)], images)
+        subjects = [report.PageModel("a", model, SMALL)]
+        first, *others = report.analyze_sections(subjects, [an_image()])
         assert said in first.finding
-        assert first.viewer.data["registers"] == 2
-        assert first.viewer.data["images"][0]["predictions"] == [""]
-        assert "Attention to class token and registers" in [
-            c.title for section in others for c in section.charts
-        ]
+        data = first.viewer.data
+        assert data["registers"] == 2
+        assert data["images"][0]["predictions"] == [""]
+        assert "Attention to class token and registers" in titles_of_charts(others)
 
 
 class TestPage:
@@ -225,11 +260,13 @@ class TestPage:
         assert page.count("<script") == page.count("</script>") == 2
         assert "default-src 'none'" in page
         assert not re.search(r"(src|href)=\"?(https?:)?//", page)
-        assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+        addresses = set(re.findall(r"https?://[^\"' ]+", page))
+        assert addresses <= {"http://www.w3.org/2000/svg"}
 
     def test_numbers_that_are_none_become_nothing(self):
         chart = report.Panel("t", "x", "y", {"a": report.Line([0.0, 1.0], [NAN, 2.0])})
-        assert chart.drawing()["series"][0]["lines"] == [[[0.0, None], [1.0, 2.0]]]
+        (series,) = chart.drawing()["series"]
+        assert series["lines"] == [[[0.0, None], [1.0, 2.0]]]
         assert chart.table() == [["x", "a"], ["0", "-"], ["1", "2"]]
         dots = report.Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}})
         assert dots.table()[1:] == [["l", "1, 2", "-"], ["m", "-", "3"]]
@@ -253,13 +290,18 @@ OTHER_CELLS = {
 
 def test_the_robustness_page_has_the_suites_means():
     """Uneven cells are averaged as in the summary; the extra corruption is drawn, and in no mean."""
-    told = robustness_summary(
-        {key: {"top1": top1} for key, top1 in CELLS.items() if key[1]}, None, imagenet=False
-    )
-    assert robustness_table({"net": CELLS})[1] == ["net", "90.00", "3", f"{told['mean_top1']:.2f}"]
+    scores = {}
+    for key, top1 in CELLS.items():
+        if key != ("clean", 0):
+            scores[key] = {"top1": top1}
+    summary = robustness_summary(scores, None, imagenet=False)
+    _, row = robustness_table({"net": CELLS})
+    assert row == ["net", "90.00", "3", f"{summary['mean_top1']:.2f}"]
+
     bars, levels, cells = robustness_charts({"net": CELLS})
-    assert bars.series == {"net": told["by_corruption"]}
-    assert list(levels.series["net"].values()) == list(told["by_severity"].values())
+    assert bars.series == {"net": summary["by_corruption"]}
+    drawn = levels.series["net"]
+    assert list(drawn.values()) == list(summary["by_severity"].values())
     assert cells.rows == ["snow", "fog", "saturate"]
     assert cells.low == 0
     assert cells.high == 100
@@ -268,96 +310,110 @@ def test_the_robustness_page_has_the_suites_means():
     assert change.low == -8
     assert change.high == 8
     assert change.values[0] == [-3, -3]
-    assert robustness_table({"net": {("saturate", 1): 9.0}})[1] == ["net", "-", "1", "9.00"]
+
+    _, row = robustness_table({"net": {("saturate", 1): 9.0}})
+    assert row == ["net", "-", "1", "9.00"]
 
 
 @pytest.mark.parametrize(("correct", "images"), [(0, 7), (9, 20), (450, 450), (8123, 10_000)])
 def test_intervals_are_wilsons(correct, images):
     low, high = binomtest(correct, images).proportion_ci(method="wilson")
-    assert interval_text(100 * correct / images, images) == f"{100 * low:.1f} to {100 * high:.1f}"
-    rows = metric_table("net", {"top1": 100 * correct / images, "images": images})
-    assert rows[2] == ["95% interval of top-1 (%)", f"{100 * low:.1f} to {100 * high:.1f}"]
+    expected = f"{100 * low:.1f} to {100 * high:.1f}"
+    top1 = 100 * correct / images
+    assert interval_text(top1, images) == expected
+    rows = metric_table("net", {"top1": top1, "images": images})
+    assert rows[2] == ["95% interval of top-1 (%)", expected]
+
+
+def json_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def write_run(folder, lr=0.1, epochs=3, end=""):
     folder.mkdir(parents=True)
     recipe = {"name": "r", "model": {"name": "net"}, "epochs": 4, "optim": {"lr": lr}}
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    rows = [
-        {"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "images": 100, "seconds": 2.0}
-        for e in range(1, epochs + 1)
-    ]
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
-    steps = [{"epoch": 1, "step": s, "loss": 1 / s, "lr": lr} for s in range(1, 30)]
-    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    rows = []
+    for epoch in range(1, epochs + 1):
+        scores = {"loss": 1 / epoch, "top1": 10.0 * epoch, "images": 100}
+        rows.append({"epoch": epoch, **scores, "seconds": 2.0})
+    (folder / "log.jsonl").write_text(json_lines(rows) + end)
+    steps = [{"epoch": 1, "step": step, "loss": 1 / step, "lr": lr} for step in range(1, 30)]
+    (folder / "steps.jsonl").write_text(json_lines(steps))
     return folder
 
 
 class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
+        whole = write_run(tmp_path / "a")
         broken = write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')
-        last, curves, recipes = report.compare_sections(
-            report.read_run_logs([write_run(tmp_path / "a"), broken])
-        )
+        logs = report.read_run_logs([whole, broken])
+        last, curves, recipes = report.compare_sections(logs)
         reached = (
             "a reaches the best top-1, 30.00 % (95% interval 21.9 to 39.6), 10.00 points above b"
         )
         doubt = " (less than chance may do with 100 images)"
         assert last.finding == f"{reached}{doubt}, each in its best epoch on the test images."
         assert last.details.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
-        assert [row[:6] for row in last.table[1:]] == [
-            ["a", "r", "net", "3 of 4", "30.00 (21.9 to 39.6)", "30.00"],
-            ["b", "r", "net", "2 of 4", "20.00 (13.3 to 28.9)", "20.00"],
-        ]
-        top1 = next(chart for chart in curves.charts if chart.title == "Top-1")
-        assert list(top1.lines["b"].y) == [10, 20]
+        _, row_of_a, row_of_b = last.table
+        assert row_of_a[:6] == ["a", "r", "net", "3 of 4", "30.00 (21.9 to 39.6)", "30.00"]
+        assert row_of_b[:6] == ["b", "r", "net", "2 of 4", "20.00 (13.3 to 28.9)", "20.00"]
+        charts = {chart.title: chart for chart in curves.charts}
+        line_of_b = charts["Top-1"].lines["b"]
+        assert list(line_of_b.y) == [10, 20]
         assert recipes.table == [["field", "a", "b"], ["optim.lr", "0.1", "0.2"]]
 
     def test_curves_are_thinned_to_means_and_reduced_over_layers(self):
         rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * MAX_CURVE_POINTS)]
-        line = curve([*rows, {"step": 3, "loss": NAN}, {"step": None, "loss": 1}], "step", "loss")
+        not_drawn = [{"step": 3, "loss": NAN}, {"step": None, "loss": 1}]
+        line = curve(rows + not_drawn, "step", "loss")
         assert len(line.x) == MAX_CURVE_POINTS
         assert set(line.y) == {0.5}
+
         monitored = {
             "step": 1,
             "max_logit": {"x": 1.0, "y": 4.0},
             "entropy": {"x": 1.0, "y": 4.0, "z": None},
         }
-        assert [curve([monitored], "step", key).y for key in ("max_logit", "entropy")] == [
-            [4.0],
-            [2.5],
-        ]
-        assert flatten_recipe({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "d": "null"}
+        assert curve([monitored], "step", "max_logit").y == [4.0]
+        assert curve([monitored], "step", "entropy").y == [2.5]
+        flat = flatten_recipe({"a": {"b": [1], "c": {}}, "d": None})
+        assert flat == {"a.b": "[1]", "d": "null"}
+
+
+def random_pixels(*shape):
+    return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
 
 
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
-    pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
-    source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
+    pictures = [Image.fromarray(pixels) for pixels in random_pixels(40, 30, 50, 3)]
+    numbers = list(range(40))
+    source = Source(pictures, numbers, map(str, numbers))
     monkeypatch.setattr("isomorph.lab.evaluation.model_data.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [report.PageModel("a", small_vit(), a), report.PageModel("b", small_vit(), b)]
-    loaders = open_test_loaders(subjects, ImageOptions(data="given", max_images=36))[0]
-    seen = {
-        name: [torch.cat(part) for part in zip(*loader, strict=True)]
-        for name, loader in loaders.items()
-    }
-    plain = []
+    loaders, *_ = open_test_loaders(subjects, ImageOptions(data="given", max_images=36))
+
+    plain = {}
+    labels = {}
     for subject in subjects:
-        mean = torch.tensor(subject.config["mean"]).view(3, 1, 1)
-        plain.append(seen[subject.name][0] * subject.config["std"][0] + mean)
-    assert plain[0].shape == (36, 3, 24, 32)
-    torch.testing.assert_close(plain[1], plain[0], atol=1e-5, rtol=0)
-    assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
+        name, config = subject.name, subject.config
+        batches, targets = zip(*loaders[name], strict=True)
+        mean = torch.tensor(config["mean"]).view(3, 1, 1)
+        plain[name] = torch.cat(batches) * config["std"][0] + mean
+        labels[name] = torch.cat(targets).tolist()
+    assert plain["a"].shape == (36, 3, 24, 32)
+    torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
+    assert labels["a"] == labels["b"]
+    assert labels["a"] != sorted(labels["a"])
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(
-        "a.png"
-    )
+    Image.fromarray(random_pixels(40, 60, 3)).save("a.png")
     return tmp_path
 
 
@@ -383,34 +439,35 @@ class TestCommands:
             iso.save(gated, folder / f"gated/epoch-{epoch}.safetensors")
             with torch.no_grad():
                 layer.position[0, 2] = 0.001
-        iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
+        iso.save(cnn(), folder / "plain/epoch-1.safetensors")
         (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
         folders = [folder / "gated", folder / "plain"]
         logs = report.read_run_logs(folders)
         found = gating_histories(logs, NO_OPTIONS)
         assert list(found) == ["gated"]
+
         sections = {section.title: section for section in report.compare_sections(logs, found)}
-        assert any(
-            "epoch-2.safetensors" in line for line in sections["Final results"].details.lines
-        )
+        problems = sections["Final results"].details.lines
+        assert any("epoch-2.safetensors" in line for line in problems)
         section = sections["Gates, spans and centres along training"]
         assert "gated: heads without a centre at the end" in section.text
+
         gates, spans, ways = section.charts
-        assert (
-            list(gates.lines)
-            == list(spans.lines)
-            == list(ways.series)
-            == list(found["gated"].gates)
-        )
+        names = list(found["gated"].gates)
+        assert list(gates.lines) == names
+        assert list(spans.lines) == names
+        assert list(ways.series) == names
         line = gates.lines["blocks.0.attn"]
         assert line.x == [1, 3]
-        assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
+        before, after = torch.tensor([4.0, -1.0]).sigmoid().tolist()
+        assert line.y == pytest.approx([before, after])
         assert line.low == pytest.approx(line.y) == line.high
-        assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (
-            layer.num_heads - 1
-        )
+        lengths = [len(path) for path in ways.series["blocks.0.attn"]]
+        assert lengths == [1] + [2] * (layer.num_heads - 1)
+
         done("compare gated plain --out page.html")
-        assert "Gates along training: gated" in (folder / "page.html").read_text()
+        page = (folder / "page.html").read_text()
+        assert "Gates along training: gated" in page
 
     def test_compare_follows_attention_along_training(self, folder, capsys):
         """ConViT Fig. 5: of every model that was kept, on the run's own test images; --json has every head."""
@@ -432,22 +489,22 @@ class TestCommands:
             )
             record_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
             iso.save(model, folder / f"convit/epoch-{epoch}.safetensors")
-        iso.save(
-            timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors"
-        )
+        write_run(folder / "cnn")
+        iso.save(cnn(), folder / "cnn/epoch-1.safetensors")
         done(
             "compare convit cnn --along nonlocality entropy --max-images 40 --out page.html --json"
         )
         found = json.loads(capsys.readouterr().out)["along"]
-        assert {key: list(runs) for key, runs in found.items()} == {
-            "nonlocality": ["convit"],
-            "entropy": ["convit"],
-        }
+        assert set(found) == {"nonlocality", "entropy"}
+        for courses in found.values():
+            assert list(courses) == ["convit"]
         course = found["nonlocality"]["convit"]
         assert course["epochs"] == [1, 4]
+
         source = sample_images(open_source("digits", "test"), 40)
         model = iso.load(folder / "convit/epoch-4.safetensors")
-        expected = iso.nonlocality(model, eval_loader(source, evaluation_config(model), 40))
+        loader = eval_loader(source, evaluation_config(model), 40)
+        expected = iso.nonlocality(model, loader)
         for layer, rows in course["layers"].items():
             assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
         page = (folder / "page.html").read_text()
@@ -459,7 +516,7 @@ class TestCommands:
         """CoAtNet Fig. 2 and 3: the models of runs, and those that have been evaluated, by MACs and parameters."""
         for name in ("a", "gone"):
             write_run(folder / name)
-        iso.save(timm.create_model("cifar_resnet20"), folder / "a/model.safetensors")
+        iso.save(cnn(), folder / "a/model.safetensors")
         row = {
             "model": "coatnet_0",
             "data": "cifar10",
@@ -470,10 +527,13 @@ class TestCommands:
         Path("x.json").write_text(json.dumps(row))
         Path("y.json").write_text(json.dumps(row | {"top1": 80.0, "weights": "random"}))
         done("compare a gone --evaluated x.json y.json --out page.html --json")
-        points = {point["name"]: point for point in json.loads(capsys.readouterr().out)["points"]}
+        printed = json.loads(capsys.readouterr().out)
+        points = {point["name"]: point for point in printed["points"]}
         assert list(points) == ["a", "coatnet_0", "coatnet_0 (random weights)"]
-        macs = count_macs(timm.create_model("cifar_resnet20"), (3, 32, 32))
-        assert points["a"] | {"parameters": 269_722, "macs": macs, "top1": 30.0} == points["a"]
+        point = points["a"]
+        assert point["parameters"] == 269_722
+        assert point["macs"] == count_macs(cnn(), (3, 32, 32))
+        assert point["top1"] == 30.0
         page = (folder / "page.html").read_text()
         assert "Accuracy and cost" in page
         assert "its cost was not counted" in page
@@ -496,8 +556,8 @@ class TestCommands:
         draws = random_draw_indices(len(source))
         for draw in draws.view(10, 32).tolist():
             assert len(set(draw)) == 32
-        loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
-        assert first["blocks.1"] == pytest.approx(
-            iso.analysis.feature_evolution(model, loader)["blocks.1"]
-        )
+        drawn = source.subset(draws.tolist())
+        loader = eval_loader(drawn, evaluation_config(model), 32)
+        expected = iso.analysis.feature_evolution(model, loader)
+        assert first["blocks.1"] == pytest.approx(expected["blocks.1"])
         refused("31 images are too few", random_draw_indices, 31)
