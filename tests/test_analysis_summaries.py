@@ -20,14 +20,41 @@ from refusals import refused
 
 def vit(**kwargs):
     shape = dict(depth=2, embed_dim=24, num_heads=3, img_size=32, patch_size=8, num_classes=3)
-    return timm.create_model("vit_tiny_patch16_224", **{**shape, **kwargs})
+    return timm.create_model("vit_tiny_patch16_224", **shape | kwargs)
 
 
 def uniform(model):
     for block in model.blocks:
-        block.attn.qkv.weight.data[:48].zero_()
-        block.attn.qkv.bias.data[:48].zero_()
+        qkv = block.attn.qkv
+        qkv.weight.data[:48].zero_()
+        qkv.bias.data[:48].zero_()
     return model
+
+
+def attention_from(model, x):
+    iso.analysis.attention_from(model, x, position=(0.5, 0.5))
+
+
+def cka(model, x):
+    iso.cka(model, model, [x])
+
+
+def verify(model, x):
+    gated = iso.recast(model, iso.AttentionToGPSA(grid_size=(4, 4)))
+    iso.verify(model, gated, x)
+
+
+def recalibrate(model, x):
+    wide = iso.recast(model, iso.LinearToPyramid())
+    iso.recalibrate(wide, [(x, x)])
+
+
+def fuse(model, x):
+    iso.fuse(model, x, affine=True)
+
+
+def insert(model, x):
+    iso.insert(model, iso.layers.MapAttention, after="blocks.0", example=x)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +68,25 @@ def test_a_call_that_fails_leaves_no_hook(inputs):
         iso.analysis.attention_entropy,
         iso.analysis.head_similarity,
         iso.analysis.logit_stats,
-        lambda model, x: iso.analysis.attention_from(model, x, position=(0.5, 0.5)),
-        lambda model, x: iso.cka(model, model, [x]),
-        lambda model, x: iso.verify(
-            model, iso.recast(model, iso.AttentionToGPSA(grid_size=(4, 4))), x
-        ),
-        lambda model, x: iso.recalibrate(iso.recast(model, iso.LinearToPyramid()), [(x, x)]),
-        lambda model, x: iso.fuse(model, x, affine=True),
-        lambda model, x: iso.insert(model, iso.layers.MapAttention, after="blocks.0", example=x),
+        attention_from,
+        cka,
+        verify,
+        recalibrate,
+        fuse,
+        insert,
     ):
         with suppress(Exception):  # whatever it is
             measure(model, inputs)
         for module in model.modules():
-            assert not (module._forward_hooks)
-            assert not (module._forward_pre_hooks)
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+
+
+def assert_of_maps(stats, maps):
+    """The largest share and the entropy of every head are those of its maps."""
+    torch.testing.assert_close(stats.max_attention, maps.amax((2, 3)).mean(0))
+    entropies = torch.special.entr(maps).sum(-1)
+    torch.testing.assert_close(stats.entropy, entropies.mean((0, 2)))
 
 
 class TestSummaries:
@@ -68,23 +100,23 @@ class TestSummaries:
             logits[name] = stats.max_logit
             shares[name] = stats.max_attention
         entropy = iso.analysis.attention_entropy(model, x)
-        for found, expected in ((entropy, math.log(N)), (logits, 0.0), (shares, 1 / N)):
+        for found, value in ((entropy, math.log(N)), (logits, 0.0), (shares, 1 / N)):
             assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
-            torch.testing.assert_close(
-                found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4
-            )
-        torch.testing.assert_close(
-            iso.analysis.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3)
-        )
+            expected = torch.full((3,), value)
+            torch.testing.assert_close(found["blocks.1.attn"], expected, atol=1e-4, rtol=1e-4)
+        similarity = iso.analysis.head_similarity(model, x)
+        torch.testing.assert_close(similarity["blocks.0.attn"], torch.ones(3, 3))
 
     def test_the_share_of_tokens_before_the_patches(self):
+        name = "blocks.1.attn"
         x = torch.randn(3, 3, 32, 32)
-        five = vit(reg_tokens=4)
-        share = iso.analysis.prefix_attention(uniform(five), [(x, None)])["blocks.1.attn"]
+        five = uniform(vit(reg_tokens=4))
+        share = iso.analysis.prefix_attention(five, [(x, None)])[name]
         torch.testing.assert_close(share, torch.full((3,), 5 / 21))
-        among = iso.nonlocality(five, x)["blocks.1.attn"] / (1 - share)
-        alone = vit(class_token=False, global_pool="avg")
-        torch.testing.assert_close(among, iso.nonlocality(uniform(alone), x)["blocks.1.attn"])
+
+        among_patches = iso.nonlocality(five, x)[name] / (1 - share)
+        alone = uniform(vit(class_token=False, global_pool="avg"))
+        torch.testing.assert_close(among_patches, iso.nonlocality(alone, x)[name])
         refused("no class token or registers", iso.analysis.prefix_attention, alone, x)
 
     def test_the_grid_of_a_vit_of_ones_own_is_that_of_its_first_convolution(self):
@@ -96,9 +128,10 @@ class TestSummaries:
                 self.block = nn.MultiheadAttention(24, 3, batch_first=True)
 
             def forward(self, x):
-                x = self.patches(x).flatten(2).transpose(1, 2)
-                x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-                return self.block(x, x, x)[0]
+                patches = self.patches(x).flatten(2).transpose(1, 2)
+                token = self.token.expand(len(x), -1, -1)
+                tokens = torch.cat([token, patches], 1)
+                return self.block(tokens, tokens, tokens)[0]
 
         model = OwnViT().eval()
         x = torch.randn(2, 3, 24, 40)
@@ -115,12 +148,11 @@ class TestSummaries:
         model = nn.Sequential(layer)
         x = 3 * torch.randn(2, 6, 5, 7)
         found = iso.analysis.logit_stats(model, x)["0"]
-        maps = layer.attention(x)
-        torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
-        torch.testing.assert_close(found.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
+        assert_of_maps(found, layer.attention(x))
         q, k, _ = layer.content_scores(x)
         assert k.shape[2] == 7 * 9
-        torch.testing.assert_close(found.max_logit, (q @ k.mT).amax((2, 3)).mean(0))
+        logits = q @ k.mT
+        torch.testing.assert_close(found.max_logit, logits.amax((2, 3)).mean(0))
 
     @pytest.mark.parametrize(
         ("layer", "size"),
@@ -140,41 +172,38 @@ class TestSummaries:
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.2)
         stats = iso.analysis.logit_stats(nn.Sequential(layer), x)["0"]
-        maps = layer.attention(x)
-        torch.testing.assert_close(stats.max_attention, maps.amax((2, 3)).mean(0))
-        torch.testing.assert_close(stats.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
+        assert_of_maps(stats, layer.attention(x))
 
     def test_a_loader_is_the_mean_over_its_images(self):
         model = vit().double()
         x = torch.randn(10, 3, 32, 32)
-        loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]
+        loader = [(batch, torch.zeros(len(batch))) for batch in x.split(4)]
+        for look in (iso.analysis.attention_entropy, iso.analysis.head_similarity, iso.nonlocality):
+            whole = look(model, x)["blocks.1.attn"]
+            streamed = look(model, loader)["blocks.1.attn"]
+            torch.testing.assert_close(streamed, whole, atol=1e-5, rtol=1e-5)
+
+        whole = iso.analysis.logit_stats(model, x)["blocks.0.attn"]
+        streamed = iso.analysis.logit_stats(model, loader)["blocks.0.attn"]
+        torch.testing.assert_close(streamed.entropy, whole.entropy)
+
+        whole = iso.analysis.map_similarity(model, x)
+        streamed = iso.analysis.map_similarity(model, loader)
+        torch.testing.assert_close(streamed, whole)
+
         assert entropy(torch.eye(9)).abs().max() == 0
         assert entropy(torch.tensor([1.5, -0.5])).isnan()
-        for look in (iso.analysis.attention_entropy, iso.analysis.head_similarity, iso.nonlocality):
-            whole = look(model, x)
-            streamed = look(model, loader)
-            torch.testing.assert_close(
-                streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5
-            )
-        streamed = iso.analysis.logit_stats(model, loader)
-        whole = iso.analysis.logit_stats(model, x)
-        torch.testing.assert_close(
-            streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy
-        )
-        torch.testing.assert_close(
-            iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x)
-        )
         refused("there is no batch", iso.analysis.attention_entropy, model, [])
 
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.attention_logits import summarise_scores
 
-        bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
-        stats = summarise_scores(
-            AppliedAttention(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias)
-        )
+        later = torch.ones(4, 4).triu(1).bool()
+        bias = torch.zeros(1, 1, 4, 4).masked_fill(later, -torch.inf)
+        zeros = torch.zeros(1, 2, 4, 3)
+        _, _, found = summarise_scores(AppliedAttention(zeros, zeros, bias))
         expected = sum(math.log(n) for n in (1, 2, 3, 4)) / 4
-        torch.testing.assert_close(stats[2], torch.full((2,), expected))
+        torch.testing.assert_close(found, torch.full((2,), expected))
 
 
 class Two(nn.Module):
@@ -193,110 +222,134 @@ class Two(nn.Module):
 
 def grams(x):
     """Gram matrices with zero diagonals of 300 unrelated layers. Shape: (B, features) -> (300, B, B)"""
-    parts = (x - x.mean(0)).unflatten(1, (300, -1)).transpose(0, 1)
+    centred = x - x.mean(0)
+    parts = centred.unflatten(1, (300, -1)).transpose(0, 1)
     return (parts @ parts.mT) * (1 - torch.eye(len(x), dtype=x.dtype))
 
 
-def rotation(n):
-    return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+def doubles(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def identity(width):
+    return torch.eye(width, dtype=torch.float64)
+
+
+def rotation(width):
+    q, _ = torch.linalg.qr(doubles(width, width))
+    return q
+
+
+def reads_two_parts(first, second):
+    """Two layers, of which each gives some of the features of its input."""
+    return Two(*identity(first + second).split([first, second]))
 
 
 class TestCKA:
     def test_rotated_features_are_the_same(self):
         turn = rotation(6)
-        x = torch.randn(40, 6, dtype=torch.float64)
-        a = Two(torch.eye(6).double(), 2 * turn)
-        b = Two(turn.T, 3 * torch.eye(6).double())
-        for found in (iso.cka(a, b, x, "?"), iso.cka(a, b, x.split(8), "?")):
+        x = doubles(40, 6)
+        a = Two(identity(6), 2 * turn)
+        b = Two(turn.T, 3 * identity(6))
+        for batches in (x, x.split(8)):
+            found = iso.cka(a, b, batches, "?")
             assert found.rows == ["a", "b"]
             assert found.columns == ["a", "b"]
             torch.testing.assert_close(found.matrix, torch.ones(2, 2).double())
 
     def test_the_layers_of_a_model_that_names_none_are_its_blocks(self):
-        blocks = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)]
+        def linear():
+            return nn.Linear(6, 6)
+
+        def block():
+            return nn.Sequential(linear(), nn.ReLU())
+
         x = torch.randn(16, 6)
-        for items, rows in {
-            (nn.Linear(6, 6), *blocks, nn.Linear(6, 6)): ["1", "2"],
-            (nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)): ["0", "2"],
-        }.items():
-            model = nn.Sequential(*items)
-            assert iso.cka(model, model, x).rows == rows
+        of_blocks = nn.Sequential(linear(), block(), block(), linear())
+        assert iso.cka(of_blocks, of_blocks, x).rows == ["1", "2"]
+        flat = nn.Sequential(linear(), nn.ReLU(), linear())
+        assert iso.cka(flat, flat, x).rows == ["0", "2"]
 
     def test_one_batch_is_the_formula(self):
-        x = torch.randn(16, 5, dtype=torch.float64)
-        y = torch.randn(16, 7, dtype=torch.float64)
+        x = doubles(16, 5)
+        y = doubles(16, 7)
 
         def slow(k, m):
             n = len(k)
             k = k - torch.diag(k.diag())
             m = m - torch.diag(m.diag())
             one = torch.ones(n, 1, dtype=k.dtype)
-            middle = (one.T @ k @ one) * (one.T @ m @ one) / ((n - 1) * (n - 2))
+            sum_of_k = one.T @ k @ one
+            sum_of_m = one.T @ m @ one
+            middle = sum_of_k * sum_of_m / ((n - 1) * (n - 2))
             last = 2 / (n - 2) * (one.T @ k @ m @ one)
             total = (k @ m).trace() + middle - last
             return total.item() / (n * (n - 3))
 
         k = x @ x.T
         m = y @ y.T
-        both = torch.stack([gram.clone().fill_diagonal_(0) for gram in (k, m)])
+        both = torch.stack([k, m])
+        both.diagonal(dim1=1, dim2=2).zero_()
         expected = [[slow(k, k), slow(k, m)], [slow(m, k), slow(m, m)]]
         torch.testing.assert_close(hsic(both, both), torch.tensor(expected, dtype=torch.float64))
+
         cross = torch.cat([x, y], 1)
-        model = Two(torch.eye(12).double()[:5], torch.eye(12).double()[5:])
+        model = reads_two_parts(5, 7)
         found = iso.cka(model, model, cross, "?").matrix
         lengths = math.sqrt(slow(k, k) * slow(m, m))
         assert found[0, 1].item() == pytest.approx(slow(k, m) / lengths)
         torch.testing.assert_close(found.diagonal(), torch.ones(2).double())
 
     def test_unrelated_features_are_near_0_where_the_biased_form_is_not(self):
-        cross = torch.randn(400, 60, dtype=torch.float64)
-        model = Two(torch.eye(60).double()[:30], torch.eye(60).double()[30:])
+        cross = doubles(400, 60)
+        model = reads_two_parts(30, 30)
         found = iso.cka(model, model, cross.split(20), "?").matrix
         assert abs(found[0, 1]) < 0.05
-        assert iso.analysis.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
+        first, second = cross[:20].split(30, 1)
+        assert iso.analysis.linear_cka(first, second) > 0.4
 
     @pytest.mark.parametrize("sizes", [(4,), (8,), (15,), (4, 4), (9, 9, 9), (10, 2)])
     def test_too_few_images_are_said_with_the_noise_that_they_leave(self, sizes):
         """The number in the message is the standard deviation of 300 pairs of unrelated layers."""
-        cross = [torch.randn(size, 300 * 40, dtype=torch.float64) for size in sizes]
-        count = sum(size for size in sizes if size >= 4)
-        scores = [hsic(grams(x), grams(x)) for x in cross if len(x) >= 4]
-        own = sum(score.diagonal() for score in scores)
-        values = sum(scores) / (own[:, None] * own).sqrt()
+        cross = [doubles(size, 300 * 40) for size in sizes]
+        large_enough = [x for x in cross if len(x) >= 4]
+        scores = sum(hsic(grams(x), grams(x)) for x in large_enough)
+        own = scores.diagonal()
+        values = scores / (own[:, None] * own).sqrt()
         pairs = values[torch.triu(torch.ones_like(values), 1) > 0]
-        model = Two(torch.eye(60).double()[:30], torch.eye(60).double()[30:])
+        scatter = pairs[pairs.isfinite()].std().item()
+
+        count = sum(len(x) for x in large_enough)
+        model = reads_two_parts(30, 30)
+        batches = [x[:, :60] for x in cross]
         with pytest.warns(DataWarning, match=rf"CKA of {count} images scatters") as found:
-            iso.cka(model, model, [x[:, :60] for x in cross], "?")
-        said = float(re.search(r"0 \+- (\S+);", str(found[0].message))[1])
-        assert said == pytest.approx(pairs[pairs.isfinite()].std().item(), rel=0.1)
+            iso.cka(model, model, batches, "?")
+        said = re.search(r"0 \+- (\S+);", str(found[0].message))
+        assert float(said[1]) == pytest.approx(scatter, rel=0.1)
 
     def test_a_batch_for_each_model(self):
-        x = torch.randn(48, 6, dtype=torch.float64)
-        shift = torch.randn(6, dtype=torch.float64)
+        x = doubles(48, 6)
+        shift = doubles(6)
         a = Two(rotation(6)[:3], rotation(6)[3:])
         b = Two(rotation(6), rotation(6)[:2])
-        found = cka_of_pairs(a, b, [(part, 2 * part + shift) for part in x.split(8)], "?").matrix
-        torch.testing.assert_close(found, iso.cka(a, b, x.split(8), "?").matrix)
+        batches = x.split(8)
+        pairs = [(batch, 2 * batch + shift) for batch in batches]
+        found = cka_of_pairs(a, b, pairs, "?")
+        torch.testing.assert_close(found.matrix, iso.cka(a, b, batches, "?").matrix)
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
 
     def test_what_cannot_be_known_is_said(self):
         """Features of a tiny batch may tell nothing of similarity, and features that are always the same never do."""
         model = Two(rotation(6)[:5], rotation(6)[1:])
-        x = torch.randn(8, 6, dtype=torch.float64)
+        x = doubles(8, 6)
+        said = "the CKA of a, b is unknown .* give larger batches"
         for tiny in (x[:1].expand(4, -1), torch.zeros(5, 6).double()):
-            refused(
-                "the CKA of a, b is unknown .* give larger batches",
-                iso.cka,
-                model,
-                model,
-                tiny,
-                "?",
-            )
+            refused(said, iso.cka, model, model, tiny, "?")
         half = Two(rotation(6), torch.zeros(2, 6).double())
         full = Two(rotation(6), rotation(6))
         with pytest.warns(DataWarning, match=r"CKA of b is unknown \(NaN\): in batches of 8"):
-            found = iso.cka(half, full, x, "?").matrix
-        assert found.isnan().tolist() == [[False, False], [True, True]]
+            found = iso.cka(half, full, x, "?")
+        assert found.matrix.isnan().tolist() == [[False, False], [True, True]]
         with pytest.warns(DataWarning, match="the same for all samples"):
             assert iso.analysis.linear_cka(x, torch.ones(8, 2)).isnan()
         refused("at least 2 samples, not 1", iso.analysis.linear_cka, x[:1], x[:1])
@@ -311,7 +364,8 @@ def test_no_more_than_a_layers_pieces_exist(monkeypatch):
     def counted(self):
         maps = formed(self)
         alive[id(maps)] = maps
-        peaks.append(sum(one.numel() for one in alive.values()))
+        entries = sum(one.numel() for one in alive.values())
+        peaks.append(entries)
         return maps
 
     monkeypatch.setattr(AppliedAttention, "map", counted)
