@@ -33,6 +33,7 @@ from law_rows import (
     deviation,
     disturb,
     mobileone,
+    move,
     pair,
     values,
     vit,
@@ -64,13 +65,13 @@ def mobileone_network() -> nn.Module:
     def stage(width, out):
         branches = dict(num_conv_branches=2)
         depthwise = ByoBlockCfg(type="one", d=1, c=width, gs=1, block_kwargs=branches)
-        return depthwise, ByoBlockCfg(
+        pointwise = ByoBlockCfg(
             type="one", d=1, c=out, gs=0, block_kwargs=dict(kernel_size=1, **branches)
         )
+        return depthwise, pointwise
 
-    return timm.create_model(
-        "mobileone_s0", num_classes=3, stem_chs=8, blocks=(stage(8, 12), stage(12, 16))
-    )
+    stages = (stage(8, 12), stage(12, 16))
+    return timm.create_model("mobileone_s0", num_classes=3, stem_chs=8, blocks=stages)
 
 
 def fused(
@@ -80,21 +81,22 @@ def fused(
     where: Any = "layer",
     **rule: Any,
 ) -> Back:
-    in_unit = isinstance(where, str) and where.startswith("layer.")
-    return Back(
-        make,
-        iso.LinearToPyramid(**rule),
-        call,
-        iso.fuse,
-        gives,
-        where,
-        IN_FLOAT32 if in_unit else 1e-10,
-    )
+    return Back(make, iso.LinearToPyramid(**rule), call, iso.fuse, gives, where)
 
 
 def unit(make: Callable[[], nn.Module], call: Call, gives: Any, where: str) -> Back:
     """A pyramid in a unit with a norm, which stays: without an image nothing is merged."""
-    return fused(alone(make), call, gives, where)._replace(way=partial(iso.fuse, norms=False))
+    row = fused(alone(make), call, gives, where)
+    return row._replace(way=partial(iso.fuse, norms=False), bound=IN_FLOAT32)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    return reparameterize_model(iso.fuse(model, norms=False))
+
+
+def mobileone_row(make: Callable[[], nn.Module], call: Call, where: Any = "layer") -> Back:
+    """Pyramids in blocks of MobileOne, whose branches and norms timm merges."""
+    return fused(make, call, PyramidBlock, where)._replace(way=merged)
 
 
 def reverted(
@@ -104,16 +106,27 @@ def reverted(
     return Back(make, rule, call, iso.revert, gives, where, IN_FLOAT32 if refined else 1e-10)
 
 
-def merged(model: nn.Module) -> nn.Module:
-    return reparameterize_model(iso.fuse(model, norms=False))
-
-
 CONV = conv(6, 8, 3, padding=1)
 LINEAR = alone(lambda: nn.Linear(12, 10))
 IMAGES = ((2, 3, 32, 32),)
 SMALL = vit(depth=1)
 SQUARE = ((2, 8, 6, 6),)
 NORMED = attention(qk_norm=True, norm_layer=nn.LayerNorm)
+
+
+def of_conv(rule: Any, make: Callable[[], nn.Module] = CONV) -> Back:
+    return reverted(make, rule, MAP, nn.Conv2d)
+
+
+def of_attention(rule: Any, make: Callable[[], nn.Module] = NORMED) -> Back:
+    return reverted(make, rule, TOKENS, Attention)
+
+
+def in_vit(rule: Any, gives: Any = Attention, where: str = "blocks.0.attn") -> Back:
+    return reverted(SMALL, rule, IMAGES, gives, where)
+
+
+GATED = iso.AttentionToGPSA(**OPEN, **PLACED)
 WAYS_BACK = {
     "linear": fused(LINEAR, TOKENS),
     "linear, naive": fused(LINEAR, TOKENS, layout="naive-W4", init="paper"),
@@ -124,50 +137,38 @@ WAYS_BACK = {
     "joint qkv": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.qkv"),
     "values alone": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.v"),
     "mobileone block, 1x1": fused(mobileone(1), MAP, nn.Sequential),
-    "mobileone block": fused(mobileone(3, group_size=1), MAP, PyramidBlock)._replace(way=merged),
-    "mobileone": fused(mobileone_network, IMAGES, PyramidBlock, ["stem", "stages.?.?"])._replace(
-        way=merged
-    ),
+    "mobileone block": mobileone_row(mobileone(3, group_size=1), MAP),
+    "mobileone": mobileone_row(mobileone_network, IMAGES, ["stem", "stages.?.?"]),
     "levit's unit": unit(lambda: levit.LinearNorm(8, 12), ((2, 5, 8),), nn.Linear, "layer.linear"),
     "repvit's unit": unit(lambda: repvit.RepVggDw(8, 3), SQUARE, nn.Conv2d, "layer.conv.c"),
     "ghostnet's unit": unit(lambda: ghostnet.ConvBnAct(8, 12, 3), SQUARE, nn.Conv2d, "layer.conv"),
     "a convolution's new norm": Back(CONV, iso.ConvToConvNorm(), MAP, iso.fuse, nn.Conv2d),
-    "GPSA2d": reverted(CONV, iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
-    "GPSA2d, strided": reverted(
-        conv(6, 6, 5, 2, 2, groups=6), iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d
-    ),
-    "WindowGPSA2d": reverted(CONV, iso.ConvToGPSA(content="window", **SHUT), MAP, nn.Conv2d),
-    "PositionalConv2d": reverted(
-        CONV, iso.ConvToGPSA(content="none", locality=80.0), MAP, nn.Conv2d
-    ),
-    "windows": reverted(SMALL, iso.AttentionToWindow(window=2), IMAGES, Attention, "blocks.0.attn"),
-    "ViTGPSA": reverted(NORMED, iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention),
-    "ViTGPSA, in a ViT": reverted(
-        SMALL, iso.AttentionToGPSA(**OPEN), IMAGES, Attention, "blocks.0.attn"
-    ),
-    "GatedMap": reverted(
-        attention(gated=True), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention
-    ),
-    "RefinedAttention": reverted(NORMED, iso.AttentionToRefined(), TOKENS, Attention),
-    "LocalAttention": reverted(NORMED, iso.AttentionToRefined(ratio=0), TOKENS, Attention),
-    "ExpandedAttention": reverted(
-        attention(), iso.AttentionToRefined(reduce=False), TOKENS, Attention
-    ),
-    "SpatialAttention": reverted(
-        SMALL, iso.AttentionToRefined(span="spatial"), IMAGES, Attention, "blocks.0.attn"
-    ),
-    "JointLinears": reverted(
-        SMALL, iso.AttentionToLinears(), IMAGES, nn.Linear, "blocks.0.attn.qkv"
-    ),
-    "ViTRelativeAttention": reverted(NORMED, iso.AttentionToRelative(**PLACED), TOKENS, Attention),
+    "GPSA2d": of_conv(iso.ConvToGPSA(**SHUT)),
+    "GPSA2d, strided": of_conv(iso.ConvToGPSA(**SHUT), conv(6, 6, 5, 2, 2, groups=6)),
+    "WindowGPSA2d": of_conv(iso.ConvToGPSA(content="window", **SHUT)),
+    "PositionalConv2d": of_conv(iso.ConvToGPSA(content="none", locality=80.0)),
+    "windows": in_vit(iso.AttentionToWindow(window=2)),
+    "ViTGPSA": of_attention(GATED),
+    "ViTGPSA, in a ViT": in_vit(iso.AttentionToGPSA(**OPEN)),
+    "GatedMap": of_attention(GATED, attention(gated=True)),
+    "RefinedAttention": of_attention(iso.AttentionToRefined()),
+    "LocalAttention": of_attention(iso.AttentionToRefined(ratio=0)),
+    "ExpandedAttention": of_attention(iso.AttentionToRefined(reduce=False), attention()),
+    "SpatialAttention": in_vit(iso.AttentionToRefined(span="spatial")),
+    "JointLinears": in_vit(iso.AttentionToLinears(), nn.Linear, "blocks.0.attn.qkv"),
+    "ViTRelativeAttention": of_attention(iso.AttentionToRelative(**PLACED)),
     "pruned to position": Back(
         CONV, iso.ConvToGPSA(gate=60.0, locality=1.0), MAP, iso.prune, iso.layers.PositionalConv2d
     ),
     "pruned to a convolution": Back(CONV, iso.ConvToGPSA(**SHUT), MAP, iso.prune, nn.Conv2d),
-    "pruned to attention": Back(
-        attention(), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, iso.prune, Attention
-    ),
+    "pruned to attention": Back(attention(), GATED, TOKENS, iso.prune, Attention),
 }
+
+
+def is_needed_unmoved(key: str) -> bool:
+    """Whether a parameter decides whether the way back exists."""
+    name = key.rpartition(".")[2]
+    return name in GATING or ".refine." in f".{key}" or "relative_bias" in key
 
 
 @functools.cache
@@ -178,7 +179,7 @@ def trained(name: str) -> nn.Module:
     model = iso.recast(disturb(row.make()), row.rule, row.where)
     kept = {}
     for key, parameter in model.named_parameters():
-        if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key:
+        if is_needed_unmoved(key):
             kept[key] = parameter.detach().clone()
     disturb(model)
     model.load_state_dict(model.state_dict() | kept)
@@ -192,19 +193,23 @@ def test_the_way_back_computes_what_the_trained_model_computes(name):
     model = trained(name)
     before = copy.deepcopy(model.state_dict())
     x = values(row.call)
-    assert deviation(model(*x), disturb(row.make())(*x)) > 1e-3
+    original = disturb(row.make())
+    assert deviation(model(*x), original(*x)) > 1e-3
+
     back = row.way(model)
     assert deviation(back(*x), model(*x)) < row.bound
     assert row.gives in {type(module) for module in back.modules()}
     for module in back.modules():
         assert not isinstance(module, Pyramid)
-    assert {p.dtype for p in back.parameters()} == {torch.float64}
-    assert not back.training
-    if row.way is merged:
-        for module in back.modules():
+        if row.way is merged:
             assert not isinstance(module, _BatchNorm)
+    for parameter in back.parameters():
+        assert parameter.dtype == torch.float64
+    assert not back.training
+
+    after = model.state_dict()
     for key, tensor in before.items():
-        assert torch.equal(tensor, model.state_dict()[key])
+        assert torch.equal(tensor, after[key])
 
 
 @pytest.mark.parametrize("name", WAYS_BACK)
@@ -212,31 +217,23 @@ def test_the_way_back_keeps_dtype_device_and_memory_format(name):
     row = WAYS_BACK[name]
     model = copy.deepcopy(trained(name)).to(torch.float16, memory_format=torch.channels_last)
     back = row.way(model)
-    assert {p.dtype for p in back.parameters()} == {torch.float16}
-    for p in back.parameters():
-        if p.ndim == 4:
-            assert p.is_contiguous(memory_format=torch.channels_last)
+    for parameter in back.parameters():
+        assert parameter.dtype == torch.float16
+        if parameter.ndim == 4:
+            assert parameter.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, row in WAYS_BACK.items()
-        if row.way is iso.revert and name not in ("JointLinears", "windows")
-    ],
-)
+REVERTED = [name for name, row in WAYS_BACK.items() if row.way is iso.revert]
+HAVE_NO_CONDITION = ("JointLinears", "windows")
+
+
+@pytest.mark.parametrize("name", [name for name in REVERTED if name not in HAVE_NO_CONDITION])
 def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
     row = WAYS_BACK[name]
     model = copy.deepcopy(trained(name))
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if (
-                key.rpartition(".")[2] in GATING
-                or ".refine." in f".{key}"
-                or "relative_bias" in key
-            ):
-                parameter.mul_(0.1).add_(0.5 * torch.randn_like(parameter).abs())
+    for key, parameter in model.named_parameters():
+        if is_needed_unmoved(key):
+            move(parameter)
     with pytest.raises(iso.UserError, match=rf"{row.where}.*deviation .*\d"):
         iso.revert(model)
 
@@ -254,21 +251,22 @@ def test_timm_merges_branches_with_pyramids_that_were_not_fused(name):
     options, where = REPARAMETERISED[name]
     net = timm.create_model(name, num_classes=3, **options).eval()
     x = torch.randn(1, 3, 64, 64)
-    wide = iso.recast(
-        net,
-        iso.LinearToPyramid(),
-        iso.surgery.acceptance(net, iso.LinearToPyramid(), where).accepted,
-    )
-    wide = copy.deepcopy(pickle.loads(pickle.dumps(disturb(wide).float())))
+    rule = iso.LinearToPyramid()
+    accepted = iso.surgery.acceptance(net, rule, where).accepted
+    wide = disturb(iso.recast(net, rule, accepted)).float()
+    wide = copy.deepcopy(pickle.loads(pickle.dumps(wide)))
     before = wide(x)
-    assert deviation(reparameterize_model(wide)(x), before) < 1e-4
+    thin = reparameterize_model(wide)
+    assert deviation(thin(x), before) < 1e-4
     assert deviation(wide(x), before) == 0
 
 
+def classes_of_rules(rows):
+    return {type(row.rule) for row in rows.values()}
+
+
 def test_every_rule_has_a_way_back():
-    assert {type(row.rule) for row in WAYS_BACK.values()} == {
-        type(row.rule) for row in RULES.values()
-    }
+    assert classes_of_rules(WAYS_BACK) == classes_of_rules(RULES)
 
 
 def test_fuse_takes_a_layer_at_the_root_and_once_where_it_is_shared():
