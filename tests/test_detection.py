@@ -34,37 +34,34 @@ SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
 def coco(images=1, **changes):
     """Annotations of images with a square and a crowd each."""
     content = {
-        "images": [
-            {"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)
-        ],
+        "images": [],
         "annotations": [],
         "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
     }
     for i in range(images):
-        crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
-        content["annotations"] += [
-            {
-                "id": 2 * i,
-                "image_id": i,
-                "category_id": 3,
-                "bbox": [10, 10, 20, 20],
-                "segmentation": [SQUARE],
-            },
-            {"id": 2 * i + 1, "image_id": i, "category_id": 7, "bbox": [0, 0, 9, 48], **crowd},
-        ]
-    return {**content, **changes}
+        image = {"id": i, "file_name": f"{i}.png", "width": 64, "height": 48}
+        square = {"category_id": 3, "bbox": [10, 10, 20, 20], "segmentation": [SQUARE]}
+        runs = {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}
+        crowd = {"category_id": 7, "bbox": [0, 0, 9, 48], "segmentation": runs, "iscrowd": 1}
+        content["images"].append(image)
+        content["annotations"].append({"id": 2 * i, "image_id": i, **square})
+        content["annotations"].append({"id": 2 * i + 1, "image_id": i, **crowd})
+    return content | changes
+
+
+def white_square():
+    picture = np.zeros((48, 64, 3), np.uint8)
+    picture[10:30, 10:30] = 255
+    return Image.fromarray(picture)
 
 
 def write(root, content=None, split="train", images=1):
-    content = coco(images) if content is None else content
-    (root / f"{split}.json").write_text(
-        json.dumps(content) if isinstance(content, dict) else content
-    )
+    if content is None:
+        content = coco(images)
+    (root / f"{split}.json").write_text(json.dumps(content))
     (root / "images").mkdir(exist_ok=True)
-    for image in content["images"] if isinstance(content, dict) else ():
-        picture = np.zeros((48, 64, 3), np.uint8)
-        picture[10:30, 10:30] = 255
-        Image.fromarray(picture).save(root / "images" / image["file_name"])
+    for image in content["images"]:
+        white_square().save(root / "images" / image["file_name"])
     return root
 
 
@@ -72,6 +69,15 @@ def changed(**fields):
     content = coco()
     content["annotations"][0].update(fields)
     return content
+
+
+def open_changed(folder, masks=True, **fields):
+    """A source whose first object has other fields."""
+    return detection_data.open_annotated(write(folder, changed(**fields)), "train", masks=masks)
+
+
+def encoded(mask):
+    return codec.encode(np.asfortranarray(mask))["counts"].decode()
 
 
 class TestData:
@@ -82,20 +88,20 @@ class TestData:
         assert source.classes == ("square", "cell")  # by number: 3, 7
         assert objects["labels"].tolist() == [0]  # the crowd is left out
         assert objects["boxes"].tolist() == [[10, 10, 30, 30]]
-        assert objects["masks"].sum() == 400
-        assert torch.equal(objects["masks"][0].bool(), torch.tensor(np.asarray(image)[..., 0] > 0))
+        (mask,) = objects["masks"]
+        assert mask.sum() == 400
+        white = torch.tensor(np.asarray(image)[..., 0] > 0)
+        assert torch.equal(mask.bool(), white)
 
     def test_masks_from_polygons_and_rle(self, tmp_path):
         mask = np.zeros((48, 64), np.uint8)
         mask[10:30, 10:30] = 1
-        compact = codec.encode(np.asfortranarray(mask))
-        text = {"size": [48, 64], "counts": compact["counts"].decode()}
+        text = {"size": [48, 64], "counts": encoded(mask)}
         counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
-        for outline in ([SQUARE], text, counts, {**text, "size": [48.0, 64.0]}):
-            source = detection_data.open_annotated(
-                write(tmp_path, changed(segmentation=outline)), "train", masks=True
-            )
-            assert torch.equal(source.objects(0)["masks"][0], torch.from_numpy(mask))
+        for outline in ([SQUARE], text, counts, text | {"size": [48.0, 64.0]}):
+            source = open_changed(tmp_path, segmentation=outline)
+            drawn = source.objects(0)["masks"][0]
+            assert torch.equal(drawn, torch.from_numpy(mask))
         assert detection_data.draw_masks([], 4, 5).shape == (0, 4, 5)
 
     def test_rle_text_is_read_as_pycocotools_writes_it(self):
@@ -103,61 +109,60 @@ class TestData:
         for height, width in ((1, 1), (7, 5), (48, 64), (600, 500)):
             for share in (0.0, 0.01, 0.5, 1.0):
                 mask = (rng.random((height, width)) < share).astype(np.uint8)
-                runs = detection_data.run_lengths(
-                    codec.encode(np.asfortranarray(mask))["counts"].decode()
-                )
-                drawn = (np.arange(len(runs)) % 2).repeat(runs).reshape(width, height).T
+                runs = detection_data.run_lengths(encoded(mask))
+                alternating = np.arange(len(runs)) % 2
+                drawn = alternating.repeat(runs).reshape(width, height).T
                 np.testing.assert_array_equal(drawn, mask)
 
     def test_missing_fields_are_those_of_coco(self, tmp_path):
         """iscrowd 0, the box around the outline, and the area of the outline, which is not its box's."""
+
+        def annotations_of(source):
+            return ground_truth(source).dataset["annotations"]
+
         triangle = [10, 10, 30, 10, 10, 30]
-        source = detection_data.open_annotated(
-            write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True
-        )
-        (first, crowd) = ground_truth(source).dataset["annotations"]
+        (outline,) = codec.frPyObjects([triangle], 48, 64)
+        source = open_changed(tmp_path, segmentation=[triangle], bbox=None)
+        first, crowd = annotations_of(source)
         assert first["iscrowd"] == 0
         assert crowd["iscrowd"] == 1
-        assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
-        assert (
-            first["area"]
-            == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0]))
-            < 250
-            < 20 * 20
-        )
-        given = detection_data.open_annotated(
-            write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True
-        )
-        assert ground_truth(given).dataset["annotations"][0]["area"] == 7.5
-        no_outline = detection_data.open_annotated(
-            write(tmp_path, changed(segmentation=None)), "train", masks=False
-        )
-        assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
+        assert first["bbox"] == codec.toBbox(outline).tolist()
+        assert first["area"] == float(codec.area(outline))
+        assert first["area"] < 250 < 20 * 20
+
+        source = open_changed(tmp_path, area=7.5, iscrowd=False)
+        assert annotations_of(source)[0]["area"] == 7.5
+        source = open_changed(tmp_path, segmentation=None, masks=False)
+        assert annotations_of(source)[0]["area"] == 400
 
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("{", r"cannot read .*train.json"),
-            ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
+            (coco(annotations=None), r"train.json has no list 'annotations'"),
             (changed(bbox=[10, 10, 0, 20]), "annotation 0 .* no area"),
             (changed(category_id=90), "annotation 0 .* category_id 90; .* 3, 7"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
-            *(
-                (
-                    changed(segmentation={"size": [48, 64], "counts": counts}),
-                    "annotation 0 has an RLE mask whose cou",
-                )
-                for counts in ([16], [-1, 3073], "@@@@zzz")
-            ),
-            ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
+            (coco() | {"images": coco()["images"] * 2}, r"two images with id 0"),
         ],
     )
     def test_what_is_wrong_is_said(self, tmp_path, content, message):
-        (tmp_path / "train.json").write_text(
-            content if isinstance(content, str) else json.dumps(content)
-        )
-        refused(message, detection_data.read_annotations, tmp_path / "train.json", masks=True)
+        path = tmp_path / "train.json"
+        path.write_text(json.dumps(content))
+        refused(message, detection_data.read_annotations, path, masks=True)
+
+    @pytest.mark.parametrize("counts", [[16], [-1, 3073], "@@@@zzz"])
+    def test_counts_that_are_no_mask(self, tmp_path, counts):
+        path = tmp_path / "train.json"
+        content = changed(segmentation={"size": [48, 64], "counts": counts})
+        path.write_text(json.dumps(content))
+        message = "annotation 0 has an RLE mask whose cou"
+        refused(message, detection_data.read_annotations, path, masks=True)
+
+    def test_text_that_is_no_json(self, tmp_path):
+        path = tmp_path / "train.json"
+        path.write_text("{")
+        refused(r"cannot read .*train.json", detection_data.read_annotations, path, masks=True)
 
     @pytest.mark.parametrize(
         ("file", "message"),
@@ -178,13 +183,12 @@ class TestData:
     def test_test_images_need_something_to_find(self, tmp_path):
         content = coco(3)
         content["annotations"] = content["annotations"][:2]  # of the first image
-        write(write(tmp_path, images=3), content, "val")
-        few = validate(
-            {**recipe(tmp_path), "data": {**TINY["data"], "root": str(tmp_path), "test_images": 1}}
-        )
-        refused(
-            "val.json has no objects, or crowds only, in 1 images", few.task.task.open_data, few
-        )
+        write(tmp_path, images=3)
+        write(tmp_path, content, "val")
+        data = TINY["data"] | {"root": str(tmp_path), "test_images": 1}
+        few = validate(recipe(tmp_path, data=data))
+        said = "val.json has no objects, or crowds only, in 1 images"
+        refused(said, few.task.task.open_data, few)
 
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
@@ -196,9 +200,11 @@ class TestData:
 
 class TestTransforms:
     def test_scale_1_without_a_flip_fits_the_image(self):
-        image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 64, 3), np.uint8))
+        pixels = np.random.default_rng(0).integers(0, 255, (24, 64, 3), np.uint8)
+        image = Image.fromarray(pixels)
         objects = {"boxes": torch.tensor([[8.0, 4, 24, 20]]), "labels": torch.tensor([1])}
-        x, left = detection_data.TrainTransform(CONFIG, (1.0, 1.0), 0.0)((image, objects))
+        transform = detection_data.TrainTransform(CONFIG, (1.0, 1.0), 0.0)
+        x, left = transform((image, objects))
         expected, inside = detection_data.FitTransform(CONFIG).fit(image)
         torch.testing.assert_close(x, expected)
         assert inside == (24, 64)
@@ -206,28 +212,22 @@ class TestTransforms:
         assert (x[:, 24:] == 0).all()  # padded below
 
     def test_boxes_follow_masks_through_random_crops(self):
-        picture = np.zeros((48, 64, 3), np.uint8)
-        picture[10:30, 10:30] = 255
+        transform = detection_data.TrainTransform(CONFIG, (0.5, 4.0), 0.5)
+        corner = [0, 0, 5, 0, 5, 5, 0, 5]
         seen = set()
         for seed in range(12):
             torch.manual_seed(seed)
-            masks = detection_data.draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
+            masks = detection_data.draw_masks([[SQUARE], [corner]], 48, 64)
             objects = {"boxes": torch.zeros(2, 4), "labels": torch.tensor([1, 2]), "masks": masks}
-            x, left = detection_data.TrainTransform(CONFIG, (0.5, 4.0), 0.5)(
-                (Image.fromarray(picture), objects)
-            )
-            seen.add(len(left["labels"]))
+            x, left = transform((white_square(), objects))
             assert x.shape == (3, 48, 64)
-            for box, label, mask in zip(
-                left["boxes"].int(), left["labels"], left["masks"], strict=True
-            ):
+            boxes, labels, masks = left["boxes"].int(), left["labels"], left["masks"]
+            seen.add(len(labels))
+            for box, label, mask in zip(boxes, labels, masks, strict=True):
                 rows, columns = torch.where(mask)
-                assert box.tolist() == [
-                    columns.min(),
-                    rows.min(),
-                    columns.max() + 1,
-                    rows.max() + 1,
-                ]
+                left, top, right, bottom = box.tolist()
+                assert (left, right) == (columns.min(), columns.max() + 1)
+                assert (top, bottom) == (rows.min(), rows.max() + 1)
                 if label == 1 and len(rows) > 50:  # the square is white
                     assert x[0][mask.bool()].mean() > 0.6
         assert {0, 2} & seen
@@ -245,10 +245,9 @@ def random_results(source, seed=0):
         ends = boxes[:, 2:]
         starts = torch.minimum(boxes[:, :2], ends - 1)
         boxes = torch.cat([starts, ends], 1).clamp(min=0)
-        wrong = torch.rand(n, generator=generator) < 0.2
-        labels = torch.where(
-            wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"]
-        )
+        is_wrong = torch.rand(n, generator=generator) < 0.2
+        wrong = (objects["labels"] + 1) % len(source.classes)
+        labels = torch.where(is_wrong, wrong, objects["labels"])
         found = {"boxes": boxes, "labels": labels, "scores": torch.rand(n, generator=generator)}
         if source.masks:
             found["masks"] = objects["masks"].roll(4, -1).bool()
@@ -260,14 +259,13 @@ def scattered(images=30, seed=0):
     """Annotations of rectangles and triangles of many sizes, some of them crowds, some images without any."""
     rng = np.random.default_rng(seed)
     content = coco(images, annotations=[])
-    content["images"] = [{**image, "width": 320, "height": 240} for image in content["images"]]
+    for image in content["images"]:
+        image |= {"width": 320, "height": 240}
     for number in range(6 * images):
-        left = rng.integers(0, 250)
-        top = rng.integers(0, 180)
-        width = int(rng.integers(4, 4 + (320 - left - 4)))
-        height = int(rng.integers(4, 4 + (240 - top - 4)))
-        left = int(left)
-        top = int(top)
+        left = int(rng.integers(0, 250))
+        top = int(rng.integers(0, 180))
+        width = int(rng.integers(4, 320 - left))
+        height = int(rng.integers(4, 240 - top))
         outline = [left, top, left + width, top, left, top + height]
         if number % 2:
             outline += [left + width, top + height]
@@ -287,29 +285,42 @@ def scattered(images=30, seed=0):
     return content
 
 
-@pytest.mark.parametrize(("seed", "masks"), [(0, True), (1, False)])
-def test_ap_equals_pycocotools_on_the_same_predictions(tmp_path, seed, masks):
-    source = detection_data.open_annotated(write(tmp_path, scattered(seed=seed)), "train", masks)
-    results = random_results(source)
-    metrics, *classes = metric_rows(source, results)
+AP_KEYS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+
+
+def stats_of_pycocotools(source, results, kind, other):
+    """The AP of boxes or masks, of predictions without the `other` of both."""
+    predictions = []
+    for entry in results.entries:
+        predictions.append({key: value for key, value in entry.items() if key != other})
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(source.annotations))
-    for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
-        other = {"bbox": "segmentation", "segm": "bbox"}[kind]
-        given = [{k: v for k, v in each.items() if k != other} for each in results.entries]
-        with contextlib.redirect_stdout(io.StringIO()):
-            run = COCOeval(truth, truth.loadRes(given), kind)
-            run.evaluate()
-            run.accumulate()
-            run.summarize()
-        for key, expected in zip(
-            ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"), run.stats, strict=False
-        ):
+        run = COCOeval(truth, truth.loadRes(predictions), kind)
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+    return run.stats
+
+
+@pytest.mark.parametrize(("seed", "masks"), [(0, True), (1, False)])
+def test_ap_equals_pycocotools_on_the_same_predictions(tmp_path, seed, masks):
+    root = write(tmp_path, scattered(seed=seed))
+    source = detection_data.open_annotated(root, "train", masks)
+    results = random_results(source)
+    metrics, *classes = metric_rows(source, results)
+    kinds = [("bbox", "box", "segmentation")]
+    if masks:
+        kinds.append(("segm", "mask", "bbox"))
+    for kind, prefix, other in kinds:
+        stats = stats_of_pycocotools(source, results, kind, other)
+        for key, expected in zip(AP_KEYS, stats, strict=False):
+            name = f"{prefix}_{key}"
             if expected >= 0:
-                assert metrics[f"{prefix}_{key}"] == pytest.approx(100 * expected, abs=1e-9)
+                assert metrics[name] == pytest.approx(100 * expected, abs=1e-9)
             else:
-                assert f"{prefix}_{key}" not in metrics
-    assert np.mean([row["box_ap"] for row in classes]) == pytest.approx(metrics["box_ap"])
+                assert name not in metrics
+    mean_of_classes = np.mean([row["box_ap"] for row in classes])
+    assert mean_of_classes == pytest.approx(metrics["box_ap"])
     assert metrics["images"] == len(source)
 
 
@@ -322,17 +333,20 @@ TINY |= dict(data={"source": "coco", "size": [48, 64], "batch_size": 4})
 
 
 def recipe(root, **changes):
-    return {**TINY, "data": {**TINY["data"], "root": str(root), "unreadable": 9}, **changes}
+    data = TINY["data"] | {"root": str(root), "unreadable": 9}
+    return TINY | {"data": data} | changes
 
 
-def train(root, out, **changes):
-    return iso.train(validate({**recipe(root, **changes), "out": str(out)}), show=False)
+def train(root, out):
+    return iso.train(validate(recipe(root, out=str(out))), show=False)
 
 
 @pytest.fixture(scope="module")
 def squares(tmp_path_factory):
     """A folder of images, and a run on it."""
-    root = write(write(tmp_path_factory.mktemp("squares"), images=8), split="val", images=4)
+    root = tmp_path_factory.mktemp("squares")
+    write(root, images=8)
+    write(root, split="val", images=4)
     (root / "images/3.png").write_bytes(b"damaged")
     content = coco(3)  # the test data has no damaged file
     (root / "val.json").write_text(json.dumps(content))
@@ -342,9 +356,10 @@ def squares(tmp_path_factory):
 class TestRun:
     def test_it_learns_and_counts_what_is_damaged(self, squares):
         _, result = squares
-        rows = [json.loads(line) for line in (result.folder / "log.jsonl").read_text().splitlines()]
-        assert rows[1]["loss"] < rows[0]["loss"]
-        assert rows[1]["unreadable"] == 1
+        log = (result.folder / "log.jsonl").read_text()
+        first, second = (json.loads(line) for line in log.splitlines())
+        assert second["loss"] < first["loss"]
+        assert second["unreadable"] == 1
         assert result.metrics["images"] == 3
         assert 0 <= result.metrics["mask_ap"] <= 100
 
@@ -360,15 +375,17 @@ class TestRun:
         assert model.pretrained_cfg["label_names"] == ["square", "cell"]
         assert tuple(model.pretrained_cfg["input_size"]) == (3, 48, 64)
         metrics = iso.evaluate(model, root)
-        assert metrics == {name: value for name, value in result.metrics.items() if name != "loss"}
-        fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
-        assert fused["images"] == 3
+        expected = dict(result.metrics)
+        expected.pop("loss", None)
+        assert metrics == expected
+        fused = iso.fuse(model.eval())
+        metrics = iso.evaluate(fused, root / "val.json")
+        assert metrics["images"] == 3
 
     def test_predictions(self, squares, tmp_path):
         root, result = squares
-        done = isomorph(
-            "predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png"
-        )
+        image = root / "images/0.png"
+        done = isomorph("predict", result.folder, "--image", image, "--out", tmp_path / "y.png")
         assert not done.returncode, done.stderr
         with Image.open(tmp_path / "y.png") as picture:
             assert picture.size == (64, 48)
@@ -383,21 +400,17 @@ def detectors(*widths):
 
 class TestDistillation:
     def test_the_teacher_gets_images_in_its_own_normalisation(self):
+        def normalised_for(model):
+            config = model.pretrained_cfg
+            return normalize(pixels, list(config["mean"]), list(config["std"]))
+
         student, teacher = detectors(16, 16)
-        teacher.pretrained_cfg = {
-            **teacher.pretrained_cfg,
-            "mean": (0.5, 0.4, 0.3),
-            "std": (0.5, 0.5, 0.25),
-        }
+        of_teacher = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
+        teacher.pretrained_cfg = {**teacher.pretrained_cfg, **of_teacher}
         task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart())
         pixels = torch.rand(2, 3, 64, 64)
-        images = normalize(
-            pixels, list(student.pretrained_cfg["mean"]), list(student.pretrained_cfg["std"])
-        )
-        theirs = normalize(
-            pixels, list(teacher.pretrained_cfg["mean"]), list(teacher.pretrained_cfg["std"])
-        )
-        torch.testing.assert_close(task.teacher.images(images), theirs)
+        given = task.teacher.images(normalised_for(student))
+        torch.testing.assert_close(given, normalised_for(teacher))
 
     def test_the_losses_of_a_map(self):
         generator = torch.Generator().manual_seed(0)
@@ -405,29 +418,31 @@ class TestDistillation:
         scores, wanted = torch.randn(2, 2, 2, 4, 5, generator=generator, dtype=torch.float64)
         top = bottom = below = 0.0
         for b, i, j in np.ndindex(2, 4, 5):
-            m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
+            m = wanted[b, :, i, j].max().sigmoid()
             bottom += m
             for c in range(3):
-                top += m * (theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2
+                difference = theirs[b, c, i, j] - adapted[b, c, i, j]
+                top += m * difference**2
             for a in range(2):
                 s = scores[b, a, i, j].sigmoid()
                 t = wanted[b, a, i, j].sigmoid()
-                below -= m * (t * s.log() + (1 - t) * (1 - s).log())
+                agreement = t * s.log() + (1 - t) * (1 - s).log()
+                below -= m * agreement
         features, objectness = guided_losses(adapted, scores, theirs, wanted)
         assert features.item() == pytest.approx((top / bottom).item(), rel=1e-5)
         assert objectness.item() == pytest.approx((below / bottom).item(), rel=1e-5)
 
     def test_a_frozen_teacher_guides_after_its_ramp(self):
         student, teacher = detectors(16, 24)
-        task = GuidedDetectionLoss(
-            student, teacher, torch.device("cpu"), DetectionPart(ramp=2)
-        ).train()
+        part = DetectionPart(ramp=2)
+        task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), part).train()
         assert not teacher.training
-        targets = [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.ones(1).long()}]
+        targets = [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.tensor([1])}]
         x = torch.randn(1, 3, 64, 64)
-        losses = [task(x, targets) for _ in range(3)]
-        assert [each["loss_features"].item() > 0 for each in losses] == [False, True, True]
-        losses[-1]["loss"].backward()
+        for guides in (False, True, True):
+            losses = task(x, targets)
+            assert (losses["loss_features"].item() > 0) == guides
+        losses["loss"].backward()
         for p in task.trainable_module.parameters():
             assert p.grad is not None
         for p in teacher.parameters():
@@ -441,8 +456,9 @@ class TestDistillation:
 def test_outputs_that_are_not_finite_have_no_metric(squares):
     root, result = squares
     model = iso.load(result.folder / "model.safetensors")
+    bias = model.get_parameter("rpn.head.cls_logits.bias")
     with torch.no_grad():
-        model.get_parameter("rpn.head.cls_logits.bias").flatten()[0] = math.nan
+        bias[0] = math.nan
     with pytest.raises(NotFinite, match=r"outputs are not finite"):
         iso.evaluate(model, root)
 
@@ -452,11 +468,12 @@ def test_anchors_lie_where_the_positions_do():
     model = timm.create_model("mask_rcnn", backbone="resnet18", **small).eval()
     x = torch.randn(1, 3, 200, 168)
     maps = list(model.pyramid_maps(x).values())
-    boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
-    last = boxes[3 * maps[0][0, 0].numel() - 3]  # three anchors a position of the finest map
+    (boxes,) = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)
+    positions = maps[0][0, 0].numel()
+    last = boxes[3 * positions - 3]  # three anchors a position of the finest map
     centre = (last[:2] + last[2:]) / 2
     assert centre.tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
     padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
-    here = model.detect(x)[0]
-    there = model.detect(padded, [(200, 168)])[0]
+    (here,) = model.detect(x)
+    (there,) = model.detect(padded, [(200, 168)])
     torch.testing.assert_close(here["boxes"], there["boxes"])

@@ -1,6 +1,7 @@
 """Edits of the map of any attention: the same function at first, then a refined or gated map, never across a mask."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -46,6 +47,15 @@ def train_edits(model):
     return model
 
 
+def doubles(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def grid_points(height, width):
+    """Rows and columns of a grid, row by row. Shape: -> (H W, 2)"""
+    return torch.cartesian_prod(torch.arange(float(height)), torch.arange(float(width)))
+
+
 def regions(windows, N):
     """Masks of windows whose tokens belong to a few regions, in no particular order."""
     generator = torch.Generator().manual_seed(1)
@@ -55,26 +65,28 @@ def regions(windows, N):
 
 def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     maps = torch.rand(4, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    kernel = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
-    allowed = regions(2, 6).repeat(2, 1, 1)[:, None]
+    kernel = doubles(3, 3, 3, 3).requires_grad_()
+    allowed = regions(2, 6).repeat(2, 1, 1)
     slow = torch.zeros_like(maps)
-    for b, i, j in allowed[:, 0].nonzero().tolist():
-        for s, t in ((s, t) for s in (-1, 0, 1) for t in (-1, 0, 1)):
+    for b, i, j in allowed.nonzero().tolist():
+        sees = allowed[b]
+        for s, t in itertools.product((-1, 0, 1), repeat=2):
             m = i + s
             n = j + t
             inside = 0 <= m < 6 and 0 <= n < 6
-            if inside and allowed[b, 0, i, m] and allowed[b, 0, j, n]:
-                value = torch.einsum("oh,h->o", kernel[:, :, s + 1, t + 1], maps[b, :, m, n])
-                place = F.one_hot(torch.tensor(36 * b + 6 * i + j), 144).view(4, 1, 6, 6)
+            if inside and sees[i, m] and sees[j, n]:
+                value = kernel[:, :, s + 1, t + 1] @ maps[b, :, m, n]
+                place = torch.zeros(4, 1, 6, 6)
+                place[b, 0, i, j] = 1
                 slow = slow + place * value[:, None, None]
-    fast = convolve_within(maps, kernel, allowed)
+    fast = convolve_within(maps, kernel, allowed[:, None])
     torch.testing.assert_close(fast, slow)
+
     weights = torch.randn_like(slow)
-    for a, b in zip(
-        *(torch.autograd.grad((y * weights).sum(), (maps, kernel)) for y in (fast, slow)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+    ours = torch.autograd.grad((fast * weights).sum(), (maps, kernel))
+    theirs = torch.autograd.grad((slow * weights).sum(), (maps, kernel))
+    torch.testing.assert_close(ours, theirs)
+
     everywhere = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     plain = nn.functional.conv2d(maps, kernel, padding=1)
     torch.testing.assert_close(convolve_within(maps, kernel, everywhere), plain)
@@ -85,40 +97,47 @@ def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
     [REFINED, GATED, iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(span="spatial")],
 )
 def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
-    layer = build("swin")
-    new = train_edits(iso.recast(layer, rule, "0"))
+    model = build("swin")
+    layer = model[0]
+    edited = iso.recast(model, rule, "0")[0]
     allowed = regions(2, 16)
     mask = torch.zeros(2, 16, 16, dtype=torch.float64).masked_fill(~allowed, -100.0)
-    x = torch.randn(4, 16, C, dtype=torch.float64)
-    # the tokens in the region of each window's first token
+    x = doubles(4, 16, C)
+    expected = layer(x, mask=mask)
+    torch.testing.assert_close(edited(x, mask=mask), expected, atol=1e-6, rtol=1e-6)
+
+    train_edits(edited)
+    first = allowed[:, 0].repeat(2, 1)  # the tokens in the region of each window's first token
     other = x.clone()
-    first = allowed[:, 0].repeat(2, 1)
     other[~first] = torch.randn_like(other[~first])
-    y = new[0](x, mask=mask)
-    z = new[0](other, mask=mask)
+    y = edited(x, mask=mask)
+    z = edited(other, mask=mask)
     torch.testing.assert_close(y[first], z[first])
     assert not torch.allclose(y[~first], z[~first])
-    same = iso.recast(layer, rule, "0")
-    torch.testing.assert_close(same[0](x, mask=mask), layer[0](x, mask=mask), atol=1e-6, rtol=1e-6)
 
 
 def test_a_refined_map_is_that_of_refined_attention():
     plain = Attention(C, 4, qkv_bias=True).double().eval()
-    x = torch.randn(2, 9, C, dtype=torch.float64)
+    x = doubles(2, 9, C)
     fast = iso.AttentionToRefined().build(iso.surgery.Site(plain)).double().eval()
-    grads = []
     noisy(fast.refine)
+
+    def refined_map(heads, **kind):
+        return RefinedMap(Refiner(heads, **kind))
+
+    gradients = []
     for recompute in (False, True):
-        edited = edit_map(
-            plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute
-        )
+        edited = edit_map(plain, refined_map, None, None, recompute)
         edited.map_edit.refine.load_state_dict(fast.refine.state_dict())
-        torch.testing.assert_close(edited(x), fast(x))
-        grads.append(torch.autograd.grad(edited(x).square().sum(), edited.qkv.weight)[0])
-    torch.testing.assert_close(*grads)
+        y = edited(x)
+        torch.testing.assert_close(y, fast(x))
+        gradients += torch.autograd.grad(y.square().sum(), edited.qkv.weight)
+    torch.testing.assert_close(*gradients)
+
     padding = torch.arange(9) < torch.tensor([[9], [5]])
-    real = edited(x, attn_mask=padding[:, None, None])[1, :5]
-    torch.testing.assert_close(real, edited(x[1:, :5])[0])
+    padded = edited(x, attn_mask=padding[:, None, None])
+    shorter = edited(x[1:, :5])
+    torch.testing.assert_close(padded[1, :5], shorter[0])
     with pytest.raises(ValueError, match="is_causal is not supported"):
         edited(x, is_causal=True)
 
@@ -126,21 +145,23 @@ def test_a_refined_map_is_that_of_refined_attention():
 def test_a_gated_map_is_that_of_gpsa():
     gpsa = GPSA(C, 4, grid_size=(3, 4), prefix_tokens=1).double()
     gpsa.set_gating(0.8, -0.3)
-    x = torch.randn(2, 13, C, dtype=torch.float64)
+    x = doubles(2, 13, C)
     edit = GatedMap(4).double()
-    edit.load_state_dict({name: gpsa.state_dict()[name] for name in ("position", "gate")})
+    state = gpsa.state_dict()
+    edit.load_state_dict({"position": state["position"], "gate": state["gate"]})
     q, k = gpsa.queries_keys(x)
-    content = (q @ k.mT * 0.5).softmax(-1)
+    scores = q @ k.mT * 0.5
     for shape in ((3, 4), (96, 128)):
-        torch.testing.assert_close(
-            edit(content, MapCall(shapes=(shape,), prefix=1)), gpsa.attention(x)
-        )
+        call = MapCall(shapes=(shape,), prefix=1)
+        torch.testing.assert_close(edit(scores.softmax(-1), call), gpsa.attention(x))
+
     allowed = regions(2, 13)
-    content = (q @ k.mT * 0.5).masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+    content = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
     mixed = edit(content, MapCall(allowed, ((3, 4),), 1))
     torch.testing.assert_close(mixed.sum(-1), torch.ones(2, 4, 13, dtype=torch.float64))
     assert mixed.masked_fill(allowed[:, None], 0).abs().max() == 0
-    cells = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
+
+    cells = grid_points(3, 4)
     torch.testing.assert_close(edit.place_map(cells, cells), edit.position_map((3, 4), (3, 4)))
     allowed = regions(2, 12)[:, None]
     by_place = edit.place_map(cells, cells, allowed)
@@ -154,28 +175,23 @@ def test_a_gated_map_is_that_of_gpsa():
 def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
     arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
     model = timm.create_model("hiera_tiny_224", **arguments).eval()
-    H, W = (n // 4 for n in size)
-    # (H W, 2), row by row
-    coordinates = torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
-    unrolled = model.unroll(coordinates[None])[0]
+    H, W = (side // 4 for side in size)
+    mask_units = H // 8 * (W // 8)
+    (unrolled,) = model.unroll(grid_points(H, W)[None])
     for block in model.blocks:
         layer = block.attn
-        count = block.attn.window_size * block.attn.q_stride
-        units = (1, 1) if layer.use_mask_unit_attn else (H // 8, W // 8)
-        tokens = (
-            unrolled.unflatten(0, (-1, H // 8 * (W // 8)))[:, 0]
-            if layer.use_mask_unit_attn
-            else unrolled
-        )
+        count = layer.window_size * layer.q_stride
+        tokens, units = unrolled, mask_units
+        if layer.use_mask_unit_attn:
+            tokens, units = unrolled.unflatten(0, (-1, mask_units))[:, 0], 1
         # of the patches that a token stands for
-        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)
-        queries, found = mask_unit_positions(
-            layer, [(H, W)], layer.window_size * math.prod(units), len(keys)
-        )
+        keys = tokens.unflatten(0, (-1, count * units)).mean(0)
+        queries, found = mask_unit_positions(layer, [(H, W)], layer.window_size * units, len(keys))
         scale = 8 / math.sqrt(count)  # patches in a step of the keys
-        torch.testing.assert_close(found * scale + (scale - 1) / 2, keys)
+        centre = (scale - 1) / 2
+        torch.testing.assert_close(found * scale + centre, keys)
         pooled = keys.unflatten(0, (layer.q_stride, -1)).mean(0)
-        torch.testing.assert_close(queries * scale + (scale - 1) / 2, pooled)
+        torch.testing.assert_close(queries * scale + centre, pooled)
 
 
 def test_the_places_of_pooled_and_haloed_keys():
@@ -184,9 +200,8 @@ def test_the_places_of_pooled_and_haloed_keys():
     torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
     places = torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float()
     torch.testing.assert_close(keys[1] * 2, places.mean(0))
-    torch.testing.assert_close(
-        queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
-    )
+    torch.testing.assert_close(queries * 2, grid_points(4, 6))
+
     halo = HaloAttn(C, num_heads=4, block_size=4, halo_size=3, stride=2)
     queries, keys = halo_positions(halo, (), 4, 100)
     assert queries.tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
@@ -203,9 +218,9 @@ def test_a_class_token_that_is_the_only_query_is_in_the_middle():
     with_itself = edit(maps, call)[0, 0, 0]
     torch.testing.assert_close(with_itself, F.pad(alone, (1, 0)))
     centre = edit.centre[0]
-    offsets = torch.cartesian_prod(torch.arange(3.0) - 1, torch.arange(5.0) - 2).double()
-    slow = (-2 * (offsets - centre).square().sum(-1)).softmax(-1)
-    torch.testing.assert_close(alone, slow)
+    offsets = grid_points(3, 5).double() - torch.tensor([1, 2])
+    distances = (offsets - centre).square().sum(-1)
+    torch.testing.assert_close(alone, (-2 * distances).softmax(-1))
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +240,16 @@ def swin():
 @pytest.mark.parametrize("rule", [REFINED, GATED])
 def test_a_swin_is_verified_exported_and_compiled(swin, rule):
     new = iso.recast(swin, rule, "layers.*.attn")
-    assert len(iso.verify(swin, new, torch.randn(2, 3, 32, 32)).targets) == 2
+    report = iso.verify(swin, new, torch.randn(2, 3, 32, 32))
+    assert len(report.targets) == 2
     block = train_edits(new).layers[0].blocks[1].requires_grad_(False)
     x = torch.randn(2, 8, 8, 16)
     assert block.attn_mask is not None
-    torch.testing.assert_close(torch.export.export(block, (x,)).module()(x), block(x))
+    y = block(x)
+    exported = torch.export.export(block, (x,)).module()
+    torch.testing.assert_close(exported(x), y)
     compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), block(x))
+    torch.testing.assert_close(compiled(x), y)
 
 
 def test_features_and_image_sizes_follow():
@@ -239,45 +257,54 @@ def test_features_and_image_sizes_follow():
         img_size=32, depth=2, embed_dim=32, num_heads=4, num_classes=3, dynamic_img_size=True
     )
     plain = timm.create_model("vit_small_patch16_dinov3_qkvb", **arguments).eval()
-    batches = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 32)]
+    square = torch.randn(2, 3, 32, 32)
+    tall = torch.randn(1, 3, 64, 32)
     for rule in (iso.AttentionToRefined(), GATED, iso.AttentionToRefined(span="spatial")):
         new = iso.recast(plain, rule, "blocks.*.attn")
-        iso.verify(plain, new, batches)
-        tall = train_edits(new)(batches[1])
-        new(batches[0])
-        torch.testing.assert_close(new(batches[1]), tall)
+        iso.verify(plain, new, [square, tall])
+        train_edits(new)
+        before = new(tall)
+        new(square)
+        torch.testing.assert_close(new(tall), before)
+
     pyramid = timm.create_model("pvt_v2_b0", features_only=True, depths=(1, 1, 1, 1)).eval()
+    gated = iso.recast(pyramid, GATED, "*.attn")
     x = torch.randn(1, 3, 64, 96)
-    for old, new in zip(pyramid(x), iso.recast(pyramid, GATED, "*.attn")(x), strict=True):
-        torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gated(x), pyramid(x), atol=1e-5, rtol=1e-5)
+
     pit = timm.create_model("pit_ti_224", num_classes=3, img_size=64, depth=(1, 1, 1)).eval()
     # timm's Attention on an unknown grid
     for rule in (GATED, iso.AttentionToRefined(span="spatial")):
         new = iso.recast(pit, rule, "transformers.*.attn")
         iso.verify(pit, new, torch.randn(1, 3, 64, 64))
-        for name in iso.edits(new)[0].names:
+        (edit,) = iso.edits(new)
+        for name in edit.names:
             assert isinstance(new.get_submodule(name), EditedAttention)
 
 
 def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
     new = iso.recast(swin, GATED, "layers.*.attn")
-    ones = torch.ones(1, 3, 32, 32)
-    assert set(iso.gates(new)) == set(iso.edits(new)[0].names)
+    (edit,) = iso.edits(new)
+    assert set(iso.gates(new)) == set(edit.names)
     groups = {group["name"]: group for group in iso.training.parameter_groups(new)}
     assert len(groups["gates"]["params"]) == 2
+
     annealed = copy.deepcopy(new)
     iso.Anneal(steps=3, stop=(2.0, 0.5)).apply(annealed, 3)
-    edits = [module for module in annealed.modules() if isinstance(module, GatedMap)]
-    assert [float(part.detach()[0]) for edit in edits for part in (edit.locality, edit.gate)] == [
-        2.0,
-        0.5,
-    ] * 2
+    gated_maps = [module for module in annealed.modules() if isinstance(module, GatedMap)]
+    assert len(gated_maps) == 2
+    for gated_map in gated_maps:
+        assert gated_map.locality[0] == 2.0
+        assert gated_map.gate[0] == 0.5
+
+    ones = torch.ones(1, 3, 32, 32)
     before = iso.attention_maps(swin, ones)
     after = iso.attention_maps(train_edits(new), ones)
-    assert {name: m.shape for name, m in after.items()} == {
-        name: m.shape for name, m in before.items()
-    }
-    assert not torch.allclose(*(maps["layers.0.blocks.0.attn"] for maps in (before, after)))
+    assert after.keys() == before.keys()
+    for name, maps in after.items():
+        assert maps.shape == before[name].shape
+    name = "layers.0.blocks.0.attn"
+    assert not torch.allclose(before[name], after[name])
 
 
 @pytest.mark.parametrize(("fused", "training"), [(True, False), (False, False), (False, True)])
@@ -288,13 +315,11 @@ def test_timms_attention_with_another_scale_or_dropout_keeps_its_function(fused,
     layer.scale = 0.3
     layer.attn_drop = nn.AlphaDropout(0.5)
     model = nn.Sequential(layer).double().train(training)
-    x = torch.randn(2, 9, 16, dtype=torch.float64)
-    outputs = []
-    edited = iso.recast(
-        model, iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0), where="0"
-    )
+    rule = iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0)
+    edited = iso.recast(model, rule, where="0")
     assert isinstance(edited[0], EditedAttention)
-    for each in (model, edited):
-        torch.manual_seed(0)
-        outputs.append(each(x))
-    torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)
+    x = doubles(2, 9, 16)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(edited(x), expected, atol=1e-12, rtol=0)
