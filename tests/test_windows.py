@@ -1,8 +1,9 @@
 """Attention in windows: the mask against a slow formula, the windows against the mask, in float64; what it refuses."""
 
-import itertools
 import math
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -24,16 +25,26 @@ from law_rows import Alone, deviation, disturb
 from refusals import refused
 
 
+def doubles(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
 def slow(q, k, v, bias, windows, share):
     """Attention with m exp(score) for exp(score), pair by pair."""
     (_, W), side, prefix = windows
+
+    def window_of(token):
+        row, column = divmod(token - prefix, W)
+        return row // side, column // side
+
+    scale = q.shape[3] ** -0.5
     out = torch.zeros_like(v)
-    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+    for b, h, i in np.ndindex(q.shape[:3]):
         weights = []
         for j in range(k.shape[2]):
-            places = [((n - prefix) // W // side, (n - prefix) % W // side) for n in (i, j)]
-            m = 1.0 if min(i, j) < prefix or places[0] == places[1] else share
-            score = q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5
+            together = min(i, j) < prefix or window_of(i) == window_of(j)
+            m = 1.0 if together else share
+            score = q[b, h, i] @ k[b, h, j] * scale
             weights.append(m * math.exp(score + bias[h, i, j]))
         out[b, h, i] = torch.tensor(weights, dtype=q.dtype) @ v[b, h] / sum(weights)
     return out
@@ -60,67 +71,64 @@ def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     (H, W), side, prefix = windows
     N = prefix + H * W
     attend = F.scaled_dot_product_attention
-    q, k, v = torch.randn(3, 2, 2, N, 3, dtype=torch.float64)
-    bias = torch.randn(2, N, N, dtype=torch.float64)
+    q, k, v = doubles(3, 2, 2, N, 3)
+    bias = doubles(2, N, N)
+
+    def with_share(mask):
+        return attend_with_share(attend, q, k, v, mask, windows, torch.tensor(share))
+
+    def in_windows(mask):
+        return attend_in_windows(attend, q, k, v, mask, windows)
+
     expected = slow(q, k, v, bias, windows, share)
-    assert (
-        deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected)
-        < 1e-6
-    )
+    assert deviation(with_share(bias), expected) < 1e-6
     if share == 0 or side >= max(H, W):
-        assert deviation(attend_in_windows(attend, q, k, v, bias, windows), expected) < 1e-12
-        expected = attend_in_windows(attend, q, k, v, None, windows)
-        assert deviation(attend_in_padded_windows(attend, q, k, v, windows), expected) < 1e-12
+        assert deviation(in_windows(bias), expected) < 1e-12
+        padded = attend_in_padded_windows(attend, q, k, v, windows)
+        assert deviation(padded, in_windows(None)) < 1e-12
+
     allowed = torch.rand(2, 1, 1, N) < 0.7  # real tokens, of which every window has one
-    allowed[..., :prefix] = allowed[..., prefix::2] = True
+    allowed[..., :prefix] = True
+    allowed[..., prefix::2] = True
     hidden = torch.zeros(2, 1, 1, N, dtype=torch.float64).masked_fill(~allowed, -1e3)
     for mask in (allowed, allowed.expand(-1, -1, N, -1)):
-        found = attend_with_share(attend, q, k, v, mask, windows, torch.tensor(share))
-        assert (
-            deviation(
-                found, attend_with_share(attend, q, k, v, hidden, windows, torch.tensor(share))
-            )
-            < 1e-12
-        )
-        found = attend_in_windows(attend, q, k, v, mask, windows)
-        assert (
-            deviation(
-                found, attend_in_windows(attend, q, k, v, hidden.expand(-1, -1, N, -1), windows)
-            )
-            < 1e-12
-        )
+        assert deviation(with_share(mask), with_share(hidden)) < 1e-12
+        assert deviation(in_windows(mask), in_windows(hidden.expand(-1, -1, N, -1))) < 1e-12
+
+
+class Named(NamedTuple):
+    """A model of timm, the size of its images, and a window. `fixed`: it is created for that size."""
+
+    name: str
+    size: tuple[int, int]
+    window: int
+    fixed: bool = True
+    options: dict[str, str] = {}
 
 
 MODELS = {
-    "DINOv3": ("vit_small_patch16_dinov3", (80, 208), 5, {}),
-    "DINOv3, divided": ("vit_small_patch16_dinov3", (64, 64), 2, {}),
-    "EVA-02": ("eva02_tiny_patch14_224", (98, 70), 3, dict(img_size=(98, 70))),
-    "relpos": ("vit_relpos_small_patch16_224", (112, 144), 4, dict(img_size=(112, 144))),
-    "relpos, class token": (
-        "vit_relpos_base_patch16_cls_224",
-        (112, 80),
-        3,
-        dict(img_size=(112, 80)),
+    "DINOv3": Named("vit_small_patch16_dinov3", (80, 208), 5, fixed=False),
+    "DINOv3, divided": Named("vit_small_patch16_dinov3", (64, 64), 2, fixed=False),
+    "EVA-02": Named("eva02_tiny_patch14_224", (98, 70), 3),
+    "relpos": Named("vit_relpos_small_patch16_224", (112, 144), 4),
+    "relpos, class token": Named("vit_relpos_base_patch16_cls_224", (112, 80), 3),
+    "relpos, table": Named(
+        "vit_relpos_small_patch16_224", (80, 112), 3, options=dict(rel_pos_type="bias")
     ),
-    "relpos, table": (
-        "vit_relpos_small_patch16_224",
-        (80, 112),
-        3,
-        dict(img_size=(80, 112), rel_pos_type="bias"),
-    ),
-    "relpos, shared": ("vit_srelpos_small_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
-    "DINOv2": ("vit_small_patch14_reg4_dinov2", (98, 126), 4, dict(img_size=(98, 126))),
-    "BEiT": ("beit_base_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
+    "relpos, shared": Named("vit_srelpos_small_patch16_224", (112, 80), 3),
+    "DINOv2": Named("vit_small_patch14_reg4_dinov2", (98, 126), 4),
+    "BEiT": Named("beit_base_patch16_224", (112, 80), 3),
 }
 
 
 def build(name):
-    timm_name, size, window, options = MODELS[name]
+    row = MODELS[name]
+    options = dict(depth=2, embed_dim=48, num_heads=4, num_classes=3) | row.options
+    if row.fixed:
+        options["img_size"] = row.size
     torch.manual_seed(0)
-    model = disturb(
-        timm.create_model(timm_name, depth=2, embed_dim=48, num_heads=4, num_classes=3, **options)
-    )
-    return model, torch.randn(2, 3, *size, dtype=torch.float64), iso.AttentionToWindow(window)
+    model = disturb(timm.create_model(row.name, **options))
+    return model, doubles(2, 3, *row.size), iso.AttentionToWindow(row.window)
 
 
 def local(new):
@@ -134,14 +142,22 @@ def local(new):
 def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
     model, x, rule = build(name)
     new = iso.recast(model, rule)
-    assert len(iso.edits(new)[0].names) == 2
-    assert torch.equal(new(x), model(x))
+    (edit,) = iso.edits(new)
+    assert len(edit.names) == 2
+    everywhere = model(x)
+    assert torch.equal(new(x), everywhere)
+
     iso.Anneal(2).apply(new, 1)
     average = torch.optim.swa_utils.AveragedModel(new, use_buffers=True)
     half = new(x)
     masked = local(new)(x)
-    average.update_parameters(new), average.module.load_state_dict(new.state_dict())
+    average.update_parameters(new)
+    average.module.load_state_dict(new.state_dict())
     assert torch.equal(average(x), masked)
+    assert deviation(half, everywhere) > 1e-6
+    assert deviation(masked, everywhere) > 1e-6
+    assert deviation(half, masked) > 1e-6
+
     pruned = iso.prune(new)
     assert deviation(pruned(x), masked) < 1e-12
     if getattr(new.blocks[0].attn, "rel_pos", None):
@@ -153,15 +169,12 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
             assert torch.equal(of_pruned[key], value)
         for layer in pruned.blocks:
             assert layer.attn.pruned
-    assert (
-        min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked)))
-        > 1e-6
-    )
-    for each, y in ((new, masked), (pruned, pruned(x))):
-        iso.save(each, tmp_path / "model.safetensors")
-        loaded = iso.load(tmp_path / "model.safetensors", base=model).eval()
-        assert torch.equal(loaded(x), y)
-        assert iso.edits(loaded) == iso.edits(each)
+    path = tmp_path / "model.safetensors"
+    for saved in (new, pruned):
+        iso.save(saved, path)
+        loaded = iso.load(path, base=model).eval()
+        assert torch.equal(loaded(x), saved(x))
+        assert iso.edits(loaded) == iso.edits(saved)
 
 
 @torch.no_grad()
@@ -170,10 +183,11 @@ def test_registers_grids_and_blocks_of_every_kind():
     model, _, rule = build("DINOv3")
     new = local(iso.recast(model, rule, "blocks.1.attn"))
     pruned = iso.prune(new)
-    sizes = [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))]
-    for x in (*sizes, *sizes):
+    wide = doubles(1, 3, 80, 96)
+    tall = doubles(1, 3, 96, 64)
+    for x in (wide, tall, wide, tall):
         assert deviation(pruned(x), new(x)) < 1e-12
-    assert iso.verify(new, pruned, sizes[0]).atol == 1e-5
+    assert iso.verify(new, pruned, wide).atol == 1e-5
     refused("its share is 0", iso.revert, new)
     iso.Anneal(2).apply(new, 0)
     back = iso.revert(new)
@@ -187,57 +201,54 @@ def test_registers_grids_and_blocks_of_every_kind():
     ):
         plain = disturb(Alone(NETWORKS[name]()))
         new = iso.recast(plain, iso.AttentionToWindow(3))
-        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-        assert deviation(new(x), plain(x)) < 1e-12
-        assert deviation(iso.prune(local(new))(x), new(x)) < 1e-12
-        assert deviation(new(x), plain(x)) > 1e-6
+        x = doubles(2, 3, 32, 32)
+        expected = plain(x)
+        assert deviation(new(x), expected) < 1e-12
+        pruned = iso.prune(local(new))
+        assert deviation(pruned(x), new(x)) < 1e-12
+        assert deviation(new(x), expected) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["coatnet_rmlp_0_rw_224", "maxvit_pico_rw_256"])
 @torch.no_grad()
 def test_windows_of_hybrids_with_a_relative_bias(name):
     model = disturb(timm.create_model(name, img_size=96, depths=(1, 1, 1, 1), num_classes=3), 0.1)
-    x = torch.randn(1, 3, 96, 96, dtype=torch.float64)
+    x = doubles(1, 3, 96, 96)
     new = local(iso.recast(model, iso.AttentionToWindow(2), "stages.2.*"))
-    assert deviation(iso.prune(new)(x), new(x)) < 1e-12 < deviation(new(x), model(x))
+    pruned = iso.prune(new)
+    assert deviation(pruned(x), new(x)) < 1e-12
+    assert deviation(new(x), model(x)) > 1e-12
 
 
 def test_what_cannot_have_windows_is_rejected():
     """Keys of fewer tokens, and keys of other tokens, as the model calls a layer; not causal attention."""
-    siglip = (
-        "vit_base_patch16_siglip_224",
-        "attn_pool",
-        dict(img_size=64, depth=1, embed_dim=24, num_heads=2),
-    )
-    for name, where, options in (("pvt_v2_b0", "stages.0.*.attn", {}), siglip):
-        model = timm.create_model(name, **options)
-        refused(
-            "its keys are not those of its queries",
-            iso.recast,
-            model.eval(),
-            iso.AttentionToWindow(2),
-            where,
-        )
+    said = "its keys are not those of its queries"
+    rule = iso.AttentionToWindow(2)
+    pvt = timm.create_model("pvt_v2_b0").eval()
+    refused(said, iso.recast, pvt, rule, "stages.0.*.attn")
+    options = dict(img_size=64, depth=1, embed_dim=24, num_heads=2)
+    siglip = timm.create_model("vit_base_patch16_siglip_224", **options).eval()
+    refused(said, iso.recast, siglip, rule, "attn_pool")
 
 
 def test_anneals_in_training_compiles_and_exports():
     model, x, rule = build("DINOv3, divided")
     new = iso.recast(model, rule)
+    weight = new.blocks[0].attn.qkv.weight
     for step in range(3):
         iso.Anneal(2).apply(new, step)
-        gradient = torch.autograd.grad(new(x).square().sum(), new.blocks[0].attn.qkv.weight)[0]
+        loss = new(x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, weight)
         assert gradient.isfinite().all()
     with torch.no_grad():
         pruned = iso.prune(new).requires_grad_(False)
-        for each in (new, pruned):
+        for plain in (new, pruned):
             torch._dynamo.reset()
-            assert (
-                deviation(torch.compile(each, fullgraph=True, backend="eager")(x), each(x)) < 1e-12
-            )
-        program = torch.export.export(
-            pruned, (x,), dynamic_shapes=[{0: torch.export.Dim("batch")}]
-        ).module()
-        images = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+            compiled = torch.compile(plain, fullgraph=True, backend="eager")
+            assert deviation(compiled(x), plain(x)) < 1e-12
+        any_batch = {0: torch.export.Dim("batch")}
+        program = torch.export.export(pruned, (x,), dynamic_shapes=[any_batch]).module()
+        images = doubles(3, 3, 64, 64)
         assert deviation(program(images), pruned(images)) < 1e-12
 
 
@@ -246,11 +257,13 @@ def test_windows_alone_are_exported_at_open_sizes():
         depth=2, embed_dim=24, num_heads=2, num_classes=3, img_size=64, dynamic_img_size=True
     )
     model = disturb(timm.create_model("vit_tiny_patch16_224", **options)).float()
-    pruned = iso.prune(local(iso.recast(model, iso.AttentionToWindow(3))))
-    sides = {i: 16 * torch.export.Dim(name, min=2) for i, name in ((2, "rows"), (3, "columns"))}
-    program = torch.export.export(
-        pruned, (torch.randn(2, 3, 96, 128),), dynamic_shapes=[sides]
-    ).module()
+    new = iso.recast(model, iso.AttentionToWindow(3))
+    pruned = iso.prune(local(new))
+    rows = torch.export.Dim("rows", min=2)
+    columns = torch.export.Dim("columns", min=2)
+    sides = {2: 16 * rows, 3: 16 * columns}
+    x = torch.randn(2, 3, 96, 128)
+    program = torch.export.export(pruned, (x,), dynamic_shapes=[sides]).module()
     # windows of 3 divide both sides of the grid, none, one
     for size in ((96, 144), (80, 208), (64, 96)):
         x = torch.randn(2, 3, *size)
@@ -278,13 +291,8 @@ def test_refused_with_the_reason():
         (nn.Linear(2, 2), "matches only other classes"),
     ):
         refused(said, iso.recast, nn.Sequential(layer), rule, "0")
-    refused(
-        "grid of its tokens is unknown",
-        iso.recast,
-        nn.Sequential(Attention(12, 3)),
-        iso.AttentionToWindow(),
-        "0",
-    )
+    alone = nn.Sequential(Attention(12, 3))
+    refused("grid of its tokens is unknown", iso.recast, alone, iso.AttentionToWindow(), "0")
     swin = timm.create_model(
         "swin_tiny_patch4_window7_224", depths=(1,), num_heads=(3,), embed_dim=24, num_classes=0
     )
@@ -294,12 +302,10 @@ def test_refused_with_the_reason():
     refused("compute windows alone already", iso.prune, iso.prune(local(edited)))
     layer = local(edited)[0]
     x = torch.randn(2, 9, 12)
-    for fail, said in (
-        (lambda: layer(x, is_causal=True), "not causal"),
-        (lambda: layer(x[:, :8]), "8 tokens do not fill"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            fail()
+    with pytest.raises(ValueError, match="not causal"):
+        layer(x, is_causal=True)
+    with pytest.raises(ValueError, match="8 tokens do not fill"):
+        layer(x[:, :8])
     expected = layer(x)
     layer.fused_attn = False
     torch.testing.assert_close(layer(x), expected)
@@ -313,6 +319,6 @@ def test_square_windows_inside_a_model_are_not_taken_for_its_image():
     """TinyViT attends in windows of 7 and 14 tokens, whatever the proportions of the image."""
     vit = timm.create_model("tiny_vit_5m_224", num_classes=2).double().eval()
     windowed = iso.recast(vit, iso.AttentionToWindow(2), where="stages.*.blocks.0.attn")
-    x = torch.randn(1, 3, 97, 129, dtype=torch.float64)
+    x = doubles(1, 3, 97, 129)
     with torch.no_grad():
         torch.testing.assert_close(windowed(x), vit(x), rtol=0, atol=1e-12)
