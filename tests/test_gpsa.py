@@ -26,7 +26,8 @@ def perturbed(layer):
 def output_and_gradients(function, x, layer):
     y = function(x)
     weights = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
-    return [y, *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
+    loss = (y * weights).sum()
+    return [y, *torch.autograd.grad(loss, [x, *layer.parameters()])]
 
 
 def assert_equal(actual, expected):
@@ -35,54 +36,76 @@ def assert_equal(actual, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def assert_is_reference(layer, reference, x):
+    """A layer and its slow form give the same output and gradients. Returns the output."""
+    expected = output_and_gradients(lambda x: reference(layer, x), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+    return expected[0]
+
+
+def doubles(*shape):
+    """Random numbers that a gradient is asked for."""
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def attend(layer, maps, x):
+    """The output of a layer with these maps."""
+    values = layer.split_heads(layer.v(x)).transpose(1, 2)
+    return layer.proj((maps @ values).transpose(1, 2).flatten(2))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
 def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
     monkeypatch.setattr(GPSA2d, "max_dense_pairs", FORMS[form])
     H, W, *sizes = grid
     layer = perturbed(GPSA2d(10, 6, *sizes).double())
-    x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
-    expected = output_and_gradients(lambda x: references.gpsa2d(layer, x), x, layer)
-    assert_equal(output_and_gradients(layer, x, layer), expected)
+    x = doubles(2, 10, H, W)
+    assert_is_reference(layer, references.gpsa2d, x)
     assert_equal([layer.attention(x)], [references.gpsa2d_attention(layer, x)])
 
 
-TOKENS = [
-    (GPSA, H, W, heads, p)
-    for H, W, heads in [(4, 4, 4), (5, 7, 9), (9, 3, 6), (1, 5, 4)]
-    for p in (0, 1, 3)
-]
-TOKENS += [(PSA, H, W, heads, 0) for H, W, heads in [(3, 3, 4), (2, 5, 9), (4, 2, 1), (1, 4, 4)]]
+def assert_is_formula_on_tokens(kind, reference, grid, heads, prefix=0):
+    H, W = grid
+    layer = perturbed(kind(36, heads, grid, qkv_bias=heads == 4, prefix_tokens=prefix).double())
+    x = doubles(2, prefix + H * W, 36)
+    y = assert_is_reference(layer, lambda layer, x: reference(layer, x, grid), x)
+    assert_equal([attend(layer, layer.attention(x), x)], [y])
 
 
-@pytest.mark.parametrize(("kind", "H", "W", "heads", "prefix"), TOKENS)
-def test_attention_on_tokens_is_the_papers_formula(kind, H, W, heads, prefix):
-    layer = perturbed(kind(36, heads, (H, W), qkv_bias=heads == 4, prefix_tokens=prefix).double())
-    x = torch.randn(2, prefix + H * W, 36, dtype=torch.float64, requires_grad=True)
-    reference = references.gpsa if kind is GPSA else references.psa
-    expected = output_and_gradients(lambda x: reference(layer, x, (H, W)), x, layer)
-    assert_equal(output_and_gradients(layer, x, layer), expected)
-    values = layer.split_heads(layer.v(x)).transpose(1, 2)
-    assert_equal(
-        [layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))], expected[:1]
-    )
+@pytest.mark.parametrize(
+    ("grid", "heads"), [((4, 4), 4), ((5, 7), 9), ((9, 3), 6), ((1, 5), 4)], ids=str
+)
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+def test_gpsa_is_the_papers_formula(grid, heads, prefix):
+    assert_is_formula_on_tokens(GPSA, references.gpsa, grid, heads, prefix)
+
+
+@pytest.mark.parametrize(
+    ("grid", "heads"), [((3, 3), 4), ((2, 5), 9), ((4, 2), 1), ((1, 4), 4)], ids=str
+)
+def test_psa_is_the_papers_formula(grid, heads):
+    assert_is_formula_on_tokens(PSA, references.psa, grid, heads)
 
 
 def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
-    assert GPSA(5, 5).centre.tolist() == [[0.0, column] for column in (-2.0, -1.0, 0.0, 1.0, 2.0)]
+    row = GPSA(5, 5)
+    assert row.centre.tolist() == [[0.0, column] for column in (-2.0, -1.0, 0.0, 1.0, 2.0)]
     layer = GPSA(36, 9, (14, 14))
     layer.set_gating(gate=50.0)
-    middle = layer.attention(torch.randn(1, 196, 36))[0, 4, 7 * 14 + 7]
+    maps = layer.attention(torch.randn(1, 196, 36))
+    middle = maps[0, 4, 7 * 14 + 7]
     assert middle.max().item() == pytest.approx(0.318, abs=1e-3)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_the_mix_has_both_derivatives(prefix):
     shapes = [(2, prefix + 6, 3, 2), (2, prefix + 6, 3, 2), (3, 2, 2), (3, 3, 3), (3,)]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    inputs = [doubles(*shape) for shape in shapes]
 
     def mix(*inputs):
-        return MixPositions.apply(*inputs, mix_weights(inputs[-1]), prefix)
+        weights = mix_weights(inputs[-1])
+        return MixPositions.apply(*inputs, weights, prefix)
 
     assert torch.autograd.gradcheck(mix, inputs)
     assert torch.autograd.gradgradcheck(mix, inputs)
@@ -116,28 +139,28 @@ def far_psa():
 
 def test_a_step_of_psa_works_with_no_weights_next_to_0():
     """A CPU takes ten times as long to multiply with them."""
-    layer, x = far_psa(), torch.randn(1, 576, 8, requires_grad=True)
+    layer = far_psa()
+    x = torch.randn(1, 576, 8, requires_grad=True)
     tiny = torch.finfo(torch.float32).tiny
-    attention = layer.attention(x)
-    assert ((attention > 0) & (attention < tiny)).any()
+
+    def has_tiny_numbers(maps):
+        return ((maps != 0) & (maps.abs() < tiny)).any()
+
+    assert has_tiny_numbers(layer.attention(x))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
         layer(x)
-    maps = [tensor for tensor in kept if tensor.shape[-2:] == (576, 576)]
-    assert maps
-    for tensor in maps:
-        assert not ((tensor != 0) & (tensor.abs() < tiny)).any()
+    kept_maps = [tensor for tensor in kept if tensor.shape[-2:] == (576, 576)]
+    assert kept_maps
+    for maps in kept_maps:
+        assert not has_tiny_numbers(maps)
 
 
 def test_psa_without_them_is_the_papers_formula_with_gradients():
-    layer, x = far_psa().double(), torch.randn(2, 576, 8).double().requires_grad_()
-
-    def reference(x):
-        v = layer.v(x).unflatten(-1, (4, -1)).transpose(1, 2)
-        return layer.proj((layer.attention(x) @ v).transpose(1, 2).flatten(2))
-
-    actual = output_and_gradients(layer, x, layer)
-    assert_equal(actual, output_and_gradients(reference, x, layer))
+    layer = far_psa().double()
+    assert_is_reference(
+        layer, lambda layer, x: attend(layer, layer.attention(x), x), doubles(2, 576, 8)
+    )
 
 
 CITIZENS = {
@@ -160,7 +183,9 @@ class TestTorchCitizens(TorchCitizens):
 
     def test_autocast_keeps_geometry_in_float32(self):
         with torch.autocast("cpu", torch.bfloat16):
-            assert {each.dtype for each in self.layer.axis_maps(*self.grid)} == {torch.float32}
+            axis_maps = self.layer.axis_maps(*self.grid)
+        for axis_map in axis_maps:
+            assert axis_map.dtype == torch.float32
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # the compiler and the exporter warn about themselves
@@ -171,5 +196,6 @@ class TestTorchCitizens(TorchCitizens):
         for parameter in self.layer.parameters():
             assert parameter.grad is not None
         batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
-        exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch)
-        torch.testing.assert_close(exported.module()(self.x[:1]), self.layer(self.x[:1]))
+        exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch).module()
+        one_image = self.x[:1]
+        torch.testing.assert_close(exported(one_image), self.layer(one_image))
