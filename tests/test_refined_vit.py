@@ -20,10 +20,16 @@ from refusals import refused
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 
 
+def small(name, **arguments):
+    return timm.create_model(name, **SMALL | arguments)
+
+
 def perturbed(name, **arguments):
-    model = noisy(timm.create_model(name, **{**SMALL, **arguments}))
-    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    model = noisy(small(name, **arguments))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
     return model.eval()
 
 
@@ -50,16 +56,18 @@ def test_forms(form, first, second, tmp_path):
     x = torch.randn(2, 3, 24, 40)
     y = model(x)
     y.square().sum().backward()
-    for n, p in model.named_parameters():
-        if "attn" in n:
-            assert p.grad is not None
-            assert p.grad.abs().max() > 0
-    maps = iso.attention_maps(model, x)
-    assert len(maps) == 4
-    torch.testing.assert_close(copy.deepcopy(model)(x), y)
-    torch.save(model.state_dict(), tmp_path / "own.pth")
-    again = timm.create_model("refined_vit_s", **SMALL, **form).eval()
-    iso.load_weights(again, tmp_path / "own.pth")
+    for name, parameter in model.named_parameters():
+        if "attn" in name:
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() > 0
+    assert len(iso.attention_maps(model, x)) == 4
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(twin(x), y)
+
+    path = tmp_path / "own.pth"
+    torch.save(model.state_dict(), path)
+    again = small("refined_vit_s", **form).eval()
+    iso.load_weights(again, path)
     torch.testing.assert_close(again(x), y)
 
 
@@ -69,44 +77,41 @@ def test_maps_are_shared(share):
     x = torch.randn(1, 3, 32, 32)
     maps = list(iso.attention_maps(model, x).values())
     for i, found in enumerate(maps):
-        assert torch.equal(found, maps[i - i % (share + 1)])
-        assert torch.equal(found, maps[i - 1]) == (i > 0 and i % (share + 1) > 0)
-    found = iso.analysis.map_similarity(model, x)
-    torch.testing.assert_close(found[0, 1], torch.tensor(1.0))
+        place_among_sharers = i % (share + 1)
+        first = maps[i - place_among_sharers]
+        assert torch.equal(found, first)
+        assert torch.equal(found, maps[i - 1]) == (place_among_sharers > 0)
+    similarity = iso.analysis.map_similarity(model, x)
+    torch.testing.assert_close(similarity[0, 1], torch.tensor(1.0))
 
 
 def test_a_plain_checkpoint_becomes_the_same_function(tmp_path):
-    shape = {**SMALL, "patch_size": 4}
-    plain = timm.create_model("vit_base_patch16_224", **shape).eval()
-    torch.save(plain.state_dict(), tmp_path / "plain.pth")
-    refined = timm.create_model("refined_vit_b", **shape)
-    iso.load_weights(refined, tmp_path / "plain.pth")
+    path = tmp_path / "plain.pth"
+    plain = small("vit_base_patch16_224", patch_size=4).eval()
+    torch.save(plain.state_dict(), path)
+    refined = small("refined_vit_b", patch_size=4).eval()
+    iso.load_weights(refined, path)
     x = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(refined.eval()(x), plain(x), atol=1e-5, rtol=1e-5)
-    refused(
-        "share=0",
-        checkpoint_filter_fn,
-        plain.state_dict(),
-        timm.create_model("refined_vit_b", share=1, **shape),
-    )
+    torch.testing.assert_close(refined(x), plain(x), atol=1e-5, rtol=1e-5)
+
+    sharing = small("refined_vit_b", patch_size=4, share=1)
+    refused("share=0", checkpoint_filter_fn, plain.state_dict(), sharing)
+    drawn = small("refined_vit_b", patch_size=4, init="paper")
     with pytest.raises(iso.UserError):  # drawn refiners are not what the checkpoint computes
-        iso.load_weights(
-            timm.create_model("refined_vit_b", init="paper", **shape), tmp_path / "plain.pth"
-        )
+        iso.load_weights(drawn, path)
 
 
 @pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
 def test_positions_follow_the_size(name, tmp_path):
     """Fine-tuning at another size starts from the resized embedding; the same at a call, at creation and in place."""
+    path = tmp_path / "small.pth"
     model = perturbed(name)
+    state = {f"module.{key}": tensor for key, tensor in model.state_dict().items()}
+    torch.save({"state_dict": state}, path)
+    larger = small(name, img_size=(64, 48)).eval()
+    iso.load_weights(larger, path)
     x = torch.randn(1, 3, 64, 48)
-    torch.save(
-        {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}},
-        tmp_path / "small.pth",
-    )
-    larger = timm.create_model(name, **{**SMALL, "img_size": (64, 48)})
-    iso.load_weights(larger, tmp_path / "small.pth")
-    torch.testing.assert_close(larger.eval()(x), model(x))
+    torch.testing.assert_close(larger(x), model(x))
     model.set_input_size((64, 48))
     torch.testing.assert_close(larger(x), model(x))
     refused("create a new model with it", model.set_input_size, patch_size=4)
@@ -124,32 +129,24 @@ def test_positions_follow_the_size(name, tmp_path):
     ],
 )
 def test_impossible_networks(name, arguments, said):
-    refused(said, timm.create_model, name, **{**SMALL, **arguments})
-
-
-def norm_maps(x, state, name):
-    mean = state[f"{name}.running_mean"]
-    var = state[f"{name}.running_var"]
-    return F.batch_norm(x, mean, var, state[f"{name}.weight"], state[f"{name}.bias"])
+    refused(said, small, name, **arguments)
 
 
 def released(state, x, heads, depth, patch):
     """The released network from its checkpoint alone, with plain functions: what METHODS.md says it computes."""
-    y = x
-    for i, (stride, padding) in enumerate(((2, 3), (1, 1), (1, 1)), start=1):
-        y = F.conv2d(y, state[f"patch_embed.conv{i}.weight"], stride=stride, padding=padding)
-        y = F.relu(norm_maps(y, state, f"patch_embed.bn{i}"))
-    y = F.conv2d(
-        y, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch // 2
-    )
-    y = y.flatten(2).transpose(1, 2)
-    y = torch.cat([state["cls_token"].expand(len(y), -1, -1), y], 1) + state["pos_embed"]
-    previous = None
-    C = y.shape[-1]
+    C = state["cls_token"].shape[-1]
     scale = (C // heads) ** -0.5
+
+    def batch_norm(t, name):
+        mean = state[f"{name}.running_mean"]
+        var = state[f"{name}.running_var"]
+        return F.batch_norm(t, mean, var, state[f"{name}.weight"], state[f"{name}.bias"])
 
     def layer_norm(t, name):
         return F.layer_norm(t, (C,), state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    def conv(t, name, **options):
+        return F.conv2d(t, state[f"{name}.weight"], state.get(f"{name}.bias"), **options)
 
     def linear(t, name):
         return F.linear(t, state[f"{name}.weight"], state[f"{name}.bias"])
@@ -157,64 +154,79 @@ def released(state, x, heads, depth, patch):
     def by_head(t):
         return t.unflatten(-1, (heads, -1)).transpose(1, 2)
 
+    def refined(maps, name):
+        """The maps of the block before, refined: a residual of 1x1, depthwise 3x3 and 1x1 convolutions."""
+        z = F.relu6(batch_norm(conv(maps, f"{name}.DLA.conv_exp"), f"{name}.DLA.bn1"))
+        z = conv(z, f"{name}.DLA.depth_sep_conv", padding=1, groups=z.shape[1])
+        z = F.relu6(batch_norm(z, f"{name}.DLA.bn2"))
+        z = batch_norm(conv(z, f"{name}.DLA.conv_pro"), f"{name}.DLA.bn3")
+        return batch_norm(maps + z, f"{name}.adapt_bn") * scale
+
+    y = x
+    for i, (stride, padding) in enumerate(((2, 3), (1, 1), (1, 1)), start=1):
+        y = conv(y, f"patch_embed.conv{i}", stride=stride, padding=padding)
+        y = F.relu(batch_norm(y, f"patch_embed.bn{i}"))
+    y = conv(y, "patch_embed.proj", stride=patch // 2)
+    y = y.flatten(2).transpose(1, 2)
+    class_token = state["cls_token"].expand(len(y), -1, -1)
+    y = torch.cat([class_token, y], 1) + state["pos_embed"]
+
+    previous = None
     for i in range(depth):
         name = f"blocks.{i}"
-        t = layer_norm(y * 0.5, f"{name}.norm1")
+        t = linear(layer_norm(y * 0.5, f"{name}.norm1"), f"{name}.attn.qkv")
         if i % 2 == 0:
-            q, k, v = (by_head(part) for part in linear(t, f"{name}.attn.qkv").chunk(3, -1))
+            q, k, v = (by_head(part) for part in t.chunk(3, -1))
             maps = torch.softmax(q @ k.mT * scale, -1)
-            previous = maps if previous is None else maps + previous * scale
-            weights = previous
+            if previous is not None:
+                maps = maps + previous * scale
+            previous = weights = maps
         else:
-            v = by_head(linear(t, f"{name}.attn.qkv"))
-            dla = f"{name}.attn.DLA"
-            z = F.relu6(
-                norm_maps(F.conv2d(previous, state[f"{dla}.conv_exp.weight"]), state, f"{dla}.bn1")
-            )
-            z = F.conv2d(z, state[f"{dla}.depth_sep_conv.weight"], padding=1, groups=z.shape[1])
-            z = F.relu6(norm_maps(z, state, f"{dla}.bn2"))
-            z = previous + norm_maps(
-                F.conv2d(z, state[f"{dla}.conv_pro.weight"]), state, f"{dla}.bn3"
-            )
-            weights = norm_maps(z, state, f"{name}.attn.adapt_bn") * scale
-        y = y + linear((weights @ v).transpose(1, 2).flatten(2), f"{name}.attn.proj") / 0.5
-        t = F.gelu(linear(layer_norm(y * 0.5, f"{name}.norm2"), f"{name}.mlp.fc1"))
-        y = y + state[f"{name}.mlp.scale_channel"] * linear(t, f"{name}.mlp.fc2") / 0.5
+            v = by_head(t)
+            weights = refined(previous, f"{name}.attn")
+        attended = (weights @ v).transpose(1, 2).flatten(2)
+        y = y + linear(attended, f"{name}.attn.proj") / 0.5
+        t = linear(layer_norm(y * 0.5, f"{name}.norm2"), f"{name}.mlp.fc1")
+        t = linear(F.gelu(t), f"{name}.mlp.fc2")
+        y = y + state[f"{name}.mlp.scale_channel"] * t / 0.5
+
     y = layer_norm(y, "norm")
-    return linear(y[:, 0], "head") + 0.5 * linear(y[:, 1:], "aux_head").amax(1)
+    of_patches = linear(y[:, 1:], "aux_head")
+    return linear(y[:, 0], "head") + 0.5 * of_patches.amax(1)
 
 
 def test_the_released_function():
     model = perturbed("refined_vit_s_released").double()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    torch.testing.assert_close(
-        model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12
-    )
+    y = model(x)
+    expected = released(model.state_dict(), x, heads=3, depth=4, patch=8)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
     fused = iso.fuse(model)
-    assert not [n for n, m in fused.named_modules() if isinstance(m, nn.BatchNorm2d) and "DLA" in n]
-    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-10)
+    for name, module in fused.named_modules():
+        if "DLA" in name:
+            assert not isinstance(module, nn.BatchNorm2d)
+    torch.testing.assert_close(fused(x), y, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
 def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
     """timm's pretrained path and isomorph's: all but the heads, and filters summed for one channel."""
-    given = timm.create_model(name, **SMALL | dict(num_classes=1000), dense_head=True)
-    torch.save(given.state_dict(), tmp_path / "given.pth")
-    overlay = dict(file=str(tmp_path / "given.pth"))
-    shape = {key: value for key, value in SMALL.items() if key != "num_classes"}
-    made = timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, num_classes=7, **shape
-    )
+    path = tmp_path / "given.pth"
+    given = small(name, num_classes=1000, dense_head=True)
+    torch.save(given.state_dict(), path)
+    overlay = dict(file=str(path))
+    made = small(name, pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, num_classes=7)
     torch.testing.assert_close(made.blocks[1].mlp.fc1.weight, given.blocks[1].mlp.fc1.weight)
-    torch.testing.assert_close(
-        made.patch_embed.conv1.weight, given.patch_embed.conv1.weight.sum(1, keepdim=True)
-    )
-    other = timm.create_model(name, **SMALL, dense_head=True)
-    iso.load_weights(other, tmp_path / "given.pth", fresh_head=True)
+    summed = given.patch_embed.conv1.weight.sum(1, keepdim=True)
+    torch.testing.assert_close(made.patch_embed.conv1.weight, summed)
+
+    other = small(name, dense_head=True)
+    iso.load_weights(other, path, fresh_head=True)
     torch.testing.assert_close(other.norm.weight, given.norm.weight)
     if name.endswith("released"):
-        bare = timm.create_model(name, **SMALL | dict(num_classes=1000), dense_head=False)
-        iso.load_weights(bare, tmp_path / "given.pth")
+        bare = small(name, num_classes=1000, dense_head=False)
+        iso.load_weights(bare, path)
 
 
 def test_the_head_of_the_patches_counts():
@@ -224,7 +236,8 @@ def test_the_head_of_the_patches_counts():
     assert tokens.shape == (2, 16, 5)
     torch.testing.assert_close(model(x), logits + 0.5 * tokens.amax(1))
     model.reset_classifier(3)
-    assert model(x, tokens=True)[1].shape == (2, 16, 3)
+    _, tokens = model(x, tokens=True)
+    assert tokens.shape == (2, 16, 3)
     refused("dense_head=True", perturbed("refined_vit_s"), x, tokens=True)
 
 
@@ -235,5 +248,5 @@ def test_a_box_swaps_patches_between_images():
     box = Box(1, 3, 0, 2)
     pixels = x.clone()
     pixels[:, :, 8:24, 0:16] = x.flip(0)[:, :, 8:24, 0:16]
-    for a, b in zip(model(x, tokens=True, box=box), model(pixels, tokens=True), strict=True):
-        torch.testing.assert_close(a, b)
+    mixed_in_tokens = model(x, tokens=True, box=box)
+    torch.testing.assert_close(mixed_in_tokens, model(pixels, tokens=True))
