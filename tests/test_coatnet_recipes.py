@@ -1,5 +1,7 @@
 """Every run of the CoAtNet paper builds the network it names, under the column of Table 10 it belongs to."""
 
+from typing import NamedTuple
+
 import pytest
 import timm
 import torch
@@ -27,19 +29,34 @@ def test_is_built_as_the_table_says(name):
     assert (LayerNormMBConv in kinds) == ("layernorm" in name)
     assert (MBConv in kinds) == ("layernorm" not in name and "vit_rel" not in name)
     if MBConv in kinds:
-        strided = [
-            m for m in model.modules() if isinstance(m, MBConv) and m.depthwise.stride == (2, 2)
-        ]
-        assert bool(strided) == ("strided" in name or name.startswith("coatnet_3_jft"))
+        blocks = [module for module in model.modules() if isinstance(module, MBConv)]
+        strides = {block.depthwise.stride for block in blocks}
+        assert ((2, 2) in strides) == ("strided" in name or name.startswith("coatnet_3_jft"))
 
 
-# peak rate, last rate, decay, warm-up, schedule, batch, epochs, loss, smoothing, mixup, EMA, test crop
-ONE = (1e-3, 1e-5, 0.05, 32, "cosine", 4096, 300, "softmax", 0.1, 0.8, None, "center")
-ONE_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.8, 0.9999, "whole")
-MANY = (1e-3, 1e-5, 0.01, 5, "linear", 4096, 90, "sigmoid", 0.0001, 0.0, None, "center")
-MANY_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 1024, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
-JFT = (5e-4, 1e-5, 0.01, 0.273, "linear", 4096, 14, "sigmoid", 0.0001, 0.0, None, "center")
-JFT_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
+class Column(NamedTuple):
+    """What the runs of a column have alike."""
+
+    lr: float
+    min_lr: float
+    weight_decay: float
+    warmup_epochs: float
+    schedule: str
+    batch_size: int
+    epochs: int
+    loss: str
+    smoothing: float
+    mixup: float
+    ema: float | None
+    test_crop: str
+
+
+ONE = Column(1e-3, 1e-5, 0.05, 32, "cosine", 4096, 300, "softmax", 0.1, 0.8, None, "center")
+ONE_TUNED = Column(5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.8, 0.9999, "whole")
+MANY = Column(1e-3, 1e-5, 0.01, 5, "linear", 4096, 90, "sigmoid", 0.0001, 0.0, None, "center")
+MANY_TUNED = Column(5e-5, 0.0, 1e-8, 0, "constant", 1024, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
+JFT = Column(5e-4, 1e-5, 0.01, 0.273, "linear", 4096, 14, "sigmoid", 0.0001, 0.0, None, "center")
+JFT_TUNED = Column(5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
 TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
     "coatnet_0": (ONE, 0.2, 15, "81.6"),
     "coatnet_3": (ONE, 0.7, 15, "84.5"),
@@ -47,11 +64,11 @@ TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
     "coatnet_3_512": (ONE_TUNED, 0.7, 20, "86.0"),
     "coatnet_3_in21k": (MANY, 0.5, None, "53.0"),
     "coatnet_4_in21k_ra": (MANY, 0.7, 5, ""),
-    "coatnet_4_in21k_ra_150ep": ((*MANY[:6], 150, *MANY[7:]), 0.7, 5, ""),
+    "coatnet_4_in21k_ra_150ep": (MANY._replace(epochs=150), 0.7, 5, ""),
     "coatnet_4_in21k_ra_150ep_512": (MANY_TUNED, 0.7, 5, "88.56"),
-    "coatnet_3_jft": ((1e-3, *JFT[1:]), 0.0, 5, "needs"),
+    "coatnet_3_jft": (JFT._replace(lr=1e-3), 0.0, 5, "needs"),
     "coatnet_4_jft": (JFT, 0.1, 5, "needs"),
-    "coatnet_7_jft3b": ((*JFT[:3], 0.0273, *JFT[4:]), 0.0, 5, "needs"),
+    "coatnet_7_jft3b": (JFT._replace(warmup_epochs=0.0273), 0.0, 5, "needs"),
     "coatnet_5_jft_512": (JFT_TUNED, 0.2, 5, "89.77"),
     "coatnet_7_jft3b_512": (JFT_TUNED, 0.2, 5, "90.88"),
     "coatnet_2_placeblind": (ONE, 0.5, 15, "83.8"),
@@ -62,47 +79,47 @@ TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
 
 @pytest.mark.parametrize("name", TABLE_10)
 def test_table_10(name):
-    recipe, (column, drop_path, magnitude, top1) = iso.load_recipe(name), TABLE_10[name]
+    recipe = iso.load_recipe(name)
+    column, drop_path, magnitude, top1 = TABLE_10[name]
     optim = recipe.optim
     augment = recipe.augment
-    found = (
-        optim.lr,
-        optim.min_lr,
-        optim.weight_decay,
-        optim.warmup_epochs,
-        optim.schedule,
-        recipe.data.batch_size,
-    )
-    found += (
-        recipe.epochs,
-        recipe.loss,
-        augment.smoothing,
-        augment.mixup,
-        recipe.ema,
-        recipe.data.test_crop,
+    found = Column(
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        warmup_epochs=optim.warmup_epochs,
+        schedule=optim.schedule,
+        batch_size=recipe.data.batch_size,
+        epochs=recipe.epochs,
+        loss=recipe.loss,
+        smoothing=augment.smoothing,
+        mixup=augment.mixup,
+        ema=recipe.ema,
+        test_crop=recipe.data.test_crop,
     )
     assert found == column
     assert optim.clip_grad == 1.0
     assert recipe.drop_path == drop_path
-    assert augment.auto_augment == (
-        None if magnitude is None else f"rand-m{magnitude}-n2-p1.0-mmax30"
-    )
+    policy = None
+    if magnitude is not None:
+        policy = f"rand-m{magnitude}-n2-p1.0-mmax30"
+    assert augment.auto_augment == policy
     assert recipe.expected.partition(" ")[0] == top1
-    size = int(name.rpartition("_")[2]) if name.rpartition("_")[2] in ("224", "384", "512") else 224
+    end = name.rpartition("_")[2]
+    size = int(end) if end in ("224", "384", "512") else 224
     assert recipe.data.size == [size, size]
     assert recipe.model.kwargs.get("img_size", 224) == size
 
 
 def test_figure_1_is_bare():
     for name in LAYOUTS:
-        for recipe in (
-            iso.load_recipe(f"coatnet_layout_{name}"),
-            iso.load_recipe(f"coatnet_layout_{name}_jft"),
-        ):
+        for ending, epochs in (("", 300), ("_jft", 3)):
+            recipe = iso.load_recipe(f"coatnet_layout_{name}{ending}")
             assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
-            assert recipe.drop_path == recipe.optim.weight_decay == 0.0
+            assert recipe.drop_path == 0.0
+            assert recipe.optim.weight_decay == 0.0
             assert recipe.data.test_crop == "whole"  # as in training, where the crop is the image
-            assert recipe.epochs == (3 if recipe.name.endswith("jft") else 300)
+            assert recipe.epochs == epochs
 
 
 def test_layouts_are_matched():
@@ -112,21 +129,24 @@ def test_layouts_are_matched():
         for name in LAYOUTS:
             kwargs = RECIPES[f"coatnet_layout_{name}"]["model"]["kwargs"]
             models[name] = timm.create_model("coatnet_0", **kwargs)
-    wanted = count_parameters(models["c_c_t_t"]), count_macs(models["c_c_t_t"], (3, 224, 224))
+    image = (3, 224, 224)
+    parameters = count_parameters(models["c_c_t_t"])
+    macs = count_macs(models["c_c_t_t"], image)
     for name, model in models.items():
-        assert count_parameters(model) == pytest.approx(wanted[0], rel=0.05)
-        assert count_macs(model, (3, 224, 224)) == pytest.approx(
-            wanted[1], rel=0.2 if name == "vit_rel" else 0.03
-        )
+        assert count_parameters(model) == pytest.approx(parameters, rel=0.05)
+        spread = 0.2 if name == "vit_rel" else 0.03
+        assert count_macs(model, image) == pytest.approx(macs, rel=spread)
 
 
 def test_sigmoids_sum_over_classes():
     logits = torch.randn(4, 7)
     labels = torch.tensor([1, 0, 6, 3])
     loss = build_criterion(AugmentPart(), "sigmoid")
-    for given, hot in ((labels, F.one_hot(labels, 7).float()), (soft := torch.rand(4, 7), soft)):
-        wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
-        torch.testing.assert_close(loss(logits, given), wanted)
+    one_hot = F.one_hot(labels, 7).float()
+    soft = torch.rand(4, 7)
+    for given, shares in ((labels, one_hot), (soft, soft)):
+        of_classes = shares * F.logsigmoid(logits) + (1 - shares) * F.logsigmoid(-logits)
+        torch.testing.assert_close(loss(logits, given), -of_classes.sum(1).mean())
     smooth = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid")
     few = logits.bfloat16()
     torch.testing.assert_close(smooth(few, labels), smooth(few.float(), labels), rtol=1e-7, atol=0)

@@ -26,18 +26,20 @@ def test_a_block_of_pyramids_is_timms_forward_pass(options):
     """One convolution in training: output, gradients, statistics; with a frozen norm as timm computes it."""
     plain = MobileOneBlock(6, 6, **options, num_conv_branches=3, layers=LayerFn()).double()
     block = iso.recast(nn.Sequential(plain), iso.LinearToPyramid(init="paper"), "0")[0].train()
-    twin = copy.deepcopy(block)
+    as_timm = copy.deepcopy(block)
+    as_timm.__class__ = MobileOneBlock
     x = torch.randn(4, 6, 7, 6, dtype=torch.float64, requires_grad=True)
-    twin.__class__ = MobileOneBlock
+
+    def output_and_gradients(net):
+        y = net(x)
+        return [y, *torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])]
+
     for _ in range(2):
-        found = []
-        for net in (block, twin):
-            y = net(x)
-            gradients = torch.autograd.grad(y.pow(3).sum(), [x, *net.parameters()])
-            found.append([y, *gradients])
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(dict(block.named_buffers()), dict(twin.named_buffers()))
-        block.conv_kxk[1].eval(), twin.conv_kxk[1].eval()
+        expected = output_and_gradients(as_timm)
+        torch.testing.assert_close(output_and_gradients(block), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(dict(block.named_buffers()), dict(as_timm.named_buffers()))
+        block.conv_kxk[1].eval()
+        as_timm.conv_kxk[1].eval()
 
 
 def test_a_skip_carries_the_function_in_train_mode_too():
@@ -51,14 +53,17 @@ def test_a_skip_carries_the_function_in_train_mode_too():
 @pytest.mark.parametrize("layout", ["P-W2S", "P-W3", "naive-W2"])
 def test_every_weight_learns(layout, init):
     """No two branches are alike, and after two steps nothing that can learn is where it was born."""
-    layer = iso.LinearToPyramid(layout, init).build(iso.surgery.Site(nn.Linear(6, 10))).train()
-    born = copy.deepcopy(layer.state_dict())
+    site = iso.surgery.Site(nn.Linear(6, 10))
+    layer = iso.LinearToPyramid(layout, init).build(site).train()
+    initial = copy.deepcopy(layer.state_dict())
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        (layer(torch.randn(50, 6)) * torch.randn(50, 10)).sum().backward()
+        y = layer(torch.randn(50, 6))
+        loss = (y * torch.randn(50, 10)).sum()
+        loss.backward()
         optimizer.step()
-    silent = {n for n, p in layer.named_parameters() if torch.equal(p, born[n])}
+    silent = {name for name, p in layer.named_parameters() if torch.equal(p, initial[name])}
     before_norm = set()  # BatchNorm takes a bias before it out again
     for i, branch in enumerate(layer.branches):
         for j in range(len(branch)):
@@ -68,23 +73,21 @@ def test_every_weight_learns(layout, init):
 
 
 def test_queries_and_keys_are_rectified_by_batchnorm():
-    wide = iso.recast(
-        timm.create_model("vit_tiny_patch16_224", **VIT),
-        iso.LinearToPyramid(),
-        ["*.qkv", "*.mlp.fc1"],
-    )
-    q, k, v = wide.blocks[0].attn.qkv.pyramids
-    assert [p.rectify for p in (q, k, v, wide.blocks[0].mlp.fc1)] == [
-        "batchnorm",
-        "batchnorm",
-        "rescale",
-        "rescale",
-    ]
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT)
+    wide = iso.recast(vit, iso.LinearToPyramid(), ["*.qkv", "*.mlp.fc1"])
+    block = wide.blocks[0]
+    q, k, v = block.attn.qkv.pyramids
+    assert q.rectify == "batchnorm"
+    assert k.rectify == "batchnorm"
+    assert v.rectify == "rescale"
+    assert block.mlp.fc1.rectify == "rescale"
+
     separate = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q_proj", "k_proj", "v_proj")})
-    found = iso.recast(separate, iso.LinearToPyramid(), "*")
-    assert [m.rectify for m in found.values()] == ["batchnorm", "batchnorm", "rescale"]
-    never = iso.recast(separate, iso.LinearToPyramid(rectify="none"), "*")
-    assert {m.rectify for m in never.values()} == {"none"}
+    wide = iso.recast(separate, iso.LinearToPyramid(), "*")
+    assert [layer.rectify for layer in wide.values()] == ["batchnorm", "batchnorm", "rescale"]
+    wide = iso.recast(separate, iso.LinearToPyramid(rectify="none"), "*")
+    for layer in wide.values():
+        assert layer.rectify == "none"
 
 
 def by_head():
@@ -95,9 +98,9 @@ def by_head():
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():
-    # a convolution, and one without three equal parts
-    joint = (nn.Conv2d(4, 12, 1), nn.Linear(4, 10))
-    for model in (by_head(), *(nn.ModuleDict({"qkv": layer}) for layer in joint)):
+    convolution = nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)})
+    without_three_equal_parts = nn.ModuleDict({"qkv": nn.Linear(4, 10)})
+    for model in (by_head(), convolution, without_three_equal_parts):
         for rectify, found in (("paper", "batchnorm"), ("rescale", "rescale")):
             wide = iso.recast(model, iso.LinearToPyramid(rectify=rectify), "qkv")
             assert wide.get_submodule("qkv").rectify == found
@@ -105,24 +108,36 @@ def test_any_joint_projection_is_taken_as_one_pyramid():
 
 def test_recalibration_takes_the_statistics_of_the_data():
     wide = timm.create_model("tdrl_vit_ti", **VIT).eval()
-    batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
-    born = copy.deepcopy(wide.state_dict())
+    batches = (torch.randn(48, 3, 32, 32) + 2).split(16)
+    before = copy.deepcopy(wide.state_dict())
     new = iso.recalibrate(wide, [(x, None) for x in batches], keep_function=False)
     # the input is untouched
-    for n, t in born.items():
-        assert torch.equal(t, wide.state_dict()[n])
+    after = wide.state_dict()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key])
     assert not new.training
-    linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
+    qkv = new.blocks[0].attn.qkv
+    linear, norm = qkv.pyramids[0].branches[0][:2]
     assert norm.momentum == 0.1
     assert norm.num_batches_tracked == 3
-    tokens = []
-    new.blocks[0].attn.qkv.register_forward_pre_hook(
-        lambda _, args: tokens.append(linear(args[0]).flatten(0, 1))
-    )
+
+    means = []
+    variances = []
+
+    def measure(_, args):
+        tokens = linear(args[0]).flatten(0, 1)
+        means.append(tokens.mean(0))
+        variances.append(tokens.var(0))
+
+    qkv.register_forward_pre_hook(measure)
     for x in batches:
         new(x)
-    torch.testing.assert_close(norm.running_mean, torch.stack([t.mean(0) for t in tokens]).mean(0))
-    torch.testing.assert_close(norm.running_var, torch.stack([t.var(0) for t in tokens]).mean(0))
+    torch.testing.assert_close(norm.running_mean, torch.stack(means).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack(variances).mean(0))
+
+
+def in_train_mode(model):
+    return copy.deepcopy(model).train()
 
 
 @pytest.mark.parametrize("depth", [2, 8])
@@ -132,28 +147,31 @@ def test_recalibration_can_keep_the_function(depth):
     for block in plain.blocks:
         block.attn.qkv.weight.data *= 10  # attention that is far from uniform
     wide = iso.recast(plain, iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
-    batches = [torch.randn(64, 3, 32, 32)]
-    near = iso.recalibrate(wide, batches)
-    iso.verify(plain, near, batches[0])
+    images = torch.randn(64, 3, 32, 32)
+    near = iso.recalibrate(wide, [images])
+    iso.verify(plain, near, images)
+    expected = plain(images)
 
-    def away(model):
-        return (copy.deepcopy(model).train()(batches[0]) - plain(batches[0])).abs().max().item()
+    def error_in_train_mode(model):
+        return (in_train_mode(model)(images) - expected).abs().max()
 
-    assert away(near) < 0.1 * away(wide)
+    assert error_in_train_mode(near) < 0.1 * error_in_train_mode(wide)
 
 
 def test_recalibration_keeps_convolutions_and_plain_norms_too():
     first = iso.layers.AnnealedPair(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 1), slope=1.0)
     second = iso.layers.AnnealedPair(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 12, 1), slope=1.0)
     layers = [nn.Conv2d(3, 8, 4, 4), nn.ReLU(), first, nn.MaxPool2d(2), nn.ReLU(), second]
-    wide = iso.recast(disturb(nn.Sequential(*layers)).float(), iso.LinearToPyramid("P-W2"), "2")
+    plain = disturb(nn.Sequential(*layers)).float()
+    wide = iso.recast(plain, iso.LinearToPyramid("P-W2"), "2")
     images = torch.randn(64, 3, 32, 32)
+    expected = wide(images)
     near = iso.recalibrate(wide, [images, images])
-    torch.testing.assert_close(near(images), wide(images), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        copy.deepcopy(near).train()(images), near(images), rtol=0.05, atol=0.05
-    )
-    assert (copy.deepcopy(wide).train()(images) - wide(images)).abs().max() > 0.3
+    torch.testing.assert_close(near(images), expected, rtol=1e-4, atol=1e-4)
+    y = in_train_mode(near)(images)
+    torch.testing.assert_close(y, near(images), rtol=0.05, atol=0.05)
+    y = in_train_mode(wide)(images)
+    assert (y - expected).abs().max() > 0.3
 
 
 @torch.no_grad()
@@ -171,15 +189,15 @@ def test_recalibrated_variances_are_unbiased():
         torch.testing.assert_close(norm.running_var, variance)
 
 
+ONE_VALUE = nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8))
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (nn.Linear(2, 2), "no BatchNorm"),
         (nn.BatchNorm1d(2, affine=False), "without weights"),
-        (
-            nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)),
-            "more than 1 value per channel",
-        ),
+        (ONE_VALUE, "more than 1 value per channel"),
     ],
 )
 def test_recalibration_says_what_is_missing(model, said):
@@ -191,25 +209,29 @@ def test_a_layer_of_several_units():
     first = ConvNormAct(4, 4, 1)
     second = ConvNormAct(4, 4, 1)
     second.conv = first.conv
-    wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv"))
+    plain = nn.Sequential(first, second).eval()
+    wide = disturb(iso.recast(plain, iso.LinearToPyramid(), "0.conv"))
     thin = iso.fuse(wide, norms=False)
     x = torch.randn(2, 4, 5, 5).double()
     assert deviation(thin(x), wide(x)) < 1e-5
     assert thin[0].conv is thin[1].conv
     assert not isinstance(thin[0].conv, Pyramid)
+
     first = levit.LinearNorm(8, 8)
     second = levit.LinearNorm(8, 8)
     second.linear = first.linear
-    wide = disturb(
-        iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")
-    )
+    plain = nn.Sequential(first, second).eval()
+    wide = disturb(iso.recast(plain, iso.LinearToPyramid(), "0.linear"))
+    thin = iso.fuse(wide, norms=False)
     x = torch.randn(2, 3, 8).double()
-    assert deviation(iso.fuse(wide, norms=False)(x), wide(x)) < 1e-5
+    assert deviation(thin(x), wide(x)) < 1e-5
 
 
 def test_units_keep_train_mode():
-    wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
-    thin = iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",)))
+    plain = nn.Sequential(ConvNormAct(4, 4, 1))
+    wide = iso.recast(plain, iso.LinearToPyramid(), "0.conv").train()
+    edit = iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",))
+    thin = iso.surgery.apply_edit(wide, edit)
     for module in thin.modules():
         assert module.training
 
@@ -219,10 +241,13 @@ def test_attention_inside_a_unit_stays():
     net = disturb(nn.Sequential(levit.ConvNorm(4, 4, 3, 1, 1))).float()
     attentive = iso.recast(net, iso.ConvToGPSA(content="none"), "0.linear")
     x = torch.randn(1, 4, 6, 6)
-    assert deviation(iso.fuse(attentive, x)(x), net(x)) < 1e-4
+    fused = iso.fuse(attentive, x)
+    assert deviation(fused(x), net(x)) < 1e-4
+
     block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn()))).float()
     attentive = iso.recast(block, iso.ConvToGPSA(content="none"), "0.conv_kxk.conv")
-    assert deviation(iso.fuse(attentive, x)(x), block(x)) < 1e-4
+    fused = iso.fuse(attentive, x)
+    assert deviation(fused(x), block(x)) < 1e-4
     assert block[0].reparam_conv is None
 
 
@@ -230,14 +255,7 @@ def test_layers_inside_pyramids_and_attention_are_not_selected():
     cnn = timm.create_model("cifar_resnet20").eval()
     wide = iso.recast(cnn, iso.LinearToPyramid(), "layer3.2.conv2")
     assert iso.targets(wide, iso.ConvToGPSA(), "layer3.2.*") == ["layer3.2.conv1"]
-    refused(
-        "matches no module", iso.recast, wide, iso.LinearToPyramid(), "layer3.2.conv2.branches.*"
-    )
+    rule = iso.LinearToPyramid()
+    refused("matches no module", iso.recast, wide, rule, "layer3.2.conv2.branches.*")
     attentive = iso.recast(cnn, iso.ConvToGPSA(), "layer3.2.conv2")
-    refused(
-        "GPSA2d reads its weight without calling it",
-        iso.recast,
-        attentive,
-        iso.LinearToPyramid(),
-        "*.value",
-    )
+    refused("GPSA2d reads its weight without calling it", iso.recast, attentive, rule, "*.value")

@@ -35,10 +35,14 @@ MASKED = [name for name in FORMS if name != "spatial"]
 
 def build(name, init="paper", **more):
     kind, refiner, arguments = FORMS[name]
-    placed = dict(grid_size=(2, 4), prefix_tokens=1) if kind is SpatialAttention else {}
-    return kind(
-        DIM, HEADS, refine=refiner(HEADS, init=init, **arguments), qkv_bias=True, **placed, **more
-    ).double()
+    if kind is SpatialAttention:
+        more |= dict(grid_size=(2, 4), prefix_tokens=1)
+    refine = refiner(HEADS, init=init, **arguments)
+    return kind(DIM, HEADS, refine=refine, qkv_bias=True, **more).double()
+
+
+def doubles(*shape):
+    return torch.randn(shape, dtype=torch.float64)
 
 
 def outcome(layer, run, x):
@@ -46,15 +50,15 @@ def outcome(layer, run, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()
     y = run(x)
-    (
-        y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    ).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+    (y * weights).sum().backward()
+    gradients = [p.grad for p in layer.parameters()]
+    return [y.detach(), x.grad, *gradients]
 
 
-def same(a, b, **tolerance):
-    for left, right in zip(a, b, strict=True):
-        torch.testing.assert_close(left, right, **tolerance or dict(rtol=0, atol=1e-12))
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -62,42 +66,39 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_the_paper(name, init, recompute):
     layer = build(name, init, recompute=recompute)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64)
-    same(
-        outcome(layer, layer, x),
-        outcome(layer, lambda t: references.refined_attention(layer, t), x),
-    )
-    torch.testing.assert_close(
-        layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12
-    )
+    x = doubles(3, 9, DIM)
+    actual = outcome(layer, layer, x)
+    same(actual, outcome(layer, lambda t: references.refined_attention(layer, t), x))
+    same(layer.attention(x), references.refined_maps(layer, x))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FORMS if name != "local"]
-)  # which forms no map to drop from
+FORMS_OF_MAPS = [name for name in FORMS if name != "local"]  # which forms no map to drop from
+
+
+@pytest.mark.parametrize("name", FORMS_OF_MAPS)
 def test_dropout_comes_between_softmax_and_refiner(name):
     layer = build(name, attn_drop=0.5)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64)
-    found = []
-    for run in (layer, lambda x: references.refined_attention(layer, x)):
-        torch.manual_seed(3)
-        found.append(run(x))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    x = doubles(3, 9, DIM)
+    torch.manual_seed(3)
+    expected = references.refined_attention(layer, x)
+    torch.manual_seed(3)
+    same(layer(x), expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_born_with_the_same_function_and_free_to_leave(name):
     layer = build(name, "same-function")
-    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    x = doubles(2, 9, DIM)
     if name != "without reduction":
         layer.to_attention(1e-6)  # E is orthogonal to float32's rounding
     assert references.refined_maps(layer, x).min() > -1e-6
-    grads = outcome(layer, layer, x)[2:]
-    for g in grads:
-        assert g.abs().max() > 0
+    _, _, *gradients = outcome(layer, layer, x)
+    for gradient in gradients:
+        assert gradient.abs().max() > 0
     if hasattr(layer.refine, "reduce"):  # no two maps learn alike
-        taps = next(layer.refine.local.parameters()).grad.flatten(1)
-        assert torch.cdist(taps, taps).add(torch.eye(len(taps))).min() > 1e-9
+        kernel = next(layer.refine.local.parameters())
+        taps = kernel.grad.flatten(1)
+        assert torch.pdist(taps).min() > 1e-9
 
 
 @pytest.mark.parametrize("where", ["end", "front"])
@@ -105,22 +106,22 @@ def test_born_with_the_same_function_and_free_to_leave(name):
 def test_nothing_leaks_across_padding(name, where):
     """Real tokens compute what they would alone, whatever the padding holds."""
     layer = build(name).eval()
-    x = torch.randn(3, 9, DIM, dtype=torch.float64)
-    lengths = [9, 6, 4]
-    real = torch.arange(9) < torch.tensor(lengths)[:, None]
-    real = real if where == "end" else real.flip(1)
+    x = doubles(3, 9, DIM)
+    real = torch.arange(9) < torch.tensor([[9], [6], [4]])
+    if where == "front":
+        real = real.flip(1)
     y = layer(x, attn_mask=real)
-    torch.testing.assert_close(y, layer(x, attn_mask=real[:, None, None]), rtol=0, atol=0)
-    torch.testing.assert_close(
-        y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12
-    )
-    for i, _n in enumerate(lengths):
-        alone = layer(x[i : i + 1, real[i]])[0]
-        torch.testing.assert_close(y[i][real[i]], alone, rtol=0, atol=1e-12)
+    assert torch.equal(y, layer(x, attn_mask=real[:, None, None]))
+    same(y[real], references.refined_attention(layer, x, real)[real])
+    for i in range(3):
+        alone = layer(x[i : i + 1, real[i]])
+        same(y[i][real[i]], alone[0])
     other = torch.where(real[..., None], x, torch.randn_like(x) * 100)
-    torch.testing.assert_close(layer(other, attn_mask=real)[real], y[real], rtol=0, atol=1e-12)
+    same(layer(other, attn_mask=real)[real], y[real])
+
     x.requires_grad_()
-    layer(x, attn_mask=real)[real].square().sum().backward()
+    y = layer(x, attn_mask=real)
+    y[real].square().sum().backward()
     assert not x.grad[~real].any()
     maps = layer.attention(x, attn_mask=real)
     assert not maps.masked_select(~real[:, None, None]).any()
@@ -133,9 +134,11 @@ def test_all_of_timms_attention_is_kept():
     )
     layer = RefinedAttention(12, 3, refine=Refiner(3), qkv_bias=True, **arguments)
     plain = Attention(12, 3, qkv_bias=True, **arguments)
-    plain.load_state_dict(
-        {k: v for k, v in layer.state_dict().items() if not k.startswith("refine")}
-    )
+    state = layer.state_dict()
+    for key in list(state):
+        if key.startswith("refine"):
+            del state[key]
+    plain.load_state_dict(state)
     x = torch.randn(2, 6, 12)
     torch.testing.assert_close(layer(x), plain(x), atol=1e-5, rtol=1e-5)
 
@@ -144,29 +147,33 @@ def test_shared_maps():
     """The next block weighs its own values with the map handed over; gradients reach the first block's queries."""
     layer = build("expanded, convolved, reduced")
     reuse = ReusedAttention(DIM, HEADS).double()
-    x, z = torch.randn(2, 2, 9, DIM, dtype=torch.float64)
+    x, z = doubles(2, 2, 9, DIM)
     y, maps = layer(x, return_maps=True)
     torch.testing.assert_close(y, layer(x))
-    v = reuse.v(z).chunk(HEADS, -1)
-    expected = reuse.proj(torch.cat([maps[:, h] @ v[h] for h in range(HEADS)], -1))
-    torch.testing.assert_close(reuse(z, maps), expected, rtol=0, atol=1e-12)
+    values = reuse.v(z).chunk(HEADS, -1)
+    by_head = [maps[:, head] @ values[head] for head in range(HEADS)]
+    output = reuse(z, maps)
+    same(output, reuse.proj(torch.cat(by_head, -1)))
     assert reuse.attention(z, maps) is maps
-    reuse(z, maps).sum().backward()
-    for p in [layer.qkv.weight, *layer.refine.parameters()]:
-        assert p.grad.abs().max() > 0
+    output.sum().backward()
+    for parameter in [layer.qkv.weight, *layer.refine.parameters()]:
+        assert parameter.grad.abs().max() > 0
 
 
 def test_memory_of_base_width_at_224():
     """Recomputed maps: at most 1.5 times what plain attention keeps; local attention keeps no map either way."""
     x = torch.randn(2, 197, 768)
+    maps = 2 * 12 * 197**2 * 4 / 2**20
     plain = saved_mib(Attention(768, 12, qkv_bias=True), x)
     assert saved_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
-    maps = 2 * 12 * 197**2 * 4 / 2**20
     assert saved_mib(RefinedAttention(768, 12), x) > plain + 1.5 * maps
-    # map passed on
-    shared = (timm.create_model("refined_vit_s", depth=2, recompute=each) for each in (False, True))
-    kept, recomputed = (saved_mib(model, torch.randn(2, 3, 224, 224)) for model in shared)
-    assert recomputed < kept - 1.1 * 2 * 12 * 197**2 * 4 / 2**20
+
+    def saved_by_network(recompute):
+        network = timm.create_model("refined_vit_s", depth=2, recompute=recompute)
+        return saved_mib(network, torch.randn(2, 3, 224, 224))
+
+    # the map is passed on
+    assert saved_by_network(recompute=True) < saved_by_network(recompute=False) - 1.1 * maps
     few = saved_mib(LocalAttention(96, 3), torch.randn(1, 512, 96))
     many = saved_mib(LocalAttention(96, 3), torch.randn(1, 1024, 96))
     assert many < 2.01 * few
@@ -182,12 +189,9 @@ class TestEverywhere(TorchCitizens):
     def test_compiles_and_exports_for_any_batch(self, name):
         torch._dynamo.reset()  # it compiles one code object eight times at most
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
-        same(
-            outcome(self.layer, compiled, self.x),
-            outcome(self.layer, self.layer, self.x),
-            atol=1e-5,
-            rtol=1e-5,
-        )
+        actual = outcome(self.layer, compiled, self.x)
+        expected = outcome(self.layer, self.layer, self.x)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         for recompute in (False, True):
             layer = build(name, recompute=recompute).float().eval()
             more = torch.randn(5, 9, DIM)

@@ -1,6 +1,7 @@
 """Segmentation: data, joint augmentation, metrics, windows, the loss, runs and predictions."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -41,24 +42,28 @@ from isomorph.lab.training.run.state import Run
 from refusals import refused
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
+NETWORK = dict(backbone="tdrl_vit_ti", backbone_kwargs=VIT, channels=8)
 SMALL = [
-    f"model.kwargs={json.dumps(dict(backbone='tdrl_vit_ti', backbone_kwargs=VIT, channels=8))}",
-    *(
-        "model.name=upernet",
-        "task.name=segmentation",
-        "task.crop=32,32",
-        "task.resize=64,48",
-        "data.source=masks",
-    ),
-    *("data.batch_size=2", "optim.lr=1e-3", "device=cpu"),
+    "model.name=upernet",
+    f"model.kwargs={json.dumps(NETWORK)}",
+    "task.name=segmentation",
+    "task.crop=32,32",
+    "task.resize=64,48",
+    "data.source=masks",
+    "data.batch_size=2",
+    "optim.lr=1e-3",
+    "device=cpu",
 ]
 
 
+def write_image(path, pixels):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
 def write_pair(folder, name, image, mask, split="train"):
-    for kind, pixels in {"images": image, "masks": mask}.items():
-        path = folder / split / kind / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    write_image(folder / split / "images" / f"{name}.png", image)
+    write_image(folder / split / "masks" / f"{name}.png", mask)
 
 
 def squares(seed, height=48, width=64):
@@ -87,7 +92,8 @@ def folder(tmp_path_factory):
 def run(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "run"
     fields = [*SMALL, f"data.root={folder}", "iterations=3", f"out={out}"]
-    return iso.train(iso.load_recipe(write_recipe(out.parent), fields), show=False)
+    recipe = iso.load_recipe(write_recipe(out.parent), fields)
+    return iso.train(recipe, show=False)
 
 
 def write_recipe(folder):
@@ -109,14 +115,10 @@ def test_real_masks_are_numbered_without_gaps(data_root):
 
 def test_published_folders(tmp_path):
     image, mask = squares(0)
+    counted_from_one = np.where(mask == IGNORE, 0, mask + 1)
     for split in ("training", "validation"):
-        for kind, pixels in {
-            "images": image,
-            "annotations": np.where(mask == IGNORE, 0, mask + 1),
-        }.items():
-            path = tmp_path / "ade" / kind / split / "a.png"
-            path.parent.mkdir(parents=True)
-            Image.fromarray(pixels.astype(np.uint8)).save(path)
+        write_image(tmp_path / "ade/images" / split / "a.png", image)
+        write_image(tmp_path / "ade/annotations" / split / "a.png", counted_from_one)
     train, _ = open_splits("ade20k", tmp_path / "ade", None)
     np.testing.assert_array_equal(train.mask(0), mask)
     assert len(train.classes) == 150
@@ -142,7 +144,11 @@ def test_bad_files_are_found_before_training(tmp_path, broken):
         (tmp_path / "train/masks/0.png").write_bytes(b"no image")
     (tmp_path / "classes.txt").write_bytes(b"a\nb\n")
 
-    refused(BROKEN[broken], lambda: [part.check() for part in open_splits("masks", tmp_path, None)])
+    def check():
+        for part in open_splits("masks", tmp_path, None):
+            part.check()
+
+    refused(BROKEN[broken], check)
 
 
 MASK = np.tile(np.arange(4, dtype=np.uint8), (6, 3))
@@ -171,10 +177,8 @@ def test_masks_with_other_values_are_refused(tmp_path, name, pixels, message):
         (tmp_path / "train" / kind).mkdir(parents=True)
     Image.new("RGB", (12, 6)).save(tmp_path / "train" / "images" / "m.png")
     Image.fromarray(pixels).save(tmp_path / "train" / "masks" / name)
-    refused(
-        f"{name.replace('.', '[.]')} .*{message}",
-        lambda: open_masks("masks", "train", tmp_path).check(),
-    )
+    said = f"{re.escape(name)} .*{message}"
+    refused(said, lambda: open_masks("masks", "train", tmp_path).check())
 
 
 def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
@@ -183,22 +187,26 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     train, test = open_splits("masks", tmp_path, 0.3)
     assert len(train) + len(test) == 12
     assert len(train.classes) == 2
-    assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == test.samples
-    with pytest.warns(
-        DataWarning, match=r"has 12 images, it had 13 in training: the 2 .* are used"
-    ):
-        assert open_test_pairs("masks", tmp_path, 0.3, None, 13).samples == test.samples
+    again = open_test_pairs("masks", tmp_path, 0.3, None, 12)
+    assert again.samples == test.samples
+    said = r"has 12 images, it had 13 in training: the 2 .* are used"
+    with pytest.warns(DataWarning, match=said):
+        again = open_test_pairs("masks", tmp_path, 0.3, None, 13)
+    assert again.samples == test.samples
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
+
+    video = tmp_path / "video"
     for scene in "abcdef":
-        write_pair(tmp_path / "video", f"{scene}/frame", *squares(0), ".")
-    # not by "frame" alone
-    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {True}
-    write_pair(tmp_path / "binary", "0", squares(0)[0], 255 * (squares(0)[1] == 1))
-    (tmp_path / "binary/classes.txt").write_text("background\nobject\n")
-    refused(
-        "have one class, and 255, which stands for no class",
-        masks("train", tmp_path / "binary").check,
-    )
+        write_pair(video, f"{scene}/frame", *squares(0), ".")
+    for part in open_splits("masks", video, 0.5):
+        assert len(part) > 0  # not by "frame" alone
+
+    binary = tmp_path / "binary"
+    image, mask = squares(0)
+    write_pair(binary, "0", image, 255 * (mask == 1))
+    (binary / "classes.txt").write_text("background\nobject\n")
+    said = "have one class, and 255, which stands for no class"
+    refused(said, masks("train", binary).check)
 
 
 # augmentation
@@ -208,7 +216,8 @@ def test_joint_augmentation_keeps_masks_on_their_images():
     part = SegmentationPart(crop=(40, 40), resize=None, photometric=False, category_share=1.0)
     transform = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)
     image, mask = squares(3, 96, 128)
-    image[mask == 1], image[mask != 1] = 255, 0
+    image[mask == 1] = 255
+    image[mask != 1] = 0
     x = tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1).byte())
     pair = Pair(x, tv_tensors.Mask(torch.from_numpy(mask)))
     for seed in range(12):
@@ -217,7 +226,8 @@ def test_joint_augmentation_keeps_masks_on_their_images():
         assert x.shape == (3, 40, 40)
         assert y.shape == (40, 40)
         valid = y != IGNORE
-        assert ((x[0] > 0.5) == (y == 1))[valid].float().mean() > 0.9
+        agrees = (x[0] > 0.5) == (y == 1)
+        assert agrees[valid].float().mean() > 0.9
         assert (x[:, ~valid].abs() < 1e-6).all()  # the border, which is black, and the padding
 
 
@@ -227,10 +237,10 @@ def test_what_pads_a_small_image_has_no_class():
     )
     image = torch.full((3, 24, 40), 255, dtype=torch.uint8)
     mask = torch.ones(24, 40, dtype=torch.int64)
-    x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(
-        Pair(tv_tensors.Image(image), tv_tensors.Mask(mask))
-    )
-    assert torch.equal(y == IGNORE, torch.arange(40)[:, None].expand(40, 40) >= 24)
+    transform = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)
+    x, y = transform(Pair(tv_tensors.Image(image), tv_tensors.Mask(mask)))
+    rows = torch.arange(40)[:, None].expand(40, 40)
+    assert torch.equal(y == IGNORE, rows >= 24)
     assert torch.equal(x[0] == 0, y == IGNORE)
 
 
@@ -239,15 +249,21 @@ def test_sizes_and_capped_crops():
     assert scaled_size((300, 2000), (2048, 512)) == (307, 2048)
     mask = tv_tensors.Mask(torch.zeros(64, 64, dtype=torch.int64))
     mask[:, 60:] = 1
+
+    def mean_share_of_class_0(cap):
+        crop = CappedCrop((16, 16), cap)
+        shares = [(crop(mask) == 0).float().mean() for _ in range(40)]
+        return np.mean(shares)
+
     torch.manual_seed(0)
-    shares = [(CappedCrop((16, 16), 0.9)(mask) == 0).float().mean() for _ in range(40)]
-    plain = [(CappedCrop((16, 16), 1.0)(mask) == 0).float().mean() for _ in range(40)]
-    assert np.mean(shares) < np.mean(plain)
-    sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
-    assert 32 <= min(sizes) < 50 < max(sizes) <= 128
+    assert mean_share_of_class_0(0.9) < mean_share_of_class_0(1.0)
+    resize = RatioResize((64, 64), (0.5, 2.0))
+    heights = [len(resize(mask)) for _ in range(20)]
+    assert 32 <= min(heights) < 50 < max(heights) <= 128
     # a third of the columns: the middle one of each three
     ramp = tv_tensors.Mask(torch.arange(63).expand(3, 63))
-    assert RatioResize((21, 1), (1.0, 1.0))(ramp)[0].tolist() == list(range(1, 63, 3))
+    narrow = RatioResize((21, 1), (1.0, 1.0))(ramp)
+    assert narrow[0].tolist() == list(range(1, 63, 3))
 
 
 # windows, metrics and losses
@@ -262,9 +278,10 @@ def test_windows_cover_the_image_and_average():
         def forward(self, x):
             return x[:, :1] * 2 + 1
 
+    model = Where()
     x = torch.randn(2, 3, 37, 50)
-    torch.testing.assert_close(slide(Where(), x, (16, 16), (10, 7), batch_size=5), x[:, :1] * 2 + 1)
-    torch.testing.assert_close(slide(Where(), x, (64, 16), (10, 16)), x[:, :1] * 2 + 1)
+    torch.testing.assert_close(slide(model, x, (16, 16), (10, 7), batch_size=5), model(x))
+    torch.testing.assert_close(slide(model, x, (64, 16), (10, 16)), model(x))
 
 
 def test_metrics_equal_torchmetrics():
@@ -276,8 +293,8 @@ def test_metrics_equal_torchmetrics():
     predicted[truth == 2] = 2
     truth[:, :3] = IGNORE
     counts = Confusion(6)  # the sixth class does not occur
-    for each in zip(truth, predicted, strict=True):
-        counts.add(*each)
+    for of_image, prediction in zip(truth, predicted, strict=True):
+        counts.add(of_image, prediction)
     options = dict(num_classes=6, ignore_index=IGNORE)
     metrics = counts.metrics()
     per_class = multiclass_jaccard_index(predicted, truth, average="none", **options)
@@ -286,7 +303,8 @@ def test_metrics_equal_torchmetrics():
     assert metrics["miou"] == pytest.approx(100 * macro.item(), abs=1e-4)
     micro = multiclass_accuracy(predicted, truth, average="micro", **options)
     assert metrics["pixel_accuracy"] == pytest.approx(100 * micro.item(), abs=1e-4)
-    assert metrics["mean_accuracy"] == pytest.approx(100 * counts.recalls()[:5].mean().item())
+    mean_recall = counts.recalls()[:5].mean().item()
+    assert metrics["mean_accuracy"] == pytest.approx(100 * mean_recall)
     assert [row["iou"] is None for row in counts.rows("abcdef")] == [False] * 5 + [True]
 
 
@@ -295,9 +313,8 @@ def test_losses_against_their_formulas():
     mask = torch.randint(0, 4, (2, 16, 16))
     mask[0, :5] = IGNORE
     big = F.interpolate(logits, (16, 16), mode="bilinear", align_corners=False).float()
-    torch.testing.assert_close(
-        pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE)
-    )
+    expected = F.cross_entropy(big, mask, ignore_index=IGNORE)
+    torch.testing.assert_close(pixel_cross_entropy(logits, mask), expected)
     assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
     student = torch.randn(2, 3, 4, 5)
     teacher = torch.randn(2, 3, 4, 5)
@@ -315,9 +332,9 @@ def test_losses_against_their_formulas():
 def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
     assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
     assert run.metrics["images"] == 2
-    rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    log = (run.folder / "log.jsonl").read_text()
     # three steps are two passes, the second cut short
-    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [json.loads(line)["epoch"] for line in log.splitlines()] == [1, 2]
     model = iso.load(run.folder / "model.safetensors")
     assert model.pretrained_cfg["task"]["crop"] == [32, 32]
     assert model.pretrained_cfg["label_names"] == ["ground", "square"]
@@ -329,13 +346,10 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
 
 
 def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
-    fields = [
-        *SMALL,
-        f"data.root={folder}",
-        f"task.teacher={run.folder / 'model.safetensors'}",
-        "epochs=1",
-    ]
-    opened = Run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
+    teacher_file = run.folder / "model.safetensors"
+    paths = [f"data.root={folder}", f"task.teacher={teacher_file}", f"out={tmp_path / 'r'}"]
+    recipe = iso.load_recipe(write_recipe(tmp_path), [*SMALL, *paths, "epochs=1"])
+    opened = Run(recipe, ALONE)
     images, masks, _ = opened.next_part()
     losses = opened.loss_module(images, masks)
     losses["loss"].backward()
@@ -343,17 +357,17 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     torch.testing.assert_close(losses["loss"], parts)
     assert not opened.loss_module.train().teacher.training
     teacher = opened.loss_module.teacher.model
-    seen = []
-    for p in teacher.parameters():
-        assert p.grad is None
-    teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for parameter in teacher.parameters():
+        assert parameter.grad is None
+
+    # the teacher sees images in its own normalisation
     student = opened.loss_module.trainable_module
-    # which sees images in its own normalisation
     for net, spread in ((student, 0.5), (teacher, 0.25)):
         net.pretrained_cfg = {**net.pretrained_cfg, "mean": (0.5, 0.5, 0.5), "std": (spread,) * 3}
-    SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(
-        images, masks
-    )
+    seen = []
+    teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    loss = SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)
+    loss(images, masks)
     torch.testing.assert_close(seen[0], 2 * images)
 
 
@@ -396,9 +410,9 @@ def test_schedules_by_iteration():
     )
     assert linear[0] == pytest.approx(1e-6)
     assert linear[4:] == pytest.approx([1 - t / 20 for t in range(4, 20)])
-    assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx(
-        [1] * 10 + [0.1] * 5 + [0.01] * 5
-    )
-    by_epoch = rates(20, schedule="step", milestones=[2, 3])
-    assert by_epoch == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
-    assert rates(28, each=26, schedule="step", milestones=[1])[25:] == pytest.approx([1, 0.1, 0.1])
+
+    three_steps = pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
+    assert rates(20, 20, schedule="step", milestones=[10, 15]) == three_steps
+    assert rates(20, schedule="step", milestones=[2, 3]) == three_steps
+    after_one_epoch = rates(28, each=26, schedule="step", milestones=[1])
+    assert after_one_epoch[25:] == pytest.approx([1, 0.1, 0.1])
