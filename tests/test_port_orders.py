@@ -127,3 +127,35 @@ def test_channels_may_be_moved(place, back):
         assert report.difference < 1e-12
         with torch.no_grad():
             torch.testing.assert_close(report.model(batch), source(batch))
+
+
+class Chooses(nn.Module):
+    """A model in which the image decides which entries are taken, or a part has no channel."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.choose = choose
+        self.one = nn.Linear(6, 6)
+        self.other = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.choose(self.one(x), self.other(x)))
+
+
+CHOSEN = {
+    "by a condition": lambda y, z: torch.where(y > 0, y, z),
+    "by a mask": lambda y, z: y.masked_fill(z > 0, 0.0),
+    "by an order": lambda y, z: torch.cat([y, z], -1).gather(-1, y.argsort(-1)),
+    "no channel": lambda y, z: torch.cat([y, z[..., :0]], -1) + z,
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_the_image_decides_is_computed_and_not_moved(name):
+    source, target = pair(lambda _: Chooses(CHOSEN[name]))
+    batch = torch.randn(2, 5, 6)
+    report = iso.port_weights(source, target, batch)
+    assert report.difference < 1e-12
+    with torch.no_grad():
+        torch.testing.assert_close(report.model(batch), source(batch))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from isomorph.operations import tensors_in
 from isomorph.surgery.port.graph import NORMS, Content, Graph, Step
 from isomorph.surgery.port.pair import Joint, Pairing, Part, channel_axis, part_orders
 from isomorph.surgery.port.watch import Call
@@ -56,9 +57,13 @@ class ChannelOrder:
         """Return the channels that a layer, norm or scale reads in the order of their labels; None if they are."""
         if step.input is None or step.kind == "shift":
             return None
+        shape = self.graph.values[step.input].shape
+        axis = _axis_read(step)
         content = self.graph.contents[step.input]
-        places = _first_row(self.graph.values[step.input].shape, content, _axis_read(step))
-        if places is None or content.base is None:
+        if content.base is None or len(shape) <= max(axis, 0):
+            return None
+        places = _first_row(shape, content, axis)
+        if places is None:
             return None
         order = self._labels_at(content.base, places).argsort(stable=True)
         return None if torch.equal(order, torch.arange(len(order))) else order
@@ -158,9 +163,10 @@ class ChannelOrder:
         """True if an operation gives channels in another order for channels in this one."""
         moved = self.graph.values[slot].index_select(axis, order)
         try:
-            out = call.run(lambda other: moved if other == slot else self.graph.values[other])
+            made = call.run(lambda other: moved if other == slot else self.graph.values[other])
         except (RuntimeError, TypeError, ValueError, IndexError):
             return False
+        (out,) = tensors_in(made)
         expected = self.graph.values[call.outputs[0]].index_select(to, order)
         tolerance = _ROUNDING * float(expected.abs().max())
         return out.shape == expected.shape and torch.allclose(out, expected, 0, tolerance)

@@ -191,7 +191,7 @@ class Graph:
             return
         if self._view(call):
             return
-        entries = positions(call, self.values)
+        entries = None if self._is_chosen(call) else positions(call, self.values)
         if entries is not None and self._move(call, entries):
             return
         if call.name in ADD and self._add(call):
@@ -201,6 +201,11 @@ class Graph:
                 self._read(slot, call, argument)
             for slot in call.outputs:
                 self._begin(slot, self._sources_of(call.inputs))
+
+    def _is_chosen(self, call: Call) -> bool:
+        """True if the image decides by indices or conditions what a call gives."""
+        computed = self.dependent.intersection(call.inputs)
+        return any(not self.values[slot].is_floating_point() for slot in computed)
 
     def _view(self, call: Call) -> bool:
         """Follow a view of one value, as transposed or sliced ones; False for another operation."""

@@ -108,6 +108,8 @@ def _parts(graph: Graph, step: Step) -> Iterator[Part]:
         assert ids is not None
         entries = ids.flatten()
         inside = entries >= 0
+        if not inside.any():
+            continue
         value = graph.values[step.output]
         if channel_axis(step, value) == value.ndim - 1:  # those of one token are enough
             last = int(entries.max())
