@@ -61,6 +61,7 @@ JOINED = {
     "pooling": lambda m, y: head(m, F.avg_pool2d(m.norm(y), 2)),
     "a norm of tokens": lambda m, y: m.tokens(m.token_norm(y.flatten(2).mT)).mean(1),
     "the mean": lambda m, y: m.tokens(y.mean((2, 3))),
+    "signs": lambda m, y: m.tokens((m.norm(y) > 0).to(y.dtype).mean((2, 3))),
     "softmax over channels": lambda m, y: m.tokens(y.mean((2, 3)).softmax(-1)),
     "a scale": lambda m, y: head(m, (y * m.scale).relu()),
     "slopes": lambda m, y: head(m, m.slope(y)),
