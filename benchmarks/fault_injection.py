@@ -1,17 +1,19 @@
 """How many faults in layers, surgery and checkpoints the tests notice: one line broken at a time, in a copy.
 
-    nice -n 10 python benchmarks/fault_injection.py [--faults 30] [--seed 0] [--code DIR] [--write]
+    nice -n 10 python benchmarks/fault_injection.py [--faults 30] [--seed 0] [--code DIR] [--all] [--write]
 
 A fault swaps an operator, turns a comparison or a condition round, or adds 1 to a number, in an expression drawn at
 random outside of messages and annotations. The tests that use the file run, the fast ones, then the slow ones
-(`docs_build/changed_tests.py`), then the fast ones of all files, which have to pass before anything is broken. What no
-test notices is shown with its line: it may be a test that is missing, or a change without effect.
+(`docs_build/changed_tests.py`), and with `--all` the fast ones of all files, a quarter of an hour for each fault that
+others miss. A test that notices one is run again without it, and has to pass. What no test notices is shown with its
+line: it may be a test that is missing, or a change without effect.
 """
 
 import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -117,28 +119,21 @@ def draw(source: Path, count: int, seed: int) -> list[Fault]:
     return random.Random(seed).sample(faults, count)
 
 
-def is_noticed(copy: Path, tests: list[str], marker: str) -> bool:
-    """True if a test fails or does not end."""
+def failing_test(copy: Path, tests: list[str], marker: str = "") -> str | None:
+    """Return the first test that fails, None if all pass; "" if they do not end, or cannot be collected."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        marker,
-        *tests,
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", marker, *tests]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS
+            command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, text=True
         )
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode not in (0, 5)  # 5: no test has the marker
+        return ""
+    if done.returncode in (0, 5):  # 5: no test has the marker
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return failed[1] if failed else ""
 
 
 def main() -> None:
@@ -148,6 +143,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--code", type=Path, default=ROOT, help="another checkout")
+    parser.add_argument("--all", action="store_true", help="also the fast tests of all files")
     parser.add_argument("--write", action="store_true", help="write results/fault_injection.json")
     given = parser.parse_args()
     copy = Path(tempfile.mkdtemp(prefix="faults-")) / "checkout"
@@ -159,8 +155,6 @@ def main() -> None:
     package = copy / "src" / "isomorph"
     tests_by_file = sorted((copy / "tests").glob("test_*.py"))
     used = {path: changed_tests.names_used(path) for path in tests_by_file}
-    if is_noticed(copy, ["tests"], "not slow"):
-        raise SystemExit("the fast tests fail in a copy in which nothing is broken")
     rows = []
     for fault in draw(package, given.faults, given.seed):
         tests = [
@@ -172,15 +166,18 @@ def main() -> None:
             contents[: fault.start] + fault.after.encode() + contents[fault.stop :]
         )
         by = "no test"
-        for name, chosen, marker in (
-            ("fast", tests, "not slow"),
-            ("slow", tests, "slow"),
-            ("fast, of other files", ["tests"], "not slow"),
-        ):
-            if is_noticed(copy, chosen, marker):
+        failed: str | None = None
+        stages = [("fast", tests, "not slow"), ("slow", tests, "slow")]
+        if given.all:
+            stages.append(("fast, of other files", ["tests"], "not slow"))
+        for name, chosen, marker in stages:
+            failed = failing_test(copy, chosen, marker)
+            if failed is not None:
                 by = name
                 break
         fault.path.write_bytes(contents)
+        if failed and failing_test(copy, [failed]) is not None:
+            raise SystemExit(f"{failed} fails where nothing is broken")
         place = f"{fault.path.relative_to(package)}:{fault.line}"
         change = f"{fault.before[:50]} -> {fault.after[:52]}"
         rows.append({"place": place, "change": " ".join(change.split()), "noticed by": by})
