@@ -154,7 +154,7 @@ def main() -> None:
     )
     package = copy / "src" / "isomorph"
     tests_by_file = sorted((copy / "tests").glob("test_*.py"))
-    used = {path: changed_tests.names_used(path) for path in tests_by_file}
+    used = {path: changed_tests.uses_of(path) for path in tests_by_file}
     rows = []
     for fault in draw(package, given.faults, given.seed):
         tests = [

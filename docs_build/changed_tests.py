@@ -2,19 +2,28 @@
 
     python docs_build/changed_tests.py [SINCE]
 
-SINCE is a commit, by default HEAD: what is not committed yet. A test file is chosen if it changed, or if it names a
-public class or function of a changed file of src; where no test names one, those of the files that import it count.
-Laws that read all sources are always chosen.
+SINCE is a commit, by default HEAD: what is not committed yet. A test file is chosen if it changed, or if it imports
+what a changed file of src defines. Where tests reach a file through the functions of others alone, as `iso.fuse` calls
+it, those files' tests are chosen that call them most. Laws that read all sources are always chosen.
 """
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "isomorph"
 TESTS = ROOT / "tests"
+# Test files that are chosen for a function which many call.
+MOST_CALLERS = 8
+# Files around one are searched until so many test files are found.
+FEWEST = 3
+# As how many calls an import counts.
+IMPORTED = 5
 ALWAYS = ("test_floor_plan.py", "test_startup.py")
 
 
@@ -32,6 +41,7 @@ def changed_files(since: str) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+@cache
 def module_name(path: Path, package: Path) -> str:
     parts = path.relative_to(package.parent).with_suffix("").parts
     if parts[-1] == "__init__":
@@ -39,6 +49,7 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(parts)
 
 
+@cache
 def public_names(path: Path) -> set[str]:
     """Return the classes and functions that a file defines for others."""
     definitions = [
@@ -60,61 +71,83 @@ def imported_modules(tree: ast.Module) -> set[str]:
     return modules
 
 
-def names_used(path: Path) -> set[str]:
-    """Return the modules and names that a file imports, and those that it takes from `iso`."""
+class Uses(NamedTuple):
+    """What a test file uses: the modules and names that it imports, and how often it takes a name from `iso`."""
+
+    imported: set[str]
+    called: Counter[str]
+
+
+def uses_of(path: Path) -> Uses:
     tree = ast.parse(path.read_text())
-    used = imported_modules(tree)
-    used |= {module.rpartition(".")[2] for module in used if module.startswith("isomorph.")}
+    called: Counter[str] = Counter()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and root_name(node) in ("iso", "isomorph"):
-            used.add(node.attr)
-    return used
+        if isinstance(node, ast.Attribute) and is_public(node):
+            called[node.attr] += 1
+    return Uses(imported_modules(tree), called)
 
 
-def root_name(node: ast.expr) -> str | None:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+def is_public(node: ast.Attribute) -> bool:
+    """True for iso.NAME and iso.ROOM.NAME."""
+    around = node.value.value if isinstance(node.value, ast.Attribute) else node.value
+    return isinstance(around, ast.Name) and around.id in ("iso", "isomorph")
 
 
-def tests_that_use(path: Path, used: dict[Path, set[str]], package: Path) -> set[Path]:
-    """Return the test files that import a file of a package or use what it defines."""
-    words = public_names(path) | {module_name(path, package)}
-    return {test for test, names in used.items() if words & names}
+def imports(uses: Uses, path: Path, package: Path) -> bool:
+    """True if a test imports a file, or something from it."""
+    module = module_name(path, package)
+    return any(module in (name, name.rpartition(".")[0]) for name in uses.imported)
 
 
-def tests_of(path: Path, used: dict[Path, set[str]], package: Path) -> set[Path]:
-    """Return the tests of a file of src, or of the files nearest to it that import it and have some."""
-    imports: dict[Path, set[str]] = {}
+def calls(uses: Uses, path: Path, package: Path) -> int:
+    """Return how often a test takes what a file defines from `iso`, or imports it from a package around the file."""
+    names = public_names(path)
+    count = sum(uses.called[name] for name in names)
+    module = module_name(path, package)
+    for imported in uses.imported:
+        parent, _, name = imported.rpartition(".")
+        if name in names and module.startswith(f"{parent}.") and module != parent:
+            count += IMPORTED
+    return count
+
+
+@cache
+def imports_of_files(package: Path) -> dict[Path, set[str]]:
+    files = package.rglob("*.py")
+    return {file: imported_modules(ast.parse(file.read_text())) for file in files}
+
+
+def tests_of(path: Path, used: dict[Path, Uses], package: Path) -> set[Path]:
+    """Return the tests that import a file of src, and those that call it, or the nearest files around it, most."""
+    modules = imports_of_files(package)
+    chosen = {test for test, uses in used.items() if imports(uses, path, package)}
     seen = {path}
     level = {path}
     while level:
-        found: set[Path] = set()
-        for file in level:
-            found |= tests_that_use(file, used, package)
-        if found:
-            return found
-        if not imports:
-            files = package.rglob("*.py")
-            imports = {file: imported_modules(ast.parse(file.read_text())) for file in files}
+        counts: Counter[Path] = Counter()
+        for test, uses in used.items():
+            counts[test] = sum(calls(uses, file, package) for file in level)
+        chosen |= {test for test, count in counts.most_common(MOST_CALLERS) if count}
+        if len(chosen) >= FEWEST:
+            return chosen
         names = {module_name(file, package) for file in level}
-        level = {file for file, modules in imports.items() if names & modules} - seen
+        level = {file for file, imported in modules.items() if names & imported} - seen
         seen |= level
-    return set()
+    return chosen
 
 
-def tests_that_import(helper: Path, used: dict[Path, set[str]]) -> set[Path]:
+def tests_that_import(helper: Path, used: dict[Path, Uses]) -> set[Path]:
     """Return the test files that use a file of tests, all of them for conftest.py."""
     if helper.name.startswith("test_"):
         return {helper}
     if helper.name == "conftest.py":
         return set(used)
-    return {test for test, names in used.items() if helper.stem in names}
+    return {test for test, uses in used.items() if helper.stem in uses.imported}
 
 
 def main() -> None:
     since = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
-    used = {path: names_used(path) for path in sorted(TESTS.glob("test_*.py"))}
+    used = {path: uses_of(path) for path in sorted(TESTS.glob("test_*.py"))}
     chosen: set[Path] = set()
     for path in changed_files(since):
         is_source = path.is_relative_to(SOURCE)

@@ -125,13 +125,15 @@ def test_files_and_public_classes_are_documented():
 def test_the_tests_of_a_changed_file_are_those_that_use_it():
     """What `make test-changed` runs."""
     tests = sorted(Path(__file__).parent.glob("test_*.py"))
-    used = {path: changed_tests.names_used(path) for path in tests}
+    used = {path: changed_tests.uses_of(path) for path in tests}
 
     def chosen(name):
         return {path.name for path in changed_tests.tests_of(ROOT / name, used, ROOT)}
 
     assert "test_gpsa.py" in chosen("layers/gated/gpsa.py")
     assert "test_pyramid.py" not in chosen("layers/gated/gpsa.py")
-    # no test imports it: those of its importers
+    # no test imports them: those that call the functions and classes around them most
     assert "test_pyramid.py" in chosen("layers/pyramid/moments.py")
+    assert "test_port.py" in chosen("surgery/port/pair.py")
+    assert "test_fuse_norms.py" in chosen("surgery/merge_plan.py")
     assert changed_tests.tests_that_import(tests[0], used) == {tests[0]}
