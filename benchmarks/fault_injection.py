@@ -179,8 +179,8 @@ def main() -> None:
         if failed and failing_test(copy, [failed]) is not None:
             raise SystemExit(f"{failed} fails where nothing is broken")
         place = f"{fault.path.relative_to(package)}:{fault.line}"
-        change = f"{fault.before[:50]} -> {fault.after[:52]}"
-        rows.append({"place": place, "change": " ".join(change.split()), "noticed by": by})
+        change = " ".join(f"{fault.before[:50]} -> {fault.after[:52]}".split())
+        rows.append({"seed": given.seed, "place": place, "change": change, "noticed by": by})
         show(
             f"{sum(row['noticed by'] != 'no test' for row in rows)} of {len(rows)} noticed",
             rows[-1:],

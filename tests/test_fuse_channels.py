@@ -277,6 +277,18 @@ def reshaped_weight(y):
     return y
 
 
+class Turned(nn.Conv2d):
+    """A convolution that takes the rows of its parameter from the last to the first."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight.flip(0), self.bias, padding=1)
+
+
+@after(LEFT, conv(4, 4, 3, kind=Turned))
+def rows_from_last_to_first(y):
+    return y
+
+
 @attention_in(MERGED)
 def attention(scores):
     return scores.softmax(-1)
@@ -285,6 +297,16 @@ def attention(scores):
 @attention_in(MERGED, by_parts=True)
 def attention_by_parts(scores):
     return scores.softmax(-1)
+
+
+@attention_in(MERGED)
+def attention_moved(scores):
+    return scores.softmax(-1).mT.contiguous().mT
+
+
+@attention_in(LEFT)
+def attention_squared(scores):
+    return scores.softmax(-1).square()
 
 
 @attention_in(MERGED)
