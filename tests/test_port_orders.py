@@ -27,6 +27,8 @@ class Joins(nn.Module):
         self.scale = nn.Parameter(torch.ones(10, 1, 1))
         self.slope = nn.PReLU(10)
         self.up = nn.ConvTranspose2d(10, 4, 2, 2)
+        self.up_as_wide = nn.ConvTranspose2d(10, 10, 2, 2)
+        self.up_wider = nn.ConvTranspose2d(10, 20, 2, 2)
         self.own = nn.Conv2d(10, 10, 1)
         self.depthwise = nn.Conv2d(10, 10, 3, stride=2, groups=10)
         self.tokens = nn.Linear(10, 5)
@@ -66,6 +68,8 @@ JOINED = {
     "a scale": lambda m, y: head(m, (y * m.scale).relu()),
     "slopes": lambda m, y: head(m, m.slope(y)),
     "a transposed convolution": lambda m, y: m.up(y).mean((2, 3)),
+    "one that makes as many channels": lambda m, y: m.up_as_wide(y).mean((2, 3)),
+    "one that makes twice as many": lambda m, y: m.up_wider(y).mean((2, 3)),
 }
 # What has to give its own rows another order, or mixes channels by their order.
 NOT_FOLLOWED = {

@@ -355,14 +355,8 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
     for role, target_operand in other.operands.items():
         operand_of_source = step.operands.get(role)
         if operand_of_source is not None:
-            _put(
-                operand_of_source,
-                target_operand,
-                solution,
-                other.module,
-                step.columns,
-                other.columns,
-            )
+            orders = _columns_for(step, role), _columns_for(other, role)
+            _put(operand_of_source, target_operand, solution, other.module, *orders)
         elif target_operand.entries is not None and role in _NEUTRAL:
             neutral = SourcedTensor.neutral(target_operand.value.shape, _NEUTRAL[role])
             solution.put(target_operand.entries, neutral, other.module)
@@ -372,6 +366,15 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
             solution.note_lost(
                 solution.source_numbers(operand), f"{other.module}: the target has no {role} there"
             )
+
+
+def _columns_for(step: Step, role: str) -> Tensor | None:
+    """Return in which order a step reads the rows of an operand; None for the order that they have."""
+    if step.columns is None or (role == "bias" and step.kind == "transposed layer"):
+        return None
+    shape = step.operands[role].value.shape
+    has_row_each = len(step.columns) in (shape.numel(), *shape[:1])
+    return step.columns if has_row_each else None
 
 
 def _put(
@@ -390,9 +393,9 @@ def _put(
     if len(sourced.value) != len(entries):
         solution.lost.append(f"{module}: a tensor of another size")
         return
-    if columns is not None and len(entries) % len(columns) == 0:
+    if columns is not None:
         sourced = sourced.reshape(len(columns), -1)[columns].reshape(-1)
-    if other_columns is not None and len(entries) % len(other_columns) == 0:
+    if other_columns is not None:
         entries = entries.reshape(len(other_columns), -1)[other_columns].reshape(-1)
     solution.put(entries, sourced, module)
 
