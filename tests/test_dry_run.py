@@ -99,11 +99,15 @@ def _few_blocks(model):
     return []
 
 
+def small_plan_of(name):
+    return plan_of(name, "data.batch_size=16", *_few_blocks(RECIPES[name]["model"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS.values())
 def test_every_recipe_steps_on_the_meta_device(name):
     """Recipes that differ in texts, schedules and files alone are one case."""
-    plan = plan_of(name, "data.batch_size=16", *_few_blocks(RECIPES[name]["model"]))
+    plan = small_plan_of(name)
     assert plan.parameters > 1000
     assert plan.memory > 0
     assert plan.h100.eager >= plan.h100.graph > 0
@@ -135,10 +139,10 @@ def test_texts_and_schedules_do_not_change_a_step(name):
 def test_remembered_operations_change_no_plan(monkeypatch):
     """Outlines of repeated operations are those that PyTorch computes."""
     for name in ("digits_convit", "cifar_tdrl_g2sd", "mask_rcnn_bccd"):
-        first = plan_of(name)
-        again = plan_of(name)
+        first = small_plan_of(name)
+        again = small_plan_of(name)
         monkeypatch.setattr(RememberOutlines, "__torch_dispatch__", _forget)
-        computed = plan_of(name)
+        computed = small_plan_of(name)
         monkeypatch.undo()
         for plan in (first, again):
             assert plan.parameters == computed.parameters
@@ -291,7 +295,7 @@ NEEDS = {
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_has_to_be_downloaded_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = "\n".join(plan_of(name).needs)
+    lines = "\n".join(small_plan_of(name).needs)
     for expected in NEEDS[name]:
         assert re.search(expected, lines)
 

@@ -6,6 +6,7 @@ one operation after another, and the device waits for it. Peaks and bandwidth ar
 SXM's data sheet; the costs were fitted on measured steps (docs/gpu.md, which has the errors).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,16 +57,9 @@ class RecordOperations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = operation(*args, **kwargs)
-        if self._is_launched(operation):
+        if _is_launched(operation):
             self._record(operation, args, kwargs, output)
         return output
-
-    @staticmethod
-    def _is_launched(operation: Any) -> bool:
-        aliases = [output.alias_info for output in operation._schema.returns]
-        views = any(alias and not alias.is_write for alias in aliases)
-        name = operation._schema.name.partition("::")[2]
-        return not views and not name.startswith(_NOT_LAUNCHED)
 
     def _record(self, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
         name = operation._schema.name.partition("::")[2]
@@ -92,6 +86,14 @@ class RecordOperations(TorchDispatchMode):
         remaining = busy[::-1].cumsum()[::-1]
         launched = HOST * np.arange(1, len(busy) + 1)
         return StepCost(eager=float((launched + remaining).max()), graph=float(busy.sum()))
+
+
+@functools.cache
+def _is_launched(operation: Any) -> bool:
+    aliases = [output.alias_info for output in operation._schema.returns]
+    views = any(alias and not alias.is_write for alias in aliases)
+    name = operation._schema.name.partition("::")[2]
+    return not views and not name.startswith(_NOT_LAUNCHED)
 
 
 def _bytes_of(tensor: Tensor, halved: bool) -> int:

@@ -1,5 +1,6 @@
 """Operations on the meta device whose results are remembered, so that equal layers are computed once."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ _UNMARKED_VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fre
 class RememberOutlines(TorchDispatchMode):
     """Return new tensors of the known outlines where an operation is repeated on inputs of the same outlines.
 
-    PyTorch computes most outlines on the meta device in Python, in milliseconds. Operations that change an input or
-    return a view of one are not remembered.
+    PyTorch computes most outlines on the meta device in Python, in milliseconds. An operation that
+    writes into its first argument and returns it leaves it its outline; others that change an input, or return a view
+    of one, are not remembered.
     """
 
     known: ClassVar[dict[Any, "_Results"]] = {}
@@ -31,7 +33,7 @@ class RememberOutlines(TorchDispatchMode):
         if key is None:
             return operation(*args, **kwargs)
         if key in self.known:
-            return self.known[key].tensors()
+            return args[0] if _writes_first(operation) else self.known[key].tensors()
         output = operation(*args, **kwargs)
         results = _results(output)
         if results is not None:
@@ -59,15 +61,29 @@ def _empty(outline: Outline | None) -> Tensor | None:
 
 def _key(operation: Any, args: Any, kwargs: Any) -> Any:
     """Return what decides the outlines of an operation's results, or None if they are not remembered."""
-    schema = operation._schema
-    if schema.is_mutable or any(output.alias_info for output in schema.returns):
-        return None
-    if schema.name in _UNMARKED_VIEWS:
+    if not (_makes_tensors(operation) or _writes_first(operation)):
         return None
     parts = [_part(value) for value in (*args, *kwargs.items())]
     if None in parts:
         return None
     return (operation, *parts)
+
+
+@functools.cache
+def _makes_tensors(operation: Any) -> bool:
+    """True if an operation changes none of its inputs, and returns a view of none."""
+    schema = operation._schema
+    if schema.is_mutable or any(output.alias_info for output in schema.returns):
+        return False
+    return schema.name not in _UNMARKED_VIEWS
+
+
+@functools.cache
+def _writes_first(operation: Any) -> bool:
+    """True if an operation writes into its first argument, which keeps its outline, and returns it."""
+    if torch.Tag.inplace_view in operation.tags or len(operation._schema.returns) != 1:
+        return False
+    return torch.Tag.inplace in operation.tags
 
 
 def _part(value: Any) -> Any:
