@@ -31,6 +31,8 @@ class Joins(nn.Module):
         self.up_wider = nn.ConvTranspose2d(10, 20, 2, 2)
         self.own = nn.Conv2d(10, 10, 1)
         self.depthwise = nn.Conv2d(10, 10, 3, stride=2, groups=10)
+        self.squeeze = nn.Conv2d(10, 3, 1)
+        self.excite = nn.Conv2d(3, 10, 1)
         self.tokens = nn.Linear(10, 5)
         self.head = nn.Conv2d(10, 4, 1)
         self.last = nn.Conv2d(14, 5, 1)
@@ -54,6 +56,26 @@ def grown(model, y):
     return model.last(torch.cat(parts, 1).relu()).mean((2, 3))
 
 
+def gated(model, y):
+    """Channels weighted by what two layers make of their means, as in squeeze-and-excitation."""
+    gate = model.excite(model.squeeze(y.mean((2, 3), keepdim=True)).relu()).sigmoid()
+    return y * gate if model.deep_first else gate * y
+
+
+def gated_twice(model, y):
+    """Channels and positions weighted at once, as in segmentation networks."""
+    return gated(model, y) + y * model.head(y).mean(1, keepdim=True).sigmoid()
+
+
+def scaled(model, y):
+    return model.own(y) * model.scale if model.deep_first else model.own(y)
+
+
+def one_layer_twice(model, y):
+    """Rows that would have to follow two orders."""
+    return y + model.own(y) + model.own(y).flip(1)
+
+
 JOINED = {
     "a layer": head,
     "a norm and an activation": lambda m, y: head(m, m.norm(y).relu()),
@@ -68,12 +90,22 @@ JOINED = {
     "a scale": lambda m, y: head(m, (y * m.scale).relu()),
     "slopes": lambda m, y: head(m, m.slope(y)),
     "a transposed convolution": lambda m, y: m.up(y).mean((2, 3)),
+    "a sum with a layer of it": lambda m, y: head(m, y + m.own(y)),
+    "a block with a norm around which it goes": lambda m, y: head(m, y + m.norm(m.own(y))),
+    "weights of channels": lambda m, y: head(m, gated(m, y)),
+    "weights of channels after a depthwise convolution": lambda m, y: head(
+        m, gated(m, m.depthwise(y))
+    ),
+    "weights of channels and positions": lambda m, y: head(m, gated_twice(m, y)),
+    "a join with what they are added to": lambda m, y: grown(m, y + m.own(gated(m, y))),
+    "a sum with a layer and a scale that one model has": lambda m, y: head(m, y + scaled(m, y)),
+    "a quotient": lambda m, y: head(m, y / (1 + m.own(y).square())),
     "one that makes as many channels": lambda m, y: m.up_as_wide(y).mean((2, 3)),
     "one that makes twice as many": lambda m, y: m.up_wider(y).mean((2, 3)),
 }
-# What has to give its own rows another order, or mixes channels by their order.
+# What mixes channels by their order.
 NOT_FOLLOWED = {
-    "a sum with a layer of it": lambda m, y: head(m, y + m.own(y)),
+    "one layer in two orders": lambda m, y: head(m, one_layer_twice(m, y)),
     "sums over channels before it": lambda m, y: m.tokens(y.mean((2, 3)).cumsum(-1)),
 }
 

@@ -2,7 +2,8 @@
 
 A channel has a label that does not depend on the order: the layer that makes it, and its place among the rows of that
 layer. Layers of both models that belong together make the same labels. So both read the same once each has its
-columns in the order of their labels.
+columns in the order of their labels. A layer whose outputs meet channels in another order, in a sum or product, makes
+its rows in the order of these.
 """
 
 from collections.abc import Mapping
@@ -39,19 +40,37 @@ class Makers:
 class ChannelOrder:
     """The labels of the channels of one model, and in which order its steps read them.
 
-    `ranks`: of each row of a layer, by step. `pair_of`: which pair of the pairing a step is of.
+    `pairs`: its joints and their parts, pair by pair of the pairing.
     """
 
-    def __init__(
-        self, graph: Graph, ranks: dict[int, Tensor], pair_of: dict[int, int], makers: Makers
-    ) -> None:
+    def __init__(self, graph: Graph, pairs: list[tuple[Joint, list[Part]]], makers: Makers) -> None:
         self.graph = graph
-        self.ranks = ranks
-        self.pair_of = pair_of
         self.makers = makers
+        # Which pair of the pairing a step is of.
+        self.pair_of: dict[int, int] = {}
+        # The place of each row of a layer among those of its joint.
+        self.ranks: dict[int, Tensor] = {}
+        # Layers whose rows may take another order: those of what they meet.
+        self.free: set[int] = set()
+        for i, (joint, parts) in enumerate(pairs):
+            self.pair_of |= dict.fromkeys([step.index for step in joint.steps], i)
+            _rank_rows(parts, self.ranks)
+            if len(parts) == 1 and not joint.first.is_depthwise:
+                self.free.add(joint.first.index)
         self.step_of = {step.output: step for step in graph.steps}
         # Labels along an axis of what operations compute, by value and axis.
         self._labels: dict[tuple[int, int], Tensor | None] = {}
+
+    def note(self) -> None:
+        """Note for every step in which order it reads channels, and for layers in which they make them."""
+        count = len(self.free) + 1
+        while len(self.free) < count:
+            count = len(self.free)
+            self._labels.clear()
+            for step in self.graph.steps:
+                step.columns = self.columns_of(step)
+                if step.is_depthwise and step.columns is not None:
+                    self._order_rows(step, step.columns.argsort())
 
     def columns_of(self, step: Step) -> Tensor | None:
         """Return the channels that a layer, norm or scale reads in the order of their labels; None if they are."""
@@ -66,7 +85,7 @@ class ChannelOrder:
         if places is None:
             return None
         order = self._labels_at(content.base, places).argsort(stable=True)
-        return None if torch.equal(order, torch.arange(len(order))) else order
+        return None if _is_in_order(order) else order
 
     def _labels_at(self, base: int, places: Tensor) -> Tensor:
         """Return the labels of some entries of a value that is a base. Shape: (N,) -> (N,)"""
@@ -74,8 +93,11 @@ class ChannelOrder:
         labels = self._labels_of_step(step, places) if step else self._labels_of_call(base, places)
         if labels is not None:
             return labels
-        pairs = {self.pair_of.get(source, -1) for source in self.graph.sources[base]}
-        return self.makers.number_of(tuple(sorted(pairs))) * _PLACES + places
+        return self.makers.number_of(self._pairs_before(base)) * _PLACES + places
+
+    def _pairs_before(self, base: int) -> tuple[int, ...]:
+        """Return the pairs of the steps that a value follows from."""
+        return tuple(sorted({self.pair_of.get(step, -1) for step in self.graph.sources[base]}))
 
     def _labels_in(self, slot: int, places: Tensor) -> Tensor | None:
         """Return the labels of some entries of a value; None where parameters alone are."""
@@ -94,7 +116,7 @@ class ChannelOrder:
             channels = places // stride % step.rows
             around = places // (stride * step.rows) * stride + places % stride
             rank = self.ranks[step.index][channels]
-            places_by_rank = rank * (value.numel() // step.rows) + around
+            places_by_rank = rank * _entries_a_row(step, value) + around
             return self.makers.number_of((self.pair_of[step.index],)) * _PLACES + places_by_rank
         if step.input is None:
             return None
@@ -140,38 +162,107 @@ class ChannelOrder:
         return labels if (labels >= 0).all() else None
 
     def _labels_along(self, call: Call, base: int, axis: int) -> Tensor | None:
-        """Return the labels along an axis of what an operation makes of one value, if it keeps them apart."""
+        """Return the labels along an axis of what an operation makes, if it keeps them apart."""
         inputs = [slot for slot in dict.fromkeys(call.inputs) if slot in self.graph.dependent]
-        if len(inputs) != 1 or len(call.outputs) != 1:
+        if not inputs or len(call.outputs) != 1:
             return None
+        if len(inputs) > 1:
+            return self._labels_of_several(call, inputs, base, axis)
         (slot,) = inputs
         value = self.graph.values[slot]
         size = self.graph.values[base].shape[axis]
         axes = [i for i, side in enumerate(value.shape) if side == size]
         for own_axis in sorted(axes, key=lambda i: i != axis):
-            stride = value.shape[own_axis + 1 :].numel()
-            labels = self._labels_in(slot, torch.arange(size) * stride)
+            labels = self._labels_at_axis(slot, own_axis)
             if labels is None:
                 continue
             order = labels.argsort(stable=True)
-            in_order = torch.equal(order, torch.arange(size))
-            if in_order or self._keeps_apart(call, slot, own_axis, axis, order):
+            if _is_in_order(order) or self._keeps_apart(call, {slot: own_axis}, axis, order):
                 return labels
         return None
 
-    def _keeps_apart(self, call: Call, slot: int, axis: int, to: int, order: Tensor) -> bool:
-        """True if an operation gives channels in another order for channels in this one."""
-        moved = self.graph.values[slot].index_select(axis, order)
+    def _labels_of_several(
+        self, call: Call, inputs: list[int], base: int, axis: int
+    ) -> Tensor | None:
+        """Return labels along an axis of a sum or product of values; None for their own order."""
+        made = self.graph.values[base]
+        axes = {}
+        labels_of = {}
+        for slot in inputs:
+            value = self.graph.values[slot]
+            own_axis = axis + value.ndim - made.ndim
+            if own_axis < 0 or value.shape[own_axis] == 1:  # the same for all channels
+                continue
+            labels = self._labels_at_axis(slot, own_axis)
+            if labels is None or len(labels) != made.shape[axis]:
+                return None
+            axes[slot] = own_axis
+            labels_of[slot] = labels
+        ranks = {slot: x.argsort(stable=True).argsort() for slot, x in labels_of.items()}
+        if all(map(_is_in_order, ranks.values())):
+            return None
+        makers = {slot: self._free_maker(labels) for slot, labels in labels_of.items()}
+        # what cannot change leads, and of layers that can the first
+        numbers = {slot: maker.index if maker else -1 for slot, maker in makers.items()}
+        rank = ranks[min(numbers, key=lambda slot: numbers[slot])]
+        if not self._keeps_apart(call, axes, axis, rank.argsort()):
+            return None
+        for slot, maker in makers.items():
+            if torch.equal(ranks[slot], rank):
+                continue
+            if maker is None:
+                return None
+            self._follow(maker, labels_of[slot], rank)
+        pairs = self._pairs_before(base)
+        return self.makers.number_of(pairs) * _PLACES + rank * made.shape[axis + 1 :].numel()
+
+    def _labels_at_axis(self, slot: int, axis: int) -> Tensor | None:
+        """Return the labels of a value's first entries along an axis."""
+        shape = self.graph.values[slot].shape
+        return self._labels_in(slot, torch.arange(shape[axis]) * shape[axis + 1 :].numel())
+
+    def _keeps_apart(self, call: Call, axes: dict[int, int], to: int, order: Tensor) -> bool:
+        """True if an operation gives channels in another order for channels of its inputs in this one."""
+        values = self.graph.values
+        moved = {slot: values[slot].index_select(axis, order) for slot, axis in axes.items()}
         try:
-            made = call.run(lambda other: moved if other == slot else self.graph.values[other])
+            made = call.run(lambda slot: moved.get(slot, values[slot]))
         except (RuntimeError, TypeError, ValueError, IndexError):
             return False
         (out,) = tensors_in(made)
-        expected = self.graph.values[call.outputs[0]].index_select(to, order)
+        expected = values[call.outputs[0]].index_select(to, order)
         if not expected.is_floating_point():
             return torch.equal(out, expected)
         tolerance = _ROUNDING * float(expected.abs().max())
         return out.shape == expected.shape and torch.allclose(out, expected, 0, tolerance)
+
+    def _free_maker(self, labels: Tensor) -> Step | None:
+        """Return the layer that makes channels of these labels and no others, if it may make them in another order."""
+        (pair, *others) = (labels // _PLACES).unique().tolist()
+        for step in self.graph.steps:
+            if step.index in self.free and self.pair_of[step.index] == pair and not others:
+                return step if step.rows == len(labels) else None
+        return None
+
+    def _follow(self, maker: Step, labels: Tensor, rank: Tensor) -> None:
+        """Let a layer make its rows in the order of what its outputs meet."""
+        place = labels % _PLACES // _entries_a_row(maker, self.graph.values[maker.output])
+        row = self.ranks[maker.index].argsort()[place]
+        self.free.remove(maker.index)
+        self._order_rows(maker, torch.empty_like(rank).scatter(0, row, rank))
+
+    def _order_rows(self, step: Step, rank: Tensor) -> None:
+        self.ranks[step.index] = rank
+        step.row_order = rank.argsort()
+
+
+def _is_in_order(order: Tensor) -> bool:
+    return torch.equal(order, torch.arange(len(order)))
+
+
+def _entries_a_row(step: Step, value: Tensor) -> int:
+    """Return how many entries of what a layer makes each of its rows has."""
+    return value.numel() // step.rows
 
 
 def _first_row(shape: torch.Size, content: Content, axis: int) -> Tensor | None:
@@ -200,20 +291,13 @@ def order_channels(
 ) -> None:
     """Note for the steps of two models in which order each reads channels, so that both read the same."""
     makers = Makers(pairing)
-    ranks: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
-    pairs_of: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for i, joints in enumerate(pairing.pairs):
-        for joint, pair_of in zip(joints, pairs_of, strict=True):
-            pair_of.update(dict.fromkeys([step.index for step in joint.steps], i))
-        parts = source_parts(*joints, orders)
-        for side, parts_of_side in enumerate((parts, joints[1].parts)):
-            _rank_rows(parts_of_side, ranks[side])
-    for side, graph in enumerate((source, target)):
-        order = ChannelOrder(graph, ranks[side], pairs_of[side], makers)
+    parts = [source_parts(*joints, orders) for joints in pairing.pairs]
+    of_source = [(joint, own) for (joint, _), own in zip(pairing.pairs, parts, strict=True)]
+    of_target = [(joint, joint.parts) for _, joint in pairing.pairs]
+    for graph, pairs in ((source, of_source), (target, of_target)):
         for step in graph.steps:
-            step.columns = order.columns_of(step)
-            if step.is_depthwise and step.columns is not None:
-                order.ranks[step.index] = step.columns.argsort()
+            step.row_order = None
+        ChannelOrder(graph, pairs, makers).note()
 
 
 def source_parts(joint: Joint, other: Joint, orders: Mapping[int, int]) -> list[Part]:

@@ -75,6 +75,8 @@ class Step:
     settings: dict[str, Any] = field(default_factory=dict)
     # In which order it reads channels so that both models read the same, None for the order that they have.
     columns: Tensor | None = None
+    # In which order a layer has its rows so that both models make the same, None for that of its parts.
+    row_order: Tensor | None = None
     # What a shift adds.
     terms: tuple[Operand, ...] = ()
     # Which entries of its input a shift adds them to, -1 for none.
@@ -220,7 +222,7 @@ class Graph:
                 return False
         content = self.content(slot)
         layers = [content.ids, *content.terms]
-        viewed = [_viewed(call, layer) for layer in layers if layer is not None]
+        viewed = [self._viewed(call, layer) for layer in layers if layer is not None]
         if any(output is None for output in viewed):
             return False
         for i, output in enumerate(call.outputs):
@@ -229,6 +231,18 @@ class Graph:
             terms = self._present(moved_layers)
             self._continue(output, Content(content.base, ids, terms), call.inputs)
         return True
+
+    def _viewed(self, call: Call, entries: Tensor) -> list[Tensor] | None:
+        """Return entries of its input as a call of a view function moves them; None if it does not take them."""
+        slot = call.inputs[0]
+        try:
+            views = tensors_in(call.run(lambda n: entries if n == slot else self.values[n]))
+        except (RuntimeError, TypeError):
+            return None
+        shapes = [self.values[output].shape for output in call.outputs]
+        if [view.shape for view in views] != shapes or any(x.dtype != entries.dtype for x in views):
+            return None
+        return views
 
     def _move(self, call: Call, movements: list[Tensor]) -> bool:
         """Follow a movement; False if its inputs have several bases."""
@@ -372,17 +386,6 @@ class Graph:
         if content.ids is None or content.base == step.input:
             return 0
         return int(content.ids.min())
-
-
-def _viewed(call: Call, entries: Tensor) -> list[Tensor] | None:
-    """Return entries as a call of a view function moves them; None if it does not take them."""
-    try:
-        views = tensors_in(call.run(lambda slot: entries))
-    except (RuntimeError, TypeError):
-        return None
-    if len(views) != len(call.outputs) or any(view.dtype != entries.dtype for view in views):
-        return None
-    return views
 
 
 def _kind(name: str) -> str:

@@ -194,9 +194,12 @@ def _rows(
         if step.columns is not None and step.weight.shape[1] == len(step.columns):
             sourced = sourced.reshape(*step.weight.shape)[:, step.columns]
         sourced = sourced.reshape(step.rows, -1)
-    if step.columns is not None and step.is_depthwise:
-        return sourced.rows(step.columns)
-    return sourced.rows(part.rows)
+    return sourced.rows(_rows_read(part))
+
+
+def _rows_read(part: Part) -> Tensor:
+    """Return the rows of a part in the order in which both models read them."""
+    return part.rows if part.step.row_order is None else part.step.row_order
 
 
 def _target_tensors(operand: Operand) -> SourcedTensor:
@@ -244,7 +247,7 @@ def _solve_layer(
         source_rows = [_source_rows(part, role, solution) for part in parts]
         if gain is not None:
             solution.merged += [source_rows[0].entries, gain.entries]
-            source_rows = [source_rows[0].scaled(gain.value[parts[0].rows])]
+            source_rows = [source_rows[0].scaled(gain.value[_rows_read(parts[0])])]
         for part, rows in zip(other.parts, _in_parts(source_rows, counts), strict=True):
             _solve_part(rows, part, role, solution, partial(_shift_after, other, pairing))
     if "input" in joint.first.operands and "input" in other.first.operands:
@@ -296,7 +299,7 @@ def _merge_bias(source_rows: SourcedTensor, part: Part, shift: Step, solution: S
     """Let the parameters that are added to a layer's outputs hold its bias, as positions do that of patches."""
     assert shift.ids is not None
     bias = torch.zeros(part.step.rows, dtype=torch.float64)
-    bias[part.rows] = source_rows.value
+    bias[_rows_read(part)] = source_rows.value
     channels = channels_of(solution.target, part.step, shift.ids)
     added = bias[channels].masked_fill(shift.ids < 0, 0.0)
     origins = torch.where(added != 0, COMPUTED, NEUTRAL)
