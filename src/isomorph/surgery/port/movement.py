@@ -14,9 +14,10 @@ _COMPUTES = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bm
 _COMPUTES |= {"layer_norm", "batch_norm", "group_norm", "einsum", "gelu", "relu", "silu"}
 # How many numbers of an output are looked for in the inputs before the operation is run again.
 _SAMPLE = 4
-# Entries are named by numbers of at most this size, which no activation leaves as they are.
-_LARGEST = 2.0**-2
-_COUNT = 2.0**40
+# Entries are named by numbers of at most 1/4, which no activation leaves as they are, and then by whole numbers of the
+# other sign: a product of the former is nothing next to them, one of the latter is larger than all of them.
+_SMALL = 2.0**-42
+_FACTORS = 1.0, -1 / _SMALL
 # An interpolation to the same size moves numbers up to this.
 _ROUNDING = 1e-12
 
@@ -25,7 +26,7 @@ def _encode(first: int, tensor: Tensor) -> Tensor:
     """Return small numbers that name the entries of a tensor, of which there are `first` before it."""
     names = torch.arange(first + 1, first + 1 + tensor.numel(), dtype=torch.float64)
     names[first % 2 :: 2] *= -1  # those of odd names
-    return names.mul_(_LARGEST / _COUNT).reshape(tensor.shape)
+    return names.mul_(_SMALL).reshape(tensor.shape)
 
 
 def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
@@ -43,9 +44,10 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     for slot in floating:
         names[slot] = _encode(count, values[slot])
         count += names[slot].numel()
-    movements = _entries_moved(call, values, names, count, sign=1)
+    small, large = _FACTORS
+    movements = _entries_moved(call, values, names, count, small)
     # what keeps numbers above 0 alone, as relu does, keeps others of opposite names
-    opposite = None if movements is None else _entries_moved(call, values, names, count, sign=-1)
+    opposite = None if movements is None else _entries_moved(call, values, names, count, large)
     if movements is None or opposite is None:
         return None
     numbers = torch.cat([values[slot].flatten().double() for slot in floating])
@@ -59,12 +61,12 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _entries_moved(
-    call: Call, values: Sequence[Tensor], names: dict[int, Tensor], count: int, sign: int
+    call: Call, values: Sequence[Tensor], names: dict[int, Tensor], count: int, factor: float
 ) -> list[Tensor] | None:
     """Return the entries that outputs of a call have when it runs on their names, None if one has another number."""
 
     def value_of(slot: int) -> Tensor:
-        return sign * names[slot] if slot in names else values[slot]
+        return factor * names[slot] if slot in names else values[slot]
 
     try:
         with torch.no_grad():
@@ -76,7 +78,7 @@ def _entries_moved(
         return None
     movements = []
     for output in outputs:
-        entries = _decode(output, count, sign)
+        entries = _decode(output, count, factor)
         if entries is None:
             return None
         movements.append(entries)
@@ -105,11 +107,11 @@ def _holds(value: Tensor, number: Tensor, name: str) -> bool:
     return bool((value == number).any())
 
 
-def _decode(numbers: Any, count: int, sign: int) -> Tensor | None:
-    """Return the entries that numbers times a sign name, -1 for 0, or None if one of them names none."""
+def _decode(numbers: Any, count: int, factor: float) -> Tensor | None:
+    """Return the entries that numbers name which are a factor larger, -1 for 0, or None if one of them names none."""
     if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
         return None
-    names = numbers.double() * (sign * _COUNT / _LARGEST)
+    names = numbers.double() / (factor * _SMALL)
     if not names.isfinite().all():
         return None
     rounded = names.abs().round()
