@@ -20,12 +20,13 @@ class Assignment:
     """Which steps belong together, and how the parts of layers are assigned.
 
     `orders`: which order of its parts a layer of the source takes, by its joint. `leftovers`: which of the parameters
-    that no step of the other model reads in the same way is taken, None for none.
+    that no step of the other model reads in the same way is taken, None for none; with `buffers` also of buffers.
     """
 
     pairing: Pairing
     orders: Mapping[int, int] = field(default_factory=dict)
     leftovers: int | None = None
+    buffers: bool = False
 
 
 # What is tried, and how it changes an assignment.
@@ -38,6 +39,7 @@ def choices(pairing: Pairing, solution: Solution) -> Iterator[Attempt]:
         description = "parameters that both models read in another way"
         for leftovers in range(_SHARING):
             yield description, partial(replace, leftovers=leftovers)
+        yield "buffers that both models read", partial(replace, leftovers=0, buffers=True)
     yield from _orders(pairing)
     for group in pairing.alike:
         first = pairing.pairs[group[0]][0]

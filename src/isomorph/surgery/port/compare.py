@@ -354,8 +354,13 @@ def differing(settings: dict[str, Any], other: dict[str, Any]) -> tuple[SettingP
 
 def _between(graph: Graph, step: Step) -> list[Call]:
     """Return the operations between the steps before and what a step reads, without those that only move numbers."""
-    borders = {other_step.output for other_step in graph.steps} | set(graph.record.inputs)
-    stack = [] if step.input is None else [step.input]
+    return _calls_before(graph, [] if step.input is None else [step.input])
+
+
+def _calls_before(graph: Graph, slots: Iterable[int]) -> list[Call]:
+    """Return the operations between the last steps and values, without those that only move numbers."""
+    borders = {step.output for step in graph.steps} | set(graph.record.inputs)
+    stack = list(slots)
     calls: dict[int, Call] = {}
     visited: set[int] = set()
     while stack:
@@ -374,7 +379,8 @@ def _between(graph: Graph, step: Step) -> list[Call]:
 def _described(call: Call) -> str:
     """Return a call as code would write it, with its settings alone."""
     settings = settings_of(call).items()
-    arguments = [f"{key}={value}" for key, value in settings if _is_plain(value)]
+    shown = [(key, value) for key, value in settings if _is_plain(value) and key[0] != "_"]
+    arguments = [f"{key}={value}" for key, value in shown]
     return f"{call.operation}({', '.join(arguments)})"
 
 
@@ -411,18 +417,39 @@ def _differing_calls(
     return tuple(differences)
 
 
-def compare_all_outputs(source: Graph, target: Graph, values: list[Tensor]) -> list[OutputRow]:
+def compare_ends(source: Graph, target: Graph, difference: float = math.inf) -> Place | None:
+    """Return what models compute after their last steps as a place where they part; None if that is the same."""
+    source_calls = _calls_before(source, source.record.outputs.values())
+    target_calls = _calls_before(target, target.record.outputs.values())
+    settings = _differing_calls(source, target, source_calls, target_calls)
+    if not settings:
+        return None
+    descriptions = [
+        ", ".join(map(_described, x)) or "nothing" for x in (source_calls, target_calls)
+    ]
+    message = (
+        f"after the last layers: {descriptions[0]} in the source, {descriptions[1]} in the target"
+    )
+    return Place("", "", difference, message, settings)
+
+
+def compare_all_outputs(
+    source: Graph,
+    target: Graph,
+    values: Sequence[Tensor],
+    source_values: Sequence[Tensor] | None = None,
+) -> list[OutputRow]:
     """Return for every output the value of the other model that equals it most; `values` are the target's.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    source_values = _Values("source", source, source.values)
-    target_values = _Values("target", target, values)
-    rows = _rows_of(target_values, source_values)
+    of_source = _Values("source", source, source_values or source.values)
+    of_target = _Values("target", target, values)
+    rows = _rows_of(of_target, of_source)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
-    return rows + _rows_of(source_values, target_values)
+    return rows + _rows_of(of_source, of_target)
 
 
 class _Values(NamedTuple):
@@ -430,7 +457,7 @@ class _Values(NamedTuple):
 
     own: str
     graph: Graph
-    values: list[Tensor]
+    values: Sequence[Tensor]
 
     def outputs(self) -> Iterator[tuple[str, Tensor]]:
         for path, slot in self.graph.record.outputs.items():
@@ -480,9 +507,21 @@ def _nearest(
     for other, candidate in named:
         if candidate.numel() != value.numel() or not candidate.is_floating_point():
             continue
-        _, difference = in_layout(candidate.double(), value.double())
+        fitting, difference = in_layout(candidate.double(), value.double())
         if difference < nearest.difference:
-            nearest = OutputRow(model, name, other, difference)
+            is_output = other.startswith("output")
+            is_same = difference > TOLERANCE or _has_same_axes(candidate, value, fitting)
+            moved = is_output and not is_same
+            order = ", with its axes in another order" if moved else ""
+            nearest = OutputRow(model, name, f"{other}{order}", difference)
         if nearest.difference <= TOLERANCE:
             break
     return nearest
+
+
+def _has_same_axes(candidate: Tensor, value: Tensor, fitting: Tensor | None) -> bool:
+    """True if a value fits another with its axes as they are, but for those of one entry."""
+    sizes = [[side for side in x.shape if side > 1] for x in (candidate, value)]
+    if fitting is None or sizes[0] != sizes[1]:
+        return False
+    return torch.equal(candidate.reshape(value.shape).double(), fitting)

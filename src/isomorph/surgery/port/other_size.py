@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.operations import copy_module
 from isomorph.surgery.absorb import layers_that_read
-from isomorph.surgery.calls import describe_shape, run_model, to_model
+from isomorph.surgery.calls import run_model, to_model
 from isomorph.surgery.port.report import PortReport
 from isomorph.surgery.resize import (
     describe_size,
@@ -58,17 +58,17 @@ class FittedPair:
 
 def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair | None:
     """Fit the model that does not take the images; None if both take them, or none does."""
-    fits = [_fits(model, images) for model in (source, target)]
-    if all(fits) or not any(fits):
+    errors = [_error_on(images, model) for model in (source, target)]
+    if all(errors) or not any(errors):
         return None
-    role = "target" if fits[0] else "source"
-    original, other = (target, source) if fits[0] else (source, target)
+    role = "source" if errors[0] else "target"
+    original, other = (source, target) if errors[0] else (target, source)
     try:
         fitted, _ = for_sizes(original, _patch_of(other, images), sides_of(images))
     except UserError as error:
+        reason = next(filter(None, errors)).replace("the model", f"the {role}", 1)
         raise UserError(
-            f"the {role} does not take images of {describe_shape(images[0])}, and cannot be fitted to them: give "
-            f"images of its own `size`; {error}"
+            f"{reason}. It cannot be fitted to them: give images of its own `size`; {error}"
         ) from error
     if role == "target":
         return FittedPair(source, fitted, role, original)
@@ -76,14 +76,14 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
 
 
 @torch.no_grad()
-def _fits(model: nn.Module, images: Tensor) -> bool:
-    """True if a model runs on the images."""
+def _error_on(images: Tensor, model: nn.Module) -> str:
+    """Return why a model does not run on images, an empty text for one that does."""
     plain = copy_module(model).eval()
     try:
         run_model(plain, to_model(images[:1], plain))
-    except UserError:
-        return False
-    return True
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _patch_of(model: nn.Module, images: Tensor) -> tuple[int, int] | None:

@@ -3,21 +3,21 @@
 The steps, in the order of `_Port.run`: both models are called once, and the operations that read parameters are found
 (`watch`, `graph`); they are brought together (`pair`), and the channels that they read are put in one order
 (`channel_order`); the source gets random numbers, and the target those that make its steps the source's (`solve`);
-steps and outputs are compared (`compare`); what structure leaves open is tried (`choices`); and all is done again with
-the source's own numbers.
+steps and outputs are compared (`compare`); what structure leaves open is tried (`choices`); outputs
+are compared on further inputs (`further`); and all is done again with the source's own numbers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isomorph.errors import DoesNotRun
+from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, describe_shape
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.channel_order import order_channels
 from isomorph.surgery.port.choices import Assignment, choices
@@ -26,9 +26,11 @@ from isomorph.surgery.port.compare import (
     Place,
     SourceSettings,
     compare_all_outputs,
+    compare_ends,
     compare_steps,
     run_with,
 )
+from isomorph.surgery.port.further import FurtherInputs, further_inputs
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
@@ -36,7 +38,7 @@ from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import NotPorted, PortReport, is_equal, settings_in, ways_of
 from isomorph.surgery.port.side import Side, write
 from isomorph.surgery.port.solve import Solution, draw, fill_leftovers, solve
-from isomorph.surgery.recast import check_model
+from isomorph.surgery.recast import check_finite, check_model
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
 _TRIALS = 12
@@ -51,7 +53,9 @@ def port_weights(
     what they are, what they read and what reads them. Packed and separate queries, keys and values, linear layers and
     1 x 1 convolutions, attention as one operation or as several, class tokens, positions and tables of relative
     positions are the same for it. Both models are then compared in float64, step by step and by their outputs, with
-    random weights (fresh ones hide faults: a LayerScale of 0, statistics of 0 and 1), and with the source's own.
+    random weights (fresh ones hide faults: a LayerScale of 0, statistics of 0 and 1), and with the source's own. One
+    image does not show all: where they are equal on the first, outputs are compared on two of another size, with other
+    numbers (`report.further`); where models take one size alone, on two of that.
 
     Args:
         source: the model with the weights.
@@ -76,16 +80,38 @@ def port_weights(
     check_not_empty(images)
     source = check_model(source)
     target = check_model(target)
+    for name, model in (("source", source), ("target", target)):
+        if any(tensor.is_meta for tensor in model.state_dict().values()):
+            raise UserError(
+                f"the {name} has no numbers, it is on the meta device: create it on the CPU"
+            )
+    check_finite(source)
     try:
-        report = _Port(source, target, images).run()
+        report = _port(source, target, images)
     except DoesNotRun:
         fitted = fit_size(source, target, images) if isinstance(images, Tensor) else None
         if fitted is None or not isinstance(images, Tensor):
             raise
-        report = fitted.finish(_Port(fitted.source, fitted.target, images).run(), images)
+        report = fitted.finish(_port(fitted.source, fitted.target, images), images)
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
+
+
+def _port(source: nn.Module, target: nn.Module, images: Inputs) -> PortReport:
+    """Return the report of the given images, or of further ones where models that are equal on the first part."""
+    port = _Port(source, target, images)
+    report = port.run()
+    if port.parts_on is None:
+        return report
+    other = _Port(source, target, port.parts_on, also=images).run()
+    if other.equal:
+        return other
+    if not other.places:
+        return report
+    shapes = describe_shape(images), describe_shape(port.parts_on)
+    note = f"on images of {shapes[0]} the outputs are equal; this is what {shapes[1]} show"
+    return replace(other, notes=(*other.notes, note))
 
 
 @dataclass
@@ -100,11 +126,19 @@ class _Trial:
 
 
 class _Port:
-    """Two models in float64 on one image, and which of their steps belong together."""
+    """Two models in float64 on one image, and which of their steps belong together.
 
-    def __init__(self, source: nn.Module, target: nn.Module, images: Inputs) -> None:
-        first = tree_map_only(Tensor, lambda x: x[:1].cpu(), images)
-        image = cast_floats(first, torch.float64)
+    `also`: other images on which the outputs have to be equal.
+    """
+
+    def __init__(
+        self, source: nn.Module, target: nn.Module, images: Inputs, also: Inputs | None = None
+    ) -> None:
+        self.images = _exact(images)
+        self.also = None if also is None else _exact(also)
+        # Inputs on which the outputs of models part that are equal on the first image.
+        self.parts_on: Inputs | None = None
+        image = tree_map_only(Tensor, lambda x: x[:1], self.images)
         self.source = Side("source", source, image)
         self.target = Side("target", target, image)
         self.source_graph = self.source.graph
@@ -119,12 +153,17 @@ class _Port:
     def run(self) -> PortReport:
         """Return the target with the source's weights, and how it compares with the source."""
         random_trial = self._try_all(self._draw())
-        explained = not self._is_equal(random_trial) and self._is_setting_alone(random_trial)
+        explained = not self._is_equal(random_trial.rows) and self._is_setting_alone(random_trial)
         self.source.check(self.source_graph.numbers, self.source_graph.values)
         self.target.check(random_trial.solution.numbers, random_trial.values)
+        further: list[FurtherInputs] = []
+        remarks: list[str] = []
+        if self._is_equal(random_trial.rows):
+            further, remarks = self._compare_further(random_trial)
         own_numbers = self.target.own_numbers()
         final = self._with_own_numbers(own_numbers, random_trial)
-        equal = self._is_equal(random_trial) and self._is_equal(final)
+        equal = self._is_equal(random_trial.rows) and self._is_equal(final.rows)
+        equal = equal and self.parts_on is None
         solution = final.solution
         pairing = self.assignment.pairing
         if not equal and pairing.only_target:
@@ -132,10 +171,7 @@ class _Port:
         model = copy_module(self.target.original)
         write(self.target_graph, model, solution.numbers)
         rows = max(random_trial, final, key=lambda trial: _largest(trial.rows)).rows
-        model_name = "target"
-        if equal and not is_equal(rows, "target"):
-            model_name = "source"
-        compared = [row for row in rows if row.own == model_name]
+        compared = self._compared(rows)
         only_heads_are_unpaired = _are_heads(self.source_graph, pairing.only_source)
         is_paired = only_heads_are_unpaired and not pairing.only_target
         return PortReport(
@@ -148,19 +184,75 @@ class _Port:
             kept=solution.names_kept(),
             settings=() if equal else settings_in(random_trial.places),
             explained=explained and not solution.lost and is_paired,
-            places=() if equal else tuple(random_trial.places),
+            places=() if equal else tuple(self._places(random_trial)),
+            further=tuple(further),
             ambiguous=tuple(self.tried_choices),
-            notes=(*dict.fromkeys(solution.lost), *self._further_notes(equal, rows)),
+            notes=(*dict.fromkeys(solution.lost), *self._notes(equal, rows), *remarks),
         )
 
-    def _further_notes(self, equal: bool, rows: list[OutputRow]) -> Iterator[str]:
+    def _places(self, trial: _Trial) -> list[Place]:
+        """Return where the models part, also after their last steps."""
+        end = compare_ends(
+            self.source_graph, self.target_graph, _largest(self._compared(trial.rows))
+        )
+        return trial.places or ([end] if end and self.parts_on is None else [])
+
+    def _compared(self, rows: list[OutputRow]) -> list[OutputRow]:
+        """Return the rows of the model whose outputs decide: the target's, unless only the source's are all equal."""
+        decides = "target"
+        if self._is_equal(rows) and not is_equal(rows, "target"):
+            decides = "source"
+        return [row for row in rows if row.own == decides]
+
+    def _compare_further(self, trial: _Trial) -> tuple[list[FurtherInputs], list[str]]:
+        """Compare outputs on further inputs with random numbers; also return why some were not compared."""
+        compared: list[FurtherInputs] = []
+        remarks: list[str] = []
+        if self.also is not None:
+            compared.append(self._compare_on(self.also, "the images given", trial))
+        for name, inputs in further_inputs(self.images):
+            try:
+                compared.append(self._compare_on(inputs, name, trial))
+                break
+            except UserError as error:
+                remarks.append(f"{name}, were not compared: {error}")
+        return compared, remarks[:1]
+
+    def _compare_on(self, inputs: Inputs, name: str, trial: _Trial) -> FurtherInputs:
+        """Compare outputs on other inputs. Raises: UserError if a model does not run, or gives what is not finite."""
+        numbers = self.source_graph.numbers, trial.solution.numbers
+        values = self.source.call(numbers[0], inputs), self.target.call(numbers[1], inputs)
+        graphs = self.source_graph, self.target_graph
+        outputs = [values[0][slot] for slot in self.source_graph.record.outputs.values()]
+        if not all(output.isfinite().all() for output in outputs):
+            raise UserError("the source's outputs are not finite there")
+        if any(not row.equals_output for row in trial.rows):
+            graphs = self.source.watch(inputs), self.target.watch(inputs)
+            values = graphs[0].values, graphs[1].values
+        rows = compare_all_outputs(*graphs, values[1], values[0])
+        if not self._is_equal(rows):
+            self.parts_on = inputs
+        return FurtherInputs(f"{name}, {describe_shape(inputs)}", _largest(self._compared(rows)))
+
+    def _notes(self, equal: bool, rows: list[OutputRow]) -> Iterator[str]:
         """Yield what one model has and the other has not."""
+        pairing = self.assignment.pairing
+        is_paired = not pairing.only_source and not pairing.only_target
         if equal:
             for row in rows:
                 if row.own == "target" and row.other == "nothing":
                     yield f"the source does not compute the target's output {row.name}, which is not compared"
+            inner = [row for row in self._compared(rows) if not row.equals_output]
+            end = compare_ends(self.source_graph, self.target_graph) if inner else None
+            if end is not None:
+                yield end.what
+            elif any(row.other.startswith("the result") for row in inner) and is_paired:
+                yield "an output of one model has the numbers of the other's in other places"
             return
-        pairing = self.assignment.pairing
+        state = self.source.original.state_dict()
+        complex_names = [name for name, tensor in state.items() if tensor.is_complex()]
+        if complex_names:
+            yield f"complex numbers are not carried: {list_names(complex_names)}"
         for name, joints in ("source", pairing.only_source), ("target", pairing.only_target):
             modules = list(dict.fromkeys(joint.module or "the model" for joint in joints))
             if modules:
@@ -190,7 +282,7 @@ class _Port:
             neutral,
         )
         if assignment.leftovers is not None:
-            fill_leftovers(solution, assignment.leftovers)
+            fill_leftovers(solution, assignment.leftovers, assignment.buffers)
         return solution
 
     def _trial(self, solution: Solution) -> _Trial:
@@ -208,14 +300,14 @@ class _Port:
     def _try_all(self, solution: Solution) -> _Trial:
         """Return the best trial; what structure cannot tell is tried where the first is not equal."""
         best = self._trial(solution)
-        if self._is_equal(best):
+        if self._is_equal(best.rows):
             return best
         for description, change in islice(choices(self.assignment.pairing, best.solution), _TRIALS):
             before = self.assignment
             self.tried_choices[description] = None
             self._assign(change(before))
             trial = self._trial(self._solve(self.target_graph.numbers))
-            if self._is_equal(trial):
+            if self._is_equal(trial.rows):
                 return trial
             if len(trial.places) < len(best.places):
                 best = trial
@@ -257,19 +349,23 @@ class _Port:
         rows = compare_all_outputs(self.source_graph, self.target_graph, values)
         return is_equal(rows, "target")
 
-    def _is_equal(self, trial: _Trial) -> bool:
+    def _is_equal(self, rows: list[OutputRow]) -> bool:
         """True if all outputs are equal; a head that only one side has is no part of the other's function."""
-        if is_equal(trial.rows, "target"):
-            if all(row.equals_output for row in trial.rows):
+        if is_equal(rows, "target"):
+            if all(row.equals_output for row in rows):
                 return True
             return _are_heads(self.source_graph, self.assignment.pairing.only_source)
-        if not is_equal(trial.rows, "source"):
+        if not is_equal(rows, "source"):
             return False
-        if _are_outputs(trial.rows):
+        if _are_outputs(rows):
             return True
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
         return has_head and _are_heads(self.target_graph, only)
+
+
+def _exact(images: Inputs) -> Inputs:
+    return cast_floats(tree_map_only(Tensor, Tensor.cpu, images), torch.float64)
 
 
 def _are_heads(graph: Graph, joints: list[Joint]) -> bool:

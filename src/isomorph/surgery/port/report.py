@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import TOLERANCE, OutputRow, Place, SettingPair
+from isomorph.surgery.port.further import FurtherInputs
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, OWN, Solution
 
@@ -84,6 +85,9 @@ class PortReport:
     ambiguous: tuple[str, ...] = ()
     """Layers that structure alone could not tell apart, and that were tried in float64."""
 
+    further: tuple[FurtherInputs, ...] = ()
+    """Other inputs on which outputs were compared too, with random weights: sizes, numbers, more images."""
+
     notes: tuple[str, ...] = ()
 
     @property
@@ -93,6 +97,13 @@ class PortReport:
         if self.equal:
             own_numbers = f", {len(self.kept)} keep their own numbers" if self.kept else ""
             return f"equal in float64 (relative difference {self.difference:.2g}): {count}{own_numbers}"
+        parting = [row for row in self.further if row.difference > TOLERANCE]
+        if parting:
+            worst = max(parting, key=lambda row: row.difference)
+            return (
+                f"NOT equal: the outputs differ by {worst.difference:.2g} in float64 on {worst.inputs}, and not on the "
+                "first image given"
+            )
         verdict = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
         if self.explained:
             values = "; ".join(setting.values for setting in self.settings)
@@ -109,13 +120,13 @@ class PortReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, without the model."""
         fields = {name: value for name, value in vars(self).items() if name != "model"}
-        rows = ("outputs", "tensors", "settings", "places")
+        rows = ("outputs", "tensors", "settings", "places", "further")
         plain = {name: [asdict(row) for row in fields[name]] for name in rows}
         return {**fields, **plain}
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        lines += [f"  {row}" for row in self.outputs]
+        lines += [f"  {row}" for row in (*self.outputs, *self.further)]
         lines += [f"  setting: {item}" for item in self.settings]
         lines += [f"  parts at {item}" for item in self.places[:_SHOWN]]
         if len(self.places) > _SHOWN:

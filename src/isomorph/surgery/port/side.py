@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
+from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import copy_module, leaves
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
@@ -26,7 +26,14 @@ class Side:
         self.model = _exact_copy(self.original)
         _perturb(self.model)
         clear_caches(self.model)
-        self.graph = Graph(watch(self.model, image))
+        self.graph = self.watch(image)
+
+    def watch(self, inputs: Inputs) -> Graph:
+        """Return the graph of what the model computes on inputs, with the numbers that it has."""
+        try:
+            return Graph(watch(self.model, inputs))
+        except DoesNotRun as error:
+            raise DoesNotRun(self._about(error)) from error
 
     def own_numbers(self) -> Numbers:
         """Return the numbers of the given model."""
@@ -38,11 +45,14 @@ class Side:
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
-    def call(self, numbers: Numbers) -> list[Tensor]:
-        """Return all values, of which the outputs are those of the model itself with other numbers."""
+    def call(self, numbers: Numbers, inputs: Inputs | None = None) -> list[Tensor]:
+        """Return all values, of which the outputs are those of the model itself with other numbers, or inputs."""
         write(self.graph, self.model, numbers)
         values = list(self.graph.values)
-        result = run_model(self.model, self.image)
+        try:
+            result = run_model(self.model, self.image if inputs is None else inputs)
+        except DoesNotRun as error:
+            raise DoesNotRun(self._about(error)) from error
         tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = self.graph.record.outputs
         if len(tensors) != len(outputs):
@@ -57,6 +67,9 @@ class Side:
         for slot in self.graph.record.outputs.values():
             if not _is_same(called[slot], values[slot]):
                 self._cannot_be_followed()
+
+    def _about(self, error: DoesNotRun) -> str:
+        return str(error).replace("the model", f"the {self.name}", 1)
 
     def _cannot_be_followed(self) -> None:
         raise UserError(

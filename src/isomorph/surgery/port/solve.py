@@ -413,21 +413,19 @@ def _solve_alone(step: Step, solution: Solution) -> None:
         solution.put(operand.entries, neutral, step.module)
 
 
-def fill_leftovers(solution: Solution, choice: int) -> None:
+def fill_leftovers(solution: Solution, choice: int, buffers: bool) -> None:
     """Give parameters of the target that no step fills those of the source that no step has placed, by size in order.
 
-    Where one model has k for each of the other's, every k-th is taken, from `choice` on. Whether that is right only a
-    comparison of outputs shows.
+    Where one model has k for each of the other's, every k-th is taken, from `choice` on. With `buffers` those too, as
+    the mean that a model subtracts. Whether that is right only a comparison of outputs shows.
     """
     source = solution.source
     target = solution.target
     names_left = solution.names_left()
-    free_source = _by_size(
-        source, [x for x, names in source.record.names.items() if names[0] in names_left]
-    )
-    free_target = _by_size(
-        target, [parameter for parameter in target.record.names if solution.is_free(parameter)]
-    )
+    left = [x for x, names in source.record.names.items() if names[0] in names_left]
+    free = [parameter for parameter in target.record.names if solution.is_free(parameter)]
+    free_source = _by_size(source, left, buffers)
+    free_target = _by_size(target, free, buffers)
     for size, parameters in free_target.items():
         others = free_source.get(size, [])
         if not others:
@@ -446,11 +444,11 @@ def fill_leftovers(solution: Solution, choice: int) -> None:
             solution.carry(target.entries.of_parameter(parameter), carried)
 
 
-def _by_size(graph: Graph, parameters: list[int]) -> dict[int, list[int]]:
-    """Return parameters by their number of entries, without buffers."""
+def _by_size(graph: Graph, parameters: list[int], buffers: bool) -> dict[int, list[int]]:
+    """Return parameters by their number of entries, with or without buffers."""
     by_size: dict[int, list[int]] = {}
     for parameter in parameters:
-        if parameter not in graph.record.buffers:
+        if buffers or parameter not in graph.record.buffers:
             by_size.setdefault(graph.values[parameter].numel(), []).append(parameter)
     return by_size
 

@@ -1,0 +1,258 @@
+"""What one image cannot show of two models: further images, numbers that are 0 on it, what follows the last layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery import NotPorted
+from refusals import refused
+from same_networks import give_random_weights
+
+
+class Net(nn.Module):
+    """Two convolutions, something before them, between them and after them."""
+
+    def __init__(self, before=None, between=None, after=None, **second):
+        super().__init__()
+        self.before = before or nn.Identity()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.between = between or nn.ReLU()
+        self.second = nn.Conv2d(8, 4, 3, **second)
+        self.after = after or nn.Identity()
+
+    def forward(self, x):
+        return self.after(self.second(self.between(self.first(self.before(x)))))
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def halved_if_large(x):
+    return x / 2 if x.max() > 2 else x
+
+
+def pooled(pool):
+    return nn.Sequential(nn.MaxPool2d(8), nn.ReLU(), pool)
+
+
+# Pairs that are equal on one image of 8 x 8 with numbers below 1, and not on others.
+HIDDEN = {
+    "dilation on a small map": (
+        Net(padding=8, dilation=8),
+        Net(padding=16, dilation=16),
+    ),
+    "a pooling of one position": (
+        Net(pooled(nn.AdaptiveAvgPool2d(1)), padding=1),
+        Net(pooled(nn.AdaptiveMaxPool2d(1)), padding=1),
+    ),
+    "a map that is enlarged from one position": (
+        Net(pooled(nn.Upsample(scale_factor=4)), padding=1),
+        Net(pooled(nn.Upsample(scale_factor=4, mode="bilinear")), padding=1),
+    ),
+    "statistics of the batch": (
+        Net(between=nn.InstanceNorm2d(8)),
+        Net(between=nn.BatchNorm2d(8, affine=False, track_running_stats=False)),
+    ),
+    "a bound": (Net(Call(lambda x: x.clamp(-1.5, 1.5))), Net()),
+    "a branch": (Net(Call(halved_if_large)), Net()),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_one_image_does_not_show_is_not_called_equal(name):
+    source, target = HIDDEN[name]
+    give_random_weights(source)
+    images = torch.rand(1, 3, 8, 8)
+    report = iso.port_weights(source, target, images, partial=True)
+    assert not report.equal
+    source, model = source.double(), report.model.double()
+    with torch.no_grad():
+        torch.testing.assert_close(model(images.double()), source(images.double()))
+    with pytest.raises(NotPorted, match="NOT equal"):
+        iso.port_weights(source, target, images)
+
+
+def test_the_setting_that_a_further_image_shows_is_named():
+    source, target = HIDDEN["dilation on a small map"]
+    report = iso.port_weights(source, target, torch.rand(1, 3, 8, 8), partial=True)
+    assert ("dilation", 8, 16) in [(row.name, row.source, row.target) for row in report.settings]
+    assert "on images of 1x3x8x8 the outputs are equal; this is what" in str(report)
+    report = iso.port_weights(
+        *HIDDEN["statistics of the batch"], torch.rand(1, 3, 8, 8), partial=True
+    )
+    assert "two images of another size" in report.verdict
+    assert "not on the first image given" in report.verdict
+    assert report.as_dict()["further"][0]["difference"] > 0.01
+
+
+def test_models_of_one_size_are_compared_on_two_images_of_it():
+    fixed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    report = iso.port_weights(give_random_weights(fixed), other, torch.rand(1, 3, 8, 8))
+    (row,) = report.further
+    assert row.inputs == "two images, louder and negative, 2x3x8x8"
+    assert row.difference < 1e-12
+    assert (
+        "of another size, louder and negative, were not compared: the source does not run on"
+        in str(report)
+    )
+
+
+class Logarithm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, pixels):
+        return self.layer(pixels.log())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_inputs_that_a_model_has_no_numbers_for_are_not_compared(by_name):
+    """Negative ones under a logarithm; inputs by name get another number of examples alone."""
+    pixels = torch.rand(1, 6) + 0.1
+    inputs = {"pixels": pixels} if by_name else pixels
+    report = iso.port_weights(give_random_weights(Logarithm()), Logarithm(), inputs)
+    (row,) = report.further
+    expected = (
+        "another number of examples, pixels 2x6"
+        if by_name
+        else "two images, as given and flipped, 2x6"
+    )
+    assert row.inputs == expected
+
+
+class Dead(nn.Module):
+    """A layer whose outputs are 0 after the activation, and what reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dead = nn.Conv2d(3, 1, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(1, affine=True)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.alive = nn.Conv2d(3, 1, 3, padding=1)
+
+    def forward(self, x):
+        dead = self.dead(x).relu()
+        return self.norm(dead) + dead * self.scale + self.alive(x)
+
+
+def test_what_is_zero_on_the_image_is_computed_all_the_same():
+    source = give_random_weights(Dead())
+    with torch.no_grad():
+        source.dead.bias.fill_(-100)
+    report = iso.port_weights(source, Dead(), torch.randn(1, 3, 8, 8))
+    assert not report.left
+    assert not report.kept
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(report.model.state_dict()[name], tensor)
+
+
+AFTER = {
+    "transposed": (
+        None,
+        Call(lambda y: y.mT),
+        "target's output = output, with its axes in another order",
+    ),
+    "a softmax": (
+        nn.Softmax(1),
+        None,
+        "after the last layers: softmax(dim=1) in the source, nothing in the target",
+    ),
+    "turned round": (
+        Call(lambda y: y.flip(3)),
+        None,
+        "has the numbers of the other's in other places",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_report_says_what_one_model_does_after_the_last_layer(name):
+    after, after_in_target, expected = AFTER[name]
+    source = give_random_weights(Net(after=after))
+    report = iso.port_weights(source, Net(after=after_in_target), torch.rand(1, 3, 8, 8))
+    assert report.equal
+    assert expected in str(report)
+
+
+def test_what_only_the_target_does_after_the_last_layer_is_the_place():
+    source = give_random_weights(Net())
+    report = iso.port_weights(source, Net(after=nn.Sigmoid()), torch.rand(1, 3, 8, 8), partial=True)
+    assert "after the last layers: nothing in the source, sigmoid() in the target" in report.verdict
+
+
+class Centred(nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.layer(x - self.mean)
+
+
+def test_buffers_that_the_function_reads_are_carried():
+    source = give_random_weights(Centred([0.4, 0.5, 0.6]))
+    report = iso.port_weights(source, Centred([0.1, 0.2, 0.3]), torch.randn(1, 3, 8, 8))
+    torch.testing.assert_close(report.model.mean, source.mean)
+    assert not report.left
+
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 5, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return torch.fft.irfft2(torch.fft.rfft2(x) * self.weight)
+
+
+def test_complex_parameters_are_named_as_not_carried():
+    report = iso.port_weights(Filter(), Filter(), torch.randn(1, 3, 8, 8), partial=True)
+    assert not report.equal
+    assert "complex numbers are not carried: weight" in str(report)
+
+
+def test_numbers_that_are_not_there_or_not_finite_are_refused():
+    images = torch.rand(1, 3, 8, 8)
+    refused("the target has no numbers", iso.port_weights, Net(), Net().to("meta"), images)
+    broken = Net()
+    nn.init.constant_(broken.first.bias, float("nan"))
+    refused("first.bias is not finite", iso.port_weights, broken, Net(), images)
+
+
+def test_an_error_says_which_model_does_not_run():
+    narrow = nn.Conv2d(1, 4, 3)
+    images = torch.rand(1, 3, 8, 8)
+    refused("the target does not run on", iso.port_weights, Net(), narrow, images)
+    refused("the source does not run on", iso.port_weights, narrow, Net(), images)
+
+
+def test_a_product_of_values_that_are_zero_is_computed():
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(6, 6)
+            self.other = nn.Linear(6, 6)
+            self.last = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.last(F.relu(self.one(x)) * F.relu(self.other(x)))
+
+    source = give_random_weights(Products())
+    with torch.no_grad():
+        source.one.bias.fill_(-100)
+        source.other.bias.fill_(-100)
+    report = iso.port_weights(source, Products(), torch.randn(1, 6))
+    assert not report.kept
