@@ -33,6 +33,9 @@ class Joins(nn.Module):
         self.depthwise = nn.Conv2d(10, 10, 3, stride=2, groups=10)
         self.squeeze = nn.Conv2d(10, 3, 1)
         self.excite = nn.Conv2d(3, 10, 1)
+        self.depthwise_twice = nn.Conv2d(10, 20, 3, stride=2, groups=10)
+        self.up_depthwise = nn.ConvTranspose2d(10, 10, 2, 2, groups=10)
+        self.of_twice = nn.Conv2d(20, 4, 1)
         self.tokens = nn.Linear(10, 5)
         self.head = nn.Conv2d(10, 4, 1)
         self.last = nn.Conv2d(14, 5, 1)
@@ -82,6 +85,10 @@ JOINED = {
     "a join with a layer of it": grown,
     "a depthwise convolution": lambda m, y: head(m, m.norm(m.depthwise(y)).relu()),
     "depthwise and pointwise": lambda m, y: head(m, m.own(m.depthwise(y).relu())),
+    "a depthwise convolution that makes twice as many": lambda m, y: m.of_twice(
+        m.depthwise_twice(y).relu()
+    ).mean((2, 3)),
+    "a transposed depthwise convolution": lambda m, y: head(m, m.norm(m.up_depthwise(y)).relu()),
     "pooling": lambda m, y: head(m, F.avg_pool2d(m.norm(y), 2)),
     "a norm of tokens": lambda m, y: m.tokens(m.token_norm(y.flatten(2).mT)).mean(1),
     "the mean": lambda m, y: m.tokens(y.mean((2, 3))),

@@ -224,7 +224,7 @@ def build_by_function(name: str, arguments: Mapping[str, Any]) -> nn.Module:
             raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does"
+            f"{name} returns {type(model).__name__}, not a torch.nn.Module; give a function that does"
         )
     update_record(model, is_of_function=True)
     return model.eval()

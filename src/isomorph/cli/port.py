@@ -30,7 +30,8 @@ def port(
     source
         The model with the weights; --arch, --weights and --ema are about it.
     target
-        The model that gets them: its own weights do not matter.
+        The model that gets them: its own weights do not matter. A model of timm, a file that says what it is, or
+        package.module:function.
     partial
         Save the target with what could be carried even if the models are not equal.
     """
@@ -39,12 +40,22 @@ def port(
         from torch import Tensor
 
         from isomorph.cli.open_models import open_given
+        from isomorph.errors import UserError, one_line
+        from isomorph.lab.training.open import needs_options
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     with spinner("port") as show_step:
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
-        second = open_given(target, opt.CheckpointOptions(), pretrained=False)
+        try:
+            second = open_given(target, opt.CheckpointOptions(), pretrained=False)
+        except UserError as error:
+            if not needs_options(target):
+                raise
+            raise UserError(
+                f"the target is a file that does not say what model it is; its weights do not matter: give a model of "
+                f"timm, or package.module:function, as TARGET ({one_line(error)})"
+            ) from error
         show_step("comparing what both compute")
         inputs = random_inputs(2, first, size)
         if (

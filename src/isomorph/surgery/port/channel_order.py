@@ -70,7 +70,7 @@ class ChannelOrder:
             for step in self.graph.steps:
                 step.columns = self.columns_of(step)
                 if step.is_depthwise and step.columns is not None:
-                    self._order_rows(step, step.columns.argsort())
+                    self._order_rows(step, _rows_of(step, step.columns).argsort())
 
     def columns_of(self, step: Step) -> Tensor | None:
         """Return the channels that a layer, norm or scale reads in the order of their labels; None if they are."""
@@ -258,6 +258,12 @@ class ChannelOrder:
 
 def _is_in_order(order: Tensor) -> bool:
     return torch.equal(order, torch.arange(len(order)))
+
+
+def _rows_of(step: Step, channels: Tensor) -> Tensor:
+    """Return the rows of a depthwise convolution that read channels, one after the other."""
+    count = step.rows // len(channels)
+    return (channels[:, None] * count + torch.arange(count)).reshape(-1)
 
 
 def _entries_a_row(step: Step, value: Tensor) -> int:

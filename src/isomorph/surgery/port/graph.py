@@ -95,10 +95,10 @@ class Step:
 
     @property
     def is_depthwise(self) -> bool:
-        """True for a convolution that makes each channel of the one that it reads."""
-        if self.kind != "layer" or self.weight.shape[1] != 1:
+        """True for a convolution that makes channels of one each, also transposed."""
+        if self.kind not in ("layer", "transposed layer") or self.weight.shape[1] != 1:
             return False
-        return bool(self.settings.get("groups") == self.rows > 1)
+        return bool(self.settings.get("groups", 1) > 1)
 
 
 class Graph:

@@ -373,7 +373,8 @@ def _solve_operands(step: Step, other: Step, solution: Solution) -> None:
 
 def _columns_for(step: Step, role: str) -> Tensor | None:
     """Return in which order a step reads the rows of an operand; None for the order that they have."""
-    if step.columns is None or (role == "bias" and step.kind == "transposed layer"):
+    makes_others = step.kind == "transposed layer" and not step.is_depthwise
+    if step.columns is None or (role == "bias" and makes_others):
         return None
     shape = step.operands[role].value.shape
     has_row_each = len(step.columns) in (shape.numel(), *shape[:1])
