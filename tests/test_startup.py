@@ -30,7 +30,7 @@ AT_ONCE = {
     "version": (["--version"], 0),
     "recipes": (["recipes"], 0),
     "models": (["models"], 0),
-    **{f"{name} --help": ([name, "--help"], 0) for name in COMMANDS},
+    "help": (["export", "--help"], 0),
     "command": (["recats"], 2),
     "value": (["evaluate", "resnet18", "--batch-size", "many"], 2),
     "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
@@ -77,6 +77,25 @@ def test_it_answers_before_torch_is_imported(case, tmp_path):
     assert "isomorph" in imported
     assert not HEAVY & imported
     assert stdout.strip() if code == 0 else len(printed) == 1, printed
+
+
+HELP = """
+import contextlib, io, sys
+from isomorph_command import main
+for name in sys.argv[1:]:
+    sys.argv = ["isomorph", name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as page, contextlib.suppress(SystemExit):
+        main()
+    assert name in page.getvalue(), name
+"""
+
+
+def test_the_help_of_every_command_comes_before_torch_is_imported():
+    child = start("-c", HELP, *COMMANDS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, stderr = child.communicate(timeout=LONGEST)
+    imported, printed = split(stderr)
+    assert child.returncode == 0, printed
+    assert not HEAVY & imported
 
 
 @pytest.mark.parametrize("field", ["optim.lrr", "optm.lr", "epoch", "model.weight"])
