@@ -45,32 +45,34 @@ def pooled(pool):
     return nn.Sequential(nn.MaxPool2d(8), nn.ReLU(), pool)
 
 
-# Pairs that are equal on one image of 8 x 8 with numbers below 1, and not on others.
+# Pairs that are equal on one image of 8 x 8 with numbers from 0 to 1, and not on others.
 HIDDEN = {
-    "dilation on a small map": (
+    "dilation on a small map": lambda: (
         Net(padding=8, dilation=8),
         Net(padding=16, dilation=16),
     ),
-    "a pooling of one position": (
+    "a pooling of one position": lambda: (
         Net(pooled(nn.AdaptiveAvgPool2d(1)), padding=1),
         Net(pooled(nn.AdaptiveMaxPool2d(1)), padding=1),
     ),
-    "a map that is enlarged from one position": (
+    "a map that is enlarged from one position": lambda: (
         Net(pooled(nn.Upsample(scale_factor=4)), padding=1),
         Net(pooled(nn.Upsample(scale_factor=4, mode="bilinear")), padding=1),
     ),
-    "statistics of the batch": (
+    "statistics of the batch": lambda: (
         Net(between=nn.InstanceNorm2d(8)),
         Net(between=nn.BatchNorm2d(8, affine=False, track_running_stats=False)),
     ),
-    "a bound": (Net(Call(lambda x: x.clamp(-1.5, 1.5))), Net()),
-    "a branch": (Net(Call(halved_if_large)), Net()),
+    "a bound": lambda: (Net(Call(lambda x: x.clamp(-1.5, 1.5))), Net()),
+    "a branch": lambda: (Net(Call(halved_if_large)), Net()),
+    "negative numbers": lambda: (Net(nn.ReLU()), Net()),
+    "signs": lambda: (Net(), Net(Call(torch.abs))),
 }
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_one_image_does_not_show_is_not_called_equal(name):
-    source, target = HIDDEN[name]
+    source, target = HIDDEN[name]()
     give_random_weights(source)
     images = torch.rand(1, 3, 8, 8)
     report = iso.port_weights(source, target, images, partial=True)
@@ -79,17 +81,15 @@ def test_what_one_image_does_not_show_is_not_called_equal(name):
     with torch.no_grad():
         torch.testing.assert_close(model(images.double()), source(images.double()))
     with pytest.raises(NotPorted, match="NOT equal"):
-        iso.port_weights(source, target, images)
+        iso.port_weights(source.float(), target, images)
 
 
 def test_the_setting_that_a_further_image_shows_is_named():
-    source, target = HIDDEN["dilation on a small map"]
-    report = iso.port_weights(source, target, torch.rand(1, 3, 8, 8), partial=True)
+    images = torch.rand(1, 3, 8, 8)
+    report = iso.port_weights(*HIDDEN["dilation on a small map"](), images, partial=True)
     assert ("dilation", 8, 16) in [(row.name, row.source, row.target) for row in report.settings]
     assert "on images of 1x3x8x8 the outputs are equal; this is what" in str(report)
-    report = iso.port_weights(
-        *HIDDEN["statistics of the batch"], torch.rand(1, 3, 8, 8), partial=True
-    )
+    report = iso.port_weights(*HIDDEN["statistics of the batch"](), images, partial=True)
     assert "two images of another size" in report.verdict
     assert "not on the first image given" in report.verdict
     assert report.as_dict()["further"][0]["difference"] > 0.01
@@ -100,12 +100,49 @@ def test_models_of_one_size_are_compared_on_two_images_of_it():
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     report = iso.port_weights(give_random_weights(fixed), other, torch.rand(1, 3, 8, 8))
     (row,) = report.further
-    assert row.inputs == "two images, louder and negative, 2x3x8x8"
+    assert row.inputs == "two images, three times as large and negative, 2x3x8x8"
     assert row.difference < 1e-12
-    assert (
-        "of another size, louder and negative, were not compared: the source does not run on"
-        in str(report)
-    )
+    assert "of another size, three times as large and negative, were not compared" in str(report)
+    assert "the source does not run on" in str(report)
+
+
+class BySize(nn.Module):
+    """A table for images of one size, and as many outputs as there are images."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+        self.tables = {(8, 8): 2.0}
+
+    def forward(self, x):
+        return list(self.layer(x * self.tables[tuple(x.shape[-2:])]))
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_errors_on_further_inputs_are_notes():
+    report = iso.port_weights(give_random_weights(BySize()), BySize(), torch.rand(1, 3, 8, 8))
+    assert report.equal
+    assert not report.further
+    assert "outputs were compared on the first image alone" in report.notes[-1]
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x, time):
+        return self.layer(x) * time
+
+
+def test_numbers_without_an_axis_among_inputs_stay():
+    inputs = {"x": torch.rand(2, 3, 8, 8), "time": torch.tensor(2.0)}
+    assert iso.port_weights(give_random_weights(Timed()), Timed(), inputs).equal
 
 
 class Logarithm(nn.Module):
@@ -159,6 +196,7 @@ def test_what_is_zero_on_the_image_is_computed_all_the_same():
 
 
 AFTER = {
+    "flattened": (None, nn.Flatten(), "target's output = output, in another shape"),
     "transposed": (
         None,
         Call(lambda y: y.mT),
@@ -190,6 +228,14 @@ def test_what_only_the_target_does_after_the_last_layer_is_the_place():
     source = give_random_weights(Net())
     report = iso.port_weights(source, Net(after=nn.Sigmoid()), torch.rand(1, 3, 8, 8), partial=True)
     assert "after the last layers: nothing in the source, sigmoid() in the target" in report.verdict
+
+
+def test_outputs_of_other_shapes_differ_in_shape():
+    source = give_random_weights(nn.Conv2d(3, 8, 8))
+    report = iso.port_weights(
+        source, nn.Conv2d(3, 8, 8, stride=2), torch.rand(1, 3, 16, 16), partial=True
+    )
+    assert report.verdict.startswith("NOT equal: the outputs differ in shape")
 
 
 class Centred(nn.Module):

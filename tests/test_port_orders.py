@@ -11,6 +11,7 @@ from same_networks import give_random_weights
 
 # An order of six channels.
 MOVED = [3, 1, 0, 5, 2, 4]
+BACK = [MOVED.index(i) for i in range(6)]
 
 
 class Joins(nn.Module):
@@ -74,6 +75,16 @@ def scaled(model, y):
     return model.own(y) * model.scale if model.deep_first else model.own(y)
 
 
+def met(y, own):
+    return torch.lerp(own.relu(), own.tanh(), y)
+
+
+def gated_halves(model, y):
+    """Halves of what a depthwise convolution makes, one by the other."""
+    one, other = model.depthwise_twice(y).chunk(2, 1)
+    return one * other
+
+
 def one_layer_twice(model, y):
     """Rows that would have to follow two orders."""
     return y + model.own(y) + model.own(y).flip(1)
@@ -110,8 +121,9 @@ JOINED = {
     "one that makes as many channels": lambda m, y: m.up_as_wide(y).mean((2, 3)),
     "one that makes twice as many": lambda m, y: m.up_wider(y).mean((2, 3)),
 }
-# What mixes channels by their order.
+# What mixes channels by their order, or would need two orders of one layer.
 NOT_FOLLOWED = {
+    "one layer that meets itself": lambda m, y: head(m, met(y, m.own(y))),
     "one layer in two orders": lambda m, y: head(m, one_layer_twice(m, y)),
     "sums over channels before it": lambda m, y: m.tokens(y.mean((2, 3)).cumsum(-1)),
 }
@@ -139,6 +151,78 @@ def test_what_cannot_be_followed_is_not_called_equal(name):
     source, target = pair(lambda first: Joins(NOT_FOLLOWED[name], first))
     with pytest.raises(NotPorted, match="NOT equal"):
         iso.port_weights(source, target, torch.randn(2, 3, 8, 8))
+
+
+def test_halves_of_a_depthwise_convolution_are_compared():
+    """Of moved channels its rows have one order, its halves another: nothing is raised."""
+    source, target = pair(lambda _: Joins(lambda m, y: head(m, gated_halves(m, y)), True))
+    images = torch.randn(2, 3, 8, 8)
+    iso.port_weights(source, target, images, partial=True)
+    target = Joins(lambda m, y: head(m, gated_halves(m, y)), False)
+    iso.port_weights(source, target, images, partial=True)
+
+
+class Meets(nn.Module):
+    """Layers whose outputs meet along other axes than that of channels, of the same size."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.meet = meet
+        self.one = nn.Conv2d(3, 8, 3, padding=1)
+        self.other = nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x):
+        one = self.one(x)
+        return self.last(self.meet(one, self.other(one.relu())))
+
+
+def summed_often(one, other):
+    for _ in range(400):
+        one = one + 0.01 * one.tanh()
+    return one + other
+
+
+MEETINGS = {
+    "columns in another order": lambda one, other: (one.flip(3) + other).relu(),
+    "rows in another order": lambda one, other: (one.flip(2) + other).mT,
+    "hundreds of sums": summed_often,
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_copies_of_a_model_are_equal_whatever_meets(name):
+    source, target = pair(lambda _: Meets(MEETINGS[name]))
+    assert iso.port_weights(source, target, torch.randn(1, 3, 8, 8)).difference < 1e-12
+
+
+class Twice(nn.Module):
+    """A layer that meets channels in another order after a depthwise convolution of it was looked at."""
+
+    def __init__(self, moved):
+        super().__init__()
+        self.moved = moved
+        self.own = nn.Conv2d(3, 6, 3, padding=1)
+        self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.two = nn.Conv2d(6, 2, 1)
+        self.four = nn.Conv2d(2, 4, 1)
+        self.heads = nn.ModuleList([nn.Conv2d(6, 4, side, padding=side // 2) for side in (1, 3, 5)])
+
+    def forward(self, x):
+        y = self.own(x)
+        depthwise = self.depthwise(y[:, BACK] if self.moved else y)
+        two = self.two(depthwise.tanh())
+        joined = torch.cat([two, self.four(two.relu())], 1)
+        if self.moved:
+            joined = joined[:, MOVED]
+        outputs = [(y + joined).relu(), depthwise.relu(), y.relu()]
+        return sum(head(output) for head, output in zip(self.heads, outputs, strict=True))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_depthwise_convolution_follows_the_layer_before_it(back):
+    source, target = pair(lambda first: Twice(first is not back))
+    assert iso.port_weights(source, target, torch.randn(1, 3, 8, 8)).difference < 1e-12
 
 
 class Moves(nn.Module):

@@ -223,6 +223,11 @@ def map_tensors(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return tree_map_only(Tensor, change, batch)
 
 
+def first_of(batch: Inputs) -> Inputs:
+    """Return a batch with the first example alone; numbers without an axis stay."""
+    return map_tensors(batch, lambda x: x[:1] if x.ndim else x)
+
+
 def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Return a batch with its floating-point and complex tensors changed; integers, such as token ids, stay."""
     return map_tensors(batch, lambda x: change(x) if x.is_floating_point() or x.is_complex() else x)

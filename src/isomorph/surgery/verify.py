@@ -18,8 +18,8 @@ from isomorph.surgery.calls import (
     cast_floats,
     check_not_empty,
     describe_shape,
+    first_of,
     map_floats,
-    map_tensors,
     relative,
     run_model,
     with_other_count,
@@ -214,7 +214,7 @@ def _locate_difference(
         if row.is_within(report.atol):
             continue
         difference = relative(row.fp64, row.scale)
-        for inputs in (map_tensors(batch, _first_example), batch):
+        for inputs in (first_of(batch), batch):
             x = cast_floats(inputs, torch.float64)
             try:
                 original_run = Operations.of(original, x)
@@ -230,10 +230,6 @@ def _locate_difference(
             if difference_found is not None:
                 return difference_found
     return None
-
-
-def _first_example(x: Tensor) -> Tensor:
-    return x[:1] if x.ndim else x
 
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:

@@ -57,23 +57,37 @@ class ChannelOrder:
             _rank_rows(parts, self.ranks)
             if len(parts) == 1 and not joint.first.is_depthwise:
                 self.free.add(joint.first.index)
+        # As before the first layer followed what its outputs meet.
+        self.first_ranks = dict(self.ranks)
         self.step_of = {step.output: step for step in graph.steps}
         # Labels along an axis of what operations compute, by value and axis.
         self._labels: dict[tuple[int, int], Tensor | None] = {}
 
     def note(self) -> None:
         """Note for every step in which order it reads channels, and for layers in which they make them."""
-        count = len(self.free) + 1
-        while len(self.free) < count:
+        while True:
             count = len(self.free)
             self._labels.clear()
             for step in self.graph.steps:
                 step.columns = self.columns_of(step)
-                if step.is_depthwise and step.columns is not None:
-                    self._order_rows(step, _rows_of(step, step.columns).argsort())
+                if step.is_depthwise and step.index in self.pair_of:
+                    self._order_depthwise(step)
+            if len(self.free) == count:
+                break
+            # a layer that follows changes the labels of all that is computed from it
+
+    def _order_depthwise(self, step: Step) -> None:
+        """Let a depthwise convolution make its rows in the order in which it reads channels."""
+        if step.columns is not None:
+            self._order_rows(step, _rows_of(step, step.columns).argsort())
+        elif step.row_order is not None:
+            step.row_order = None
+            del self.ranks[step.index]
+            if step.index in self.first_ranks:
+                self.ranks[step.index] = self.first_ranks[step.index]
 
     def columns_of(self, step: Step) -> Tensor | None:
-        """Return the channels that a layer, norm or scale reads in the order of their labels; None if they are."""
+        """Return the channels that a layer, norm or scale reads in the order of their labels; None if they are so."""
         if step.input is None or step.kind == "shift":
             return None
         shape = self.graph.values[step.input].shape
@@ -84,7 +98,10 @@ class ChannelOrder:
         places = _first_row(shape, content, axis)
         if places is None:
             return None
-        order = self._labels_at(content.base, places).argsort(stable=True)
+        try:
+            order = self._labels_at(content.base, places).argsort(stable=True)
+        except RecursionError:  # hundreds of sums without a layer between them
+            return None
         return None if _is_in_order(order) else order
 
     def _labels_at(self, base: int, places: Tensor) -> Tensor:
@@ -184,7 +201,7 @@ class ChannelOrder:
     def _labels_of_several(
         self, call: Call, inputs: list[int], base: int, axis: int
     ) -> Tensor | None:
-        """Return labels along an axis of a sum or product of values; None for their own order."""
+        """Return labels along an axis of a sum or product of values; None if all are in order, or fit in none."""
         made = self.graph.values[base]
         axes = {}
         labels_of = {}
@@ -204,15 +221,19 @@ class ChannelOrder:
         makers = {slot: self._free_maker(labels) for slot, labels in labels_of.items()}
         # what cannot change leads, and of layers that can the first
         numbers = {slot: maker.index if maker else -1 for slot, maker in makers.items()}
-        rank = ranks[min(numbers, key=lambda slot: numbers[slot])]
+        leading = min(numbers, key=lambda slot: numbers[slot])
+        rank = ranks[leading]
         if not self._keeps_apart(call, axes, axis, rank.argsort()):
             return None
+        following: dict[Step, Tensor] = {}
         for slot, maker in makers.items():
             if torch.equal(ranks[slot], rank):
                 continue
-            if maker is None:
+            if maker is None or maker is makers[leading] or maker in following:
                 return None
-            self._follow(maker, labels_of[slot], rank)
+            following[maker] = labels_of[slot]
+        for maker, labels in following.items():
+            self._follow(maker, labels, rank)
         pairs = self._pairs_before(base)
         return self.makers.number_of(pairs) * _PLACES + rank * made.shape[axis + 1 :].numel()
 
@@ -233,23 +254,29 @@ class ChannelOrder:
         expected = values[call.outputs[0]].index_select(to, order)
         if not expected.is_floating_point():
             return torch.equal(out, expected)
-        tolerance = _ROUNDING * float(expected.abs().max())
+        tolerance = _ROUNDING * float(expected.nan_to_num(0, 0, 0).abs().max())
         return out.shape == expected.shape and torch.allclose(out, expected, 0, tolerance)
 
     def _free_maker(self, labels: Tensor) -> Step | None:
-        """Return the layer that makes channels of these labels and no others, if it may make them in another order."""
+        """Return the layer whose outputs, each once, have these labels, if it may make them in another order."""
         (pair, *others) = (labels // _PLACES).unique().tolist()
+        if others:
+            return None
         for step in self.graph.steps:
-            if step.index in self.free and self.pair_of[step.index] == pair and not others:
-                return step if step.rows == len(labels) else None
+            if step.index in self.free and self.pair_of[step.index] == pair:
+                count = len(self._places_of(step, labels).unique())
+                return step if step.rows == count == len(labels) else None
         return None
+
+    def _places_of(self, maker: Step, labels: Tensor) -> Tensor:
+        """Return which of a layer's rows, by their ranks, labels are of."""
+        return labels % _PLACES // _entries_a_row(maker, self.graph.values[maker.output])
 
     def _follow(self, maker: Step, labels: Tensor, rank: Tensor) -> None:
         """Let a layer make its rows in the order of what its outputs meet."""
-        place = labels % _PLACES // _entries_a_row(maker, self.graph.values[maker.output])
-        row = self.ranks[maker.index].argsort()[place]
+        row = self.ranks[maker.index].argsort()[self._places_of(maker, labels)]
         self.free.remove(maker.index)
-        self._order_rows(maker, torch.empty_like(rank).scatter(0, row, rank))
+        self._order_rows(maker, torch.full_like(rank, -1).scatter(0, row, rank))
 
     def _order_rows(self, step: Step, rank: Tensor) -> None:
         self.ranks[step.index] = rank

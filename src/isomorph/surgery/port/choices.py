@@ -20,7 +20,8 @@ class Assignment:
     """Which steps belong together, and how the parts of layers are assigned.
 
     `orders`: which order of its parts a layer of the source takes, by its joint. `leftovers`: which of the parameters
-    that no step of the other model reads in the same way is taken, None for none; with `buffers` also of buffers.
+    that no step of the other model reads in the same way is taken, None for none. `buffers`: whether those that the
+    functions read are carried.
     """
 
     pairing: Pairing
@@ -39,7 +40,7 @@ def choices(pairing: Pairing, solution: Solution) -> Iterator[Attempt]:
         description = "parameters that both models read in another way"
         for leftovers in range(_SHARING):
             yield description, partial(replace, leftovers=leftovers)
-        yield "buffers that both models read", partial(replace, leftovers=0, buffers=True)
+        yield "buffers that both models read", partial(replace, leftovers=None, buffers=True)
     yield from _orders(pairing)
     for group in pairing.alike:
         first = pairing.pairs[group[0]][0]

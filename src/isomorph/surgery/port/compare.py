@@ -417,8 +417,8 @@ def _differing_calls(
     return tuple(differences)
 
 
-def compare_ends(source: Graph, target: Graph, difference: float = math.inf) -> Place | None:
-    """Return what models compute after their last steps as a place where they part; None if that is the same."""
+def differing_ends(source: Graph, target: Graph) -> tuple[str, tuple[SettingPair, ...]] | None:
+    """Return what models compute after their last steps and the settings that differ; None if that is the same."""
     source_calls = _calls_before(source, source.record.outputs.values())
     target_calls = _calls_before(target, target.record.outputs.values())
     settings = _differing_calls(source, target, source_calls, target_calls)
@@ -430,22 +430,22 @@ def compare_ends(source: Graph, target: Graph, difference: float = math.inf) -> 
     message = (
         f"after the last layers: {descriptions[0]} in the source, {descriptions[1]} in the target"
     )
-    return Place("", "", difference, message, settings)
+    return message, settings
 
 
 def compare_all_outputs(
     source: Graph,
     target: Graph,
-    values: Sequence[Tensor],
-    source_values: Sequence[Tensor] | None = None,
+    source_values: Sequence[Tensor],
+    target_values: Sequence[Tensor],
 ) -> list[OutputRow]:
-    """Return for every output the value of the other model that equals it most; `values` are the target's.
+    """Return for every output the value of the other model that equals it most.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    of_source = _Values("source", source, source_values or source.values)
-    of_target = _Values("target", target, values)
+    of_source = _Values("source", source, source_values)
+    of_target = _Values("target", target, target_values)
     rows = _rows_of(of_target, of_source)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
@@ -509,19 +509,18 @@ def _nearest(
             continue
         fitting, difference = in_layout(candidate.double(), value.double())
         if difference < nearest.difference:
-            is_output = other.startswith("output")
-            is_same = difference > TOLERANCE or _has_same_axes(candidate, value, fitting)
-            moved = is_output and not is_same
-            order = ", with its axes in another order" if moved else ""
-            nearest = OutputRow(model, name, f"{other}{order}", difference)
+            nearest = OutputRow(model, name, other, difference)
+            if fitting is not None and difference <= TOLERANCE and nearest.equals_output:
+                nearest = replace(nearest, other=f"{other}{_layout_of(candidate, value, fitting)}")
         if nearest.difference <= TOLERANCE:
             break
     return nearest
 
 
-def _has_same_axes(candidate: Tensor, value: Tensor, fitting: Tensor | None) -> bool:
-    """True if a value fits another with its axes as they are, but for those of one entry."""
+def _layout_of(candidate: Tensor, value: Tensor, fitting: Tensor) -> str:
+    """Return in which layout a value fits another, nothing for its own, but for axes of one entry."""
     sizes = [[side for side in x.shape if side > 1] for x in (candidate, value)]
-    if fitting is None or sizes[0] != sizes[1]:
-        return False
-    return torch.equal(candidate.reshape(value.shape).double(), fitting)
+    is_in_order = torch.equal(candidate.reshape(value.shape).double(), fitting)
+    if not is_in_order:
+        return ", with its axes in another order"
+    return "" if sizes[0] == sizes[1] else ", in another shape"

@@ -95,10 +95,11 @@ class Step:
 
     @property
     def is_depthwise(self) -> bool:
-        """True for a convolution that makes channels of one each, also transposed."""
+        """True for a convolution each of whose outputs reads one channel, also a transposed one."""
         if self.kind not in ("layer", "transposed layer") or self.weight.shape[1] != 1:
             return False
-        return bool(self.settings.get("groups", 1) > 1)
+        groups = self.settings.get("groups", 1)
+        return bool(groups > 1 and (self.kind == "layer" or groups == self.rows))
 
 
 class Graph:

@@ -14,10 +14,10 @@ _COMPUTES = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bm
 _COMPUTES |= {"layer_norm", "batch_norm", "group_norm", "einsum", "gelu", "relu", "silu"}
 # How many numbers of an output are looked for in the inputs before the operation is run again.
 _SAMPLE = 4
-# Entries are named by numbers of at most 1/4, which no activation leaves as they are, and then by whole numbers of the
-# other sign: a product of the former is nothing next to them, one of the latter is larger than all of them.
-_SMALL = 2.0**-42
-_FACTORS = 1.0, -1 / _SMALL
+# Entries are named twice: by numbers up to 1/4, whose products vanish next to them, and by whole numbers of the other
+# sign, which activations with a bound change. What gives the same entries both times moves them.
+_NAME_UNIT = 2.0**-42
+_FACTORS = 1.0, -1 / _NAME_UNIT
 # An interpolation to the same size moves numbers up to this.
 _ROUNDING = 1e-12
 
@@ -26,7 +26,7 @@ def _encode(first: int, tensor: Tensor) -> Tensor:
     """Return small numbers that name the entries of a tensor, of which there are `first` before it."""
     names = torch.arange(first + 1, first + 1 + tensor.numel(), dtype=torch.float64)
     names[first % 2 :: 2] *= -1  # those of odd names
-    return names.mul_(_SMALL).reshape(tensor.shape)
+    return names.mul_(_NAME_UNIT).reshape(tensor.shape)
 
 
 def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
@@ -108,10 +108,10 @@ def _holds(value: Tensor, number: Tensor, name: str) -> bool:
 
 
 def _decode(numbers: Any, count: int, factor: float) -> Tensor | None:
-    """Return the entries that numbers name which are a factor larger, -1 for 0, or None if one of them names none."""
+    """Return the entries that numbers name, which are `factor` times the names; -1 for 0, None if one is no name."""
     if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
         return None
-    names = numbers.double() / (factor * _SMALL)
+    names = numbers.double() / (factor * _NAME_UNIT)
     if not names.isfinite().all():
         return None
     rounded = names.abs().round()

@@ -76,14 +76,14 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
 
 
 @torch.no_grad()
-def _error_on(images: Tensor, model: nn.Module) -> str:
-    """Return why a model does not run on images, an empty text for one that does."""
+def _error_on(images: Tensor, model: nn.Module) -> str | None:
+    """Return why a model does not run on images, None for one that does."""
     plain = copy_module(model).eval()
     try:
         run_model(plain, to_model(images[:1], plain))
     except UserError as error:
         return str(error)
-    return ""
+    return None
 
 
 def _patch_of(model: nn.Module, images: Tensor) -> tuple[int, int] | None:

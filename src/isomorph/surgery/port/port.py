@@ -7,37 +7,51 @@ steps and outputs are compared (`compare`); what structure leaves open is tried 
 are compared on further inputs (`further`); and all is done again with the source's own numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from isomorph.errors import DoesNotRun, UserError
+from isomorph.errors import DoesNotRun, UserError, one_line
 from isomorph.operations import copy_module
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, describe_shape
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    check_not_empty,
+    describe_shape,
+    first_of,
+    map_tensors,
+)
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.channel_order import order_channels
 from isomorph.surgery.port.choices import Assignment, choices
 from isomorph.surgery.port.compare import (
+    TOLERANCE,
     OutputRow,
     Place,
     SourceSettings,
     compare_all_outputs,
-    compare_ends,
     compare_steps,
+    differing_ends,
     run_with,
 )
-from isomorph.surgery.port.further import FurtherInputs, further_inputs
+from isomorph.surgery.port.further import Further, FurtherInputs, further_inputs
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
 from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import NotPorted, PortReport, is_equal, settings_in, ways_of
 from isomorph.surgery.port.side import Side, write
-from isomorph.surgery.port.solve import Solution, draw, fill_leftovers, solve
+from isomorph.surgery.port.solve import (
+    Solution,
+    buffers_left,
+    draw,
+    fill_leftovers,
+    parameters_left,
+    solve,
+)
 from isomorph.surgery.recast import check_finite, check_model
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
@@ -53,9 +67,9 @@ def port_weights(
     what they are, what they read and what reads them. Packed and separate queries, keys and values, linear layers and
     1 x 1 convolutions, attention as one operation or as several, class tokens, positions and tables of relative
     positions are the same for it. Both models are then compared in float64, step by step and by their outputs, with
-    random weights (fresh ones hide faults: a LayerScale of 0, statistics of 0 and 1), and with the source's own. One
-    image does not show all: where they are equal on the first, outputs are compared on two of another size, with other
-    numbers (`report.further`); where models take one size alone, on two of that.
+    random weights (fresh ones hide faults: a LayerScale of 0, statistics of 0 and 1), and with the source's own. Where
+    outputs are equal on the first image, they are compared on two more, of another size and with larger and negative
+    numbers (`report.further`); those of models of one size on two images of that size.
 
     Args:
         source: the model with the weights.
@@ -81,7 +95,7 @@ def port_weights(
     source = check_model(source)
     target = check_model(target)
     for name, model in (("source", source), ("target", target)):
-        if any(tensor.is_meta for tensor in model.state_dict().values()):
+        if any(isinstance(x, Tensor) and x.is_meta for x in model.state_dict().values()):
             raise UserError(
                 f"the {name} has no numbers, it is on the meta device: create it on the CPU"
             )
@@ -102,14 +116,19 @@ def _port(source: nn.Module, target: nn.Module, images: Inputs) -> PortReport:
     """Return the report of the given images, or of further ones where models that are equal on the first part."""
     port = _Port(source, target, images)
     report = port.run()
-    if port.parts_on is None:
+    parts_on = port.further.parts_on
+    if parts_on is None:
         return report
-    other = _Port(source, target, port.parts_on, also=images).run()
+    also = [("the first image given", first_of(images)), ("the further images", parts_on)]
+    try:
+        other = _Port(source, target, parts_on, also).run()
+    except UserError:  # they are no image that steps can be followed on
+        return report
     if other.equal:
         return other
     if not other.places:
         return report
-    shapes = describe_shape(images), describe_shape(port.parts_on)
+    shapes = describe_shape(images), describe_shape(parts_on)
     note = f"on images of {shapes[0]} the outputs are equal; this is what {shapes[1]} show"
     return replace(other, notes=(*other.notes, note))
 
@@ -128,17 +147,20 @@ class _Trial:
 class _Port:
     """Two models in float64 on one image, and which of their steps belong together.
 
-    `also`: other images on which the outputs have to be equal.
+    `also`: other inputs by what they are, on which the outputs have to be equal too; without any, `further_inputs`.
     """
 
     def __init__(
-        self, source: nn.Module, target: nn.Module, images: Inputs, also: Inputs | None = None
+        self,
+        source: nn.Module,
+        target: nn.Module,
+        images: Inputs,
+        also: Sequence[tuple[str, Inputs]] = (),
     ) -> None:
         self.images = _exact(images)
-        self.also = None if also is None else _exact(also)
-        # Inputs on which the outputs of models part that are equal on the first image.
-        self.parts_on: Inputs | None = None
-        image = tree_map_only(Tensor, lambda x: x[:1], self.images)
+        self.also = [(name, _exact(inputs)) for name, inputs in also]
+        self.further = Further()
+        image = first_of(self.images)
         self.source = Side("source", source, image)
         self.target = Side("target", target, image)
         self.source_graph = self.source.graph
@@ -156,14 +178,12 @@ class _Port:
         explained = not self._is_equal(random_trial.rows) and self._is_setting_alone(random_trial)
         self.source.check(self.source_graph.numbers, self.source_graph.values)
         self.target.check(random_trial.solution.numbers, random_trial.values)
-        further: list[FurtherInputs] = []
-        remarks: list[str] = []
         if self._is_equal(random_trial.rows):
-            further, remarks = self._compare_further(random_trial)
+            self.further = self._compare_further(random_trial)
         own_numbers = self.target.own_numbers()
         final = self._with_own_numbers(own_numbers, random_trial)
         equal = self._is_equal(random_trial.rows) and self._is_equal(final.rows)
-        equal = equal and self.parts_on is None
+        equal = equal and self.further.parts_on is None
         solution = final.solution
         pairing = self.assignment.pairing
         if not equal and pairing.only_target:
@@ -184,18 +204,18 @@ class _Port:
             kept=solution.names_kept(),
             settings=() if equal else settings_in(random_trial.places),
             explained=explained and not solution.lost and is_paired,
-            places=() if equal else tuple(self._places(random_trial)),
-            further=tuple(further),
+            places=() if equal else tuple(self._places(random_trial, _largest(compared))),
+            further=self.further.compared,
             ambiguous=tuple(self.tried_choices),
-            notes=(*dict.fromkeys(solution.lost), *self._notes(equal, rows), *remarks),
+            notes=(*dict.fromkeys(solution.lost), *self._notes(equal, rows), *self.further.remarks),
         )
 
-    def _places(self, trial: _Trial) -> list[Place]:
-        """Return where the models part, also after their last steps."""
-        end = compare_ends(
-            self.source_graph, self.target_graph, _largest(self._compared(trial.rows))
-        )
-        return trial.places or ([end] if end and self.parts_on is None else [])
+    def _places(self, trial: _Trial, difference: float) -> list[Place]:
+        """Return where the models part: at steps, or after the last ones."""
+        if trial.places or difference <= TOLERANCE:
+            return trial.places
+        ends = differing_ends(self.source_graph, self.target_graph)
+        return [] if ends is None else [Place("", "", difference, *ends)]
 
     def _compared(self, rows: list[OutputRow]) -> list[OutputRow]:
         """Return the rows of the model whose outputs decide: the target's, unless only the source's are all equal."""
@@ -204,35 +224,39 @@ class _Port:
             decides = "source"
         return [row for row in rows if row.own == decides]
 
-    def _compare_further(self, trial: _Trial) -> tuple[list[FurtherInputs], list[str]]:
-        """Compare outputs on further inputs with random numbers; also return why some were not compared."""
+    def _compare_further(self, trial: _Trial) -> Further:
+        """Compare outputs on further inputs with random numbers."""
         compared: list[FurtherInputs] = []
         remarks: list[str] = []
-        if self.also is not None:
-            compared.append(self._compare_on(self.also, "the images given", trial))
-        for name, inputs in further_inputs(self.images):
+        parts_on = None
+        for name, inputs in self.also or further_inputs(self.images):
             try:
-                compared.append(self._compare_on(inputs, name, trial))
+                rows = self._rows_on(inputs, trial)
+            except Exception as error:  # whatever a model raises on inputs that nobody gave it
+                remarks.append(f"{name}, were not compared: {one_line(error)}")
+                continue
+            difference = _largest(self._compared(rows))
+            compared.append(FurtherInputs(f"{name}, {describe_shape(inputs)}", difference))
+            if parts_on is None and not self._is_equal(rows):
+                parts_on = inputs
+            if not self.also:
                 break
-            except UserError as error:
-                remarks.append(f"{name}, were not compared: {error}")
-        return compared, remarks[:1]
+        if remarks and not compared:
+            remarks[0] = f"outputs were compared on the first image alone; {remarks[0]}"
+        return Further(tuple(compared), tuple(remarks[:1]), parts_on)
 
-    def _compare_on(self, inputs: Inputs, name: str, trial: _Trial) -> FurtherInputs:
-        """Compare outputs on other inputs. Raises: UserError if a model does not run, or gives what is not finite."""
-        numbers = self.source_graph.numbers, trial.solution.numbers
-        values = self.source.call(numbers[0], inputs), self.target.call(numbers[1], inputs)
+    def _rows_on(self, inputs: Inputs, trial: _Trial) -> list[OutputRow]:
+        """Compare outputs on other inputs. Raises: UserError if the source's are not finite."""
         graphs = self.source_graph, self.target_graph
-        outputs = [values[0][slot] for slot in self.source_graph.record.outputs.values()]
-        if not all(output.isfinite().all() for output in outputs):
-            raise UserError("the source's outputs are not finite there")
-        if any(not row.equals_output for row in trial.rows):
+        source_values = self.source.call(self.source_graph.numbers, inputs)
+        target_values = self.target.call(trial.solution.numbers, inputs)
+        for slot in self.source_graph.record.outputs.values():
+            if not source_values[slot].isfinite().all():
+                raise UserError("the source's outputs are not finite there")
+        if not all(row.equals_output for row in trial.rows):
             graphs = self.source.watch(inputs), self.target.watch(inputs)
-            values = graphs[0].values, graphs[1].values
-        rows = compare_all_outputs(*graphs, values[1], values[0])
-        if not self._is_equal(rows):
-            self.parts_on = inputs
-        return FurtherInputs(f"{name}, {describe_shape(inputs)}", _largest(self._compared(rows)))
+            source_values, target_values = (graph.values for graph in graphs)
+        return compare_all_outputs(*graphs, source_values, target_values)
 
     def _notes(self, equal: bool, rows: list[OutputRow]) -> Iterator[str]:
         """Yield what one model has and the other has not."""
@@ -243,14 +267,16 @@ class _Port:
                 if row.own == "target" and row.other == "nothing":
                     yield f"the source does not compute the target's output {row.name}, which is not compared"
             inner = [row for row in self._compared(rows) if not row.equals_output]
-            end = compare_ends(self.source_graph, self.target_graph) if inner else None
-            if end is not None:
-                yield end.what
+            ends = differing_ends(self.source_graph, self.target_graph) if inner else None
+            if ends is not None:
+                yield ends[0]
             elif any(row.other.startswith("the result") for row in inner) and is_paired:
                 yield "an output of one model has the numbers of the other's in other places"
             return
         state = self.source.original.state_dict()
-        complex_names = [name for name, tensor in state.items() if tensor.is_complex()]
+        complex_names = [
+            name for name, x in state.items() if isinstance(x, Tensor) and x.is_complex()
+        ]
         if complex_names:
             yield f"complex numbers are not carried: {list_names(complex_names)}"
         for name, joints in ("source", pairing.only_source), ("target", pairing.only_target):
@@ -282,7 +308,9 @@ class _Port:
             neutral,
         )
         if assignment.leftovers is not None:
-            fill_leftovers(solution, assignment.leftovers, assignment.buffers)
+            fill_leftovers(solution, parameters_left(solution), assignment.leftovers)
+        if assignment.buffers:
+            fill_leftovers(solution, buffers_left(solution))
         return solution
 
     def _trial(self, solution: Solution) -> _Trial:
@@ -294,7 +322,7 @@ class _Port:
         )
         if differences:  # the values are in part those of the source
             values = self.target_graph.run(numbers)
-        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
+        rows = self._rows(values)
         return _Trial(solution, values, rows, differences, settings)
 
     def _try_all(self, solution: Solution) -> _Trial:
@@ -333,8 +361,11 @@ class _Port:
         if has_inner:
             values = self.target_graph.run(solution.numbers)
             self.target.check(solution.numbers, values)
-        return _Trial(
-            solution, values, compare_all_outputs(self.source_graph, self.target_graph, values)
+        return _Trial(solution, values, self._rows(values))
+
+    def _rows(self, target_values: list[Tensor]) -> list[OutputRow]:
+        return compare_all_outputs(
+            self.source_graph, self.target_graph, self.source_graph.values, target_values
         )
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
@@ -346,8 +377,7 @@ class _Port:
         )
         if values is None:
             return False
-        rows = compare_all_outputs(self.source_graph, self.target_graph, values)
-        return is_equal(rows, "target")
+        return is_equal(self._rows(values), "target")
 
     def _is_equal(self, rows: list[OutputRow]) -> bool:
         """True if all outputs are equal; a head that only one side has is no part of the other's function."""
@@ -365,7 +395,7 @@ class _Port:
 
 
 def _exact(images: Inputs) -> Inputs:
-    return cast_floats(tree_map_only(Tensor, Tensor.cpu, images), torch.float64)
+    return cast_floats(map_tensors(images, Tensor.cpu), torch.float64)
 
 
 def _are_heads(graph: Graph, joints: list[Joint]) -> bool:

@@ -1,5 +1,6 @@
 """What was carried from one model to another, how, and whether both are equal."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -105,6 +106,8 @@ class PortReport:
                 "first image given"
             )
         verdict = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
+        if math.isinf(self.difference):
+            verdict = "NOT equal: the outputs differ in shape"
         if self.explained:
             values = "; ".join(setting.values for setting in self.settings)
             return (

@@ -49,12 +49,20 @@ class Side:
         """Return all values, of which the outputs are those of the model itself with other numbers, or inputs."""
         write(self.graph, self.model, numbers)
         values = list(self.graph.values)
+        if (
+            inputs is not None
+        ):  # what is computed on the way is that of the image, and no value of these
+            values = [torch.empty(0)] * len(values)
         try:
             result = run_model(self.model, self.image if inputs is None else inputs)
         except DoesNotRun as error:
             raise DoesNotRun(self._about(error)) from error
         tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = self.graph.record.outputs
+        if len(tensors) != len(outputs) and inputs is not None:
+            raise UserError(
+                f"the {self.name} returns {len(tensors)} tensors on them and {len(outputs)} on the first image"
+            )
         if len(tensors) != len(outputs):
             self._cannot_be_followed()
         for slot, value in zip(outputs.values(), tensors, strict=True):

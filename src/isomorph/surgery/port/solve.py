@@ -199,7 +199,10 @@ def _rows(
 
 def _rows_read(part: Part) -> Tensor:
     """Return the rows of a part in the order in which both models read them."""
-    return part.rows if part.step.row_order is None else part.step.row_order
+    order = part.step.row_order
+    if order is None:
+        return part.rows
+    return order[torch.isin(order, part.rows)]
 
 
 def _target_tensors(operand: Operand) -> SourcedTensor:
@@ -414,19 +417,47 @@ def _solve_alone(step: Step, solution: Solution) -> None:
         solution.put(operand.entries, neutral, step.module)
 
 
-def fill_leftovers(solution: Solution, choice: int, buffers: bool) -> None:
-    """Give parameters of the target that no step fills those of the source that no step has placed, by size in order.
+# Slots of tensors of the source that the target has no numbers of, and of the target's that have none of the source's.
+Leftovers = tuple[list[int], list[int]]
 
-    Where one model has k for each of the other's, every k-th is taken, from `choice` on. With `buffers` those too, as
-    the mean that a model subtracts. Whether that is right only a comparison of outputs shows.
+
+def parameters_left(solution: Solution) -> Leftovers:
+    """Return the parameters of both models that no step of the other reads in the same way."""
+    left, free = _leftovers(solution)
+    source_buffers = solution.source.record.buffers
+    target_buffers = solution.target.record.buffers
+    return [x for x in left if x not in source_buffers], [
+        x for x in free if x not in target_buffers
+    ]
+
+
+def buffers_left(solution: Solution) -> Leftovers:
+    """Return the buffers of both models that their functions read, as the mean that a model subtracts."""
+    slots = []
+    for graph, left in zip((solution.source, solution.target), _leftovers(solution), strict=True):
+        record = graph.record
+        read = {slot for call in record.calls for slot in call.inputs}
+        slots.append([x for x in left if x in record.buffers and x in read])
+    return slots[0], slots[1]
+
+
+def _leftovers(solution: Solution) -> Leftovers:
+    names_left = solution.names_left()
+    source_names = solution.source.record.names.items()
+    left = [slot for slot, names in source_names if names[0] in names_left]
+    return left, [slot for slot in solution.target.record.names if solution.is_free(slot)]
+
+
+def fill_leftovers(solution: Solution, leftovers: Leftovers, choice: int = 0) -> None:
+    """Give tensors of the target those of the source of their size, in order.
+
+    Where one model has k for each of the other's, every k-th is taken, from `choice` on. Whether that is right only a
+    comparison of outputs shows.
     """
     source = solution.source
     target = solution.target
-    names_left = solution.names_left()
-    left = [x for x, names in source.record.names.items() if names[0] in names_left]
-    free = [parameter for parameter in target.record.names if solution.is_free(parameter)]
-    free_source = _by_size(source, left, buffers)
-    free_target = _by_size(target, free, buffers)
+    free_source = _by_size(source, leftovers[0])
+    free_target = _by_size(target, leftovers[1])
     for size, parameters in free_target.items():
         others = free_source.get(size, [])
         if not others:
@@ -445,12 +476,11 @@ def fill_leftovers(solution: Solution, choice: int, buffers: bool) -> None:
             solution.carry(target.entries.of_parameter(parameter), carried)
 
 
-def _by_size(graph: Graph, parameters: list[int], buffers: bool) -> dict[int, list[int]]:
-    """Return parameters by their number of entries, with or without buffers."""
+def _by_size(graph: Graph, slots: list[int]) -> dict[int, list[int]]:
+    """Return tensors by their number of entries."""
     by_size: dict[int, list[int]] = {}
-    for parameter in parameters:
-        if buffers or parameter not in graph.record.buffers:
-            by_size.setdefault(graph.values[parameter].numel(), []).append(parameter)
+    for slot in slots:
+        by_size.setdefault(graph.values[slot].numel(), []).append(slot)
     return by_size
 
 

@@ -325,7 +325,8 @@ EXPLICIT: dict[Any, Callable[..., Any]] = {
 def entries_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model that a file of it has, by name, also by the second name of a tied one."""
     state = model.state_dict(keep_vars=True)
-    return {name: x for name, x in state.items() if x.is_floating_point()}
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    return {name: x for name, x in tensors.items() if x.is_floating_point()}
 
 
 def watch(model: nn.Module, inputs: Inputs) -> Watch:

@@ -61,7 +61,7 @@ def _empty(outline: Outline | None) -> Tensor | None:
 
 def _key(operation: Any, args: Any, kwargs: Any) -> Any:
     """Return what decides the outlines of an operation's results, or None if they are not remembered."""
-    if not (_makes_tensors(operation) or _writes_first(operation)):
+    if not _makes_tensors(operation) and not (args and _writes_first(operation)):
         return None
     parts = [_part(value) for value in (*args, *kwargs.items())]
     if None in parts:
