@@ -470,6 +470,15 @@ class _Values(NamedTuple):
             for slot in call.outputs:
                 yield name, self.values[slot]
 
+    def has_part_of(self, value: Tensor, count: int) -> bool:
+        """True if an output is a part of as many entries of a value."""
+        for slot in self.graph.record.outputs.values():
+            base_value = self.whole_of(slot)
+            is_part = base_value is not None and base_value.numel() == value.numel()
+            if is_part and self.values[slot].numel() == count:
+                return True
+        return False
+
     def whole_of(self, slot: int) -> Tensor | None:
         """Return the value that one is a moved part of, such as the tokens of which it is the first, or None."""
         content = self.graph.content(slot)
@@ -486,17 +495,34 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
     for path, slot in values.graph.record.outputs.items():
         value = values.values[slot]
         if not value.is_floating_point():
+            rows += _exact_rows(values, path, value, other)
             continue
         rows_found = [_nearest(values.own, path, value, other.outputs())]
         is_constant = value.numel() > 1 and (value == value.flatten()[0]).all()
         if rows_found[0].difference > TOLERANCE and not is_constant:
             rows_found.append(_nearest(values.own, path, value, other.inner()))
             base_value = values.whole_of(slot)
-            if base_value is not None:
+            if base_value is not None and not other.has_part_of(base_value, value.numel()):
                 part = _nearest(values.own, path, base_value, other.inner())
                 rows_found.append(replace(part, other=f"a part of {part.other}"))
         rows.append(min(rows_found, key=lambda row: row.difference))
     return rows
+
+
+def _exact_rows(values: _Values, path: str, value: Tensor, other: _Values) -> list[OutputRow]:
+    """Return the row of an output of integers, truths or complex numbers; none if the other model has none such."""
+    candidates = [
+        (name, _as_floats(candidate))
+        for name, candidate in other.outputs()
+        if candidate.dtype == value.dtype and candidate.numel() == value.numel()
+    ]
+    if not candidates:
+        return []
+    return [_nearest(values.own, path, _as_floats(value), candidates)]
+
+
+def _as_floats(value: Tensor) -> Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value.double()
 
 
 def _nearest(

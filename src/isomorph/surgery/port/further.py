@@ -4,19 +4,27 @@ On a small map a convolution with dilation reads one position, poolings are alik
 numbers do not reach a bound; one image does not show what depends on the others of its batch.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isomorph.surgery.calls import Inputs, first_of, with_other_count, with_other_size
+from isomorph.surgery.calls import Inputs, describe_shape, first_of, with_other_count
 
 # Sides up to which images are enlarged to about twice the size; larger ones by a step.
-_LARGEST_DOUBLED = 128
-# What the numbers of the first image are multiplied by.
-_SCALE = 3.0
+_LARGEST_DOUBLED = 64
+# Most examples of the given batch that are compared.
+_MOST = 8
+# What the numbers of the first and of the last image are multiplied by.
+_SCALES = {
+    "255 times as large and negative": (255.0, -3.0),
+    "three times as large and negative": (3.0, -1.0),
+    "as given": (1.0, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -39,29 +47,60 @@ class Further:
     parts_on: Inputs | None = None
 
 
+def given_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield the inputs given, where they have more than one example."""
+    given = inputs[:_MOST] if isinstance(inputs, Tensor) and inputs.ndim else inputs
+    if describe_shape(given) != describe_shape(first_of(inputs)):
+        yield "the inputs given", given
+
+
 def further_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Yield descriptions and further inputs, the most telling first; the first that both models run on is enough."""
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 2:
-        yield "another number of examples", with_other_count(first_of(inputs))
+    if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.ndim > 1:
+        yield from _further_images(inputs)
         return
-    first = inputs[:1]
-    last = inputs[-1:]
-    large = torch.cat([_SCALE * first, -last])
-    as_given = torch.cat([first, last.flip(-1)])
-    for values, pair in (
-        ("three times as large and negative", large),
-        ("as given and flipped", as_given),
-    ):
-        other = _resized(pair)
-        if other is not None:
-            yield f"two images of another size, {values}", other
-        yield f"two images, {values}", pair
+    if not isinstance(inputs, Tensor) and any(map(_are_images, inputs.values())):
+        for scaling, scales in _SCALES.items():
+            yield f"two examples, their images of another size, {scaling}", _by_name(inputs, scales)
+    yield "another number of examples", with_other_count(first_of(inputs))
 
 
-def _resized(images: Tensor) -> Tensor | None:
-    """Return images of another size, None for other inputs."""
-    other = with_other_size(images)
-    if other is None or max(images.shape[-2:]) > _LARGEST_DOUBLED:
-        return other
-    height, width = images.shape[-2:]
-    return F.interpolate(images, (2 * height, width + other.shape[-1]))
+def _are_images(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4
+
+
+def _further_images(images: Tensor) -> Iterator[tuple[str, Inputs]]:
+    for scaling, scales in _SCALES.items():
+        pair = _pair_of(images, scales)
+        for size in _sizes_for(pair):
+            yield f"two images of another size, {scaling}", F.interpolate(pair, size)
+        yield f"two images, {scaling}", pair
+
+
+def _pair_of(inputs: Tensor, scales: tuple[float, float]) -> Tensor:
+    """Return the first image and the last one turned round, times numbers."""
+    return torch.cat([scales[0] * inputs[:1], scales[1] * inputs[-1:].flip(-1)])
+
+
+def _by_name(inputs: Mapping[str, Any], scales: tuple[float, float]) -> Inputs:
+    """Return two examples, images among them of another size; what is no image stays."""
+    two = with_other_count(first_of(inputs))
+    assert not isinstance(two, Tensor)
+    other = dict(two)
+    for name, x in two.items():
+        if _are_images(x):
+            pair = _pair_of(x, scales)
+            other[name] = F.interpolate(pair, _sizes_for(pair)[-1])
+    return other
+
+
+def _sizes_for(inputs: Tensor) -> list[tuple[int, ...]]:
+    """Return other sizes: an odd one, then one of the same factors."""
+    sides = inputs.shape[2:]
+    if not 3 <= inputs.ndim <= 5:
+        return []
+    step = math.gcd(*sides, 32)
+    larger = [side + (i + 1) * step for i, side in enumerate(sides)]
+    if max(sides) <= _LARGEST_DOUBLED:
+        larger = [2 * side + i * step for i, side in enumerate(sides)]
+    return [tuple(side + 1 - side % 2 for side in larger), tuple(larger)]

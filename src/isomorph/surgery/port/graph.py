@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isomorph.errors import UserError, one_line
 from isomorph.operations import tensors_in
 from isomorph.surgery.layer_calls import ADD, MUL
 from isomorph.surgery.port.arguments import bind, settings_of
@@ -143,8 +144,17 @@ class Graph:
     def run(
         self, numbers: Numbers, run: Run = Call.run, constants: Mapping[int, Tensor] = NO_VALUES
     ) -> list[Tensor]:
-        """Return all values for other numbers of the parameters, and for other constants."""
-        return replay(self.record, {**constants, **numbers.tensors}, run)
+        """Return all values for other numbers of the parameters, and for other constants.
+
+        Raises: UserError where the operations do not run on them, as those whose shapes depend on numbers.
+        """
+        try:
+            return replay(self.record, {**constants, **numbers.tensors}, run)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise UserError(
+                "a model computes something else for other weights, such as shapes; it cannot be followed: "
+                f"{one_line(error)}"
+            ) from error
 
     @property
     def reads_computed(self) -> bool:

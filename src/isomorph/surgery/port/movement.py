@@ -54,6 +54,8 @@ def positions(call: Call, values: Sequence[Tensor]) -> list[Tensor] | None:
     numbers = torch.cat([numbers, numbers.new_zeros(1)])
     for slot, entries, others in zip(call.outputs, movements, opposite, strict=True):
         made_of = values[slot].double()
+        if entries.shape != made_of.shape or others.shape != made_of.shape:
+            return None
         is_moved = torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING)
         if not is_moved or not torch.equal(entries, others):
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError, one_line
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, leaves
 from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
@@ -37,7 +37,7 @@ from isomorph.surgery.port.compare import (
     differing_ends,
     run_with,
 )
-from isomorph.surgery.port.further import Further, FurtherInputs, further_inputs
+from isomorph.surgery.port.further import Further, FurtherInputs, further_inputs, given_inputs
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
@@ -47,6 +47,7 @@ from isomorph.surgery.port.side import Side, write
 from isomorph.surgery.port.solve import (
     Solution,
     buffers_left,
+    carry_unread,
     draw,
     fill_leftovers,
     parameters_left,
@@ -92,6 +93,11 @@ def port_weights(
         (True, 'conv1.weight', ('conv1.weight',))
     """
     check_not_empty(images)
+    for _, leaf in leaves(images):
+        if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.layout != torch.strided):
+            raise UserError(
+                "the images have no numbers, or not one for each place: give dense tensors"
+            )
     source = check_model(source)
     target = check_model(target)
     for name, model in (("source", source), ("target", target)):
@@ -158,11 +164,17 @@ class _Port:
         also: Sequence[tuple[str, Inputs]] = (),
     ) -> None:
         self.images = _exact(images)
-        self.also = [(name, _exact(inputs)) for name, inputs in also]
+        self.also = [iter([(name, _exact(inputs))]) for name, inputs in also]
         self.further = Further()
-        image = first_of(self.images)
-        self.source = Side("source", source, image)
-        self.target = Side("target", target, image)
+        # Tensors of the target that have numbers of the source in part, of the last solution.
+        self.kept_in_part: list[str] = []
+        first = first_of(self.images)
+        try:
+            self.source = Side("source", source, first)
+            self.target = Side("target", target, first)
+        except DoesNotRun:  # inputs without an axis of examples, or whose number is part of them
+            self.source = Side("source", source, self.images)
+            self.target = Side("target", target, self.images)
         self.source_graph = self.source.graph
         self.target_graph = self.target.graph
         self._assign(Assignment(pair(joints_of(self.source_graph), joints_of(self.target_graph))))
@@ -229,17 +241,17 @@ class _Port:
         compared: list[FurtherInputs] = []
         remarks: list[str] = []
         parts_on = None
-        for name, inputs in self.also or further_inputs(self.images):
-            try:
-                rows = self._rows_on(inputs, trial)
-            except Exception as error:  # whatever a model raises on inputs that nobody gave it
-                remarks.append(f"{name}, were not compared: {one_line(error)}")
-                continue
-            difference = _largest(self._compared(rows))
-            compared.append(FurtherInputs(f"{name}, {describe_shape(inputs)}", difference))
-            if parts_on is None and not self._is_equal(rows):
-                parts_on = inputs
-            if not self.also:
+        for attempts in self.also or [given_inputs(self.images), further_inputs(self.images)]:
+            for name, inputs in attempts:
+                try:
+                    rows = self._rows_on(inputs, trial)
+                except Exception as error:  # whatever a model raises on inputs that nobody gave it
+                    remarks.append(f"{name}, were not compared: {one_line(error)}")
+                    continue
+                difference = _largest(self._compared(rows))
+                compared.append(FurtherInputs(f"{name}, {describe_shape(inputs)}", difference))
+                if parts_on is None and not self._is_equal(rows):
+                    parts_on = inputs
                 break
         if remarks and not compared:
             remarks[0] = f"outputs were compared on the first image alone; {remarks[0]}"
@@ -262,6 +274,9 @@ class _Port:
         """Yield what one model has and the other has not."""
         pairing = self.assignment.pairing
         is_paired = not pairing.only_source and not pairing.only_target
+        if self.kept_in_part:
+            names = list_names(self.kept_in_part)
+            yield f"numbers that no image read, which the target keeps: {names}"
         if equal:
             for row in rows:
                 if row.own == "target" and row.other == "nothing":
@@ -311,6 +326,7 @@ class _Port:
             fill_leftovers(solution, parameters_left(solution), assignment.leftovers)
         if assignment.buffers:
             fill_leftovers(solution, buffers_left(solution))
+        self.kept_in_part = carry_unread(solution)
         return solution
 
     def _trial(self, solution: Solution) -> _Trial:

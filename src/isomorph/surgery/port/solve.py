@@ -417,6 +417,37 @@ def _solve_alone(step: Step, solution: Solution) -> None:
         solution.put(operand.entries, neutral, step.module)
 
 
+def carry_unread(solution: Solution) -> list[str]:
+    """Carry the entries that no image has read of tensors of one shape, as later rows of a table of positions.
+
+    Return the names of the target's tensors that have the source's numbers in part alone, with how many they keep.
+    """
+    names = []
+    for slot in solution.origins.written:
+        origins = solution.origins.tensors[slot]
+        is_own = origins == OWN
+        if not is_own.any():
+            continue
+        source_slots = list(solution.sources_of[slot])
+        if len(source_slots) == 1 and _is_in_place(solution, slot, source_slots[0]):
+            entries = solution.source.entries.of_parameter(source_slots[0])
+            carried = SourcedTensor(solution.source.numbers.pick(entries), entries)
+            solution.carry(solution.target.entries.of_parameter(slot), carried)
+        else:
+            name = solution.target.record.names[slot][0]
+            names.append(f"{name} ({int(is_own.sum())} of {is_own.numel()})")
+    return names
+
+
+def _is_in_place(solution: Solution, slot: int, source_slot: int) -> bool:
+    """True if a tensor of the target has numbers of one of the source of its shape, each in its place."""
+    if solution.target.values[slot].shape != solution.source.values[source_slot].shape:
+        return False
+    origins = solution.origins.tensors[slot].flatten()
+    entries = solution.source.entries.of_parameter(source_slot).flatten()
+    return bool(((origins == OWN) | (origins == entries)).all())
+
+
 # Slots of tensors of the source that the target has no numbers of, and of the target's that have none of the source's.
 Leftovers = tuple[list[int], list[int]]
 
