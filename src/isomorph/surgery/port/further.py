@@ -70,11 +70,21 @@ def _are_images(value: Any) -> bool:
 
 
 def _further_images(images: Tensor) -> Iterator[tuple[str, Inputs]]:
+    size = _larger(images)
     for scaling, scales in _SCALES.items():
         pair = _pair_of(images, scales)
-        for size in _sizes_for(pair):
+        if size is not None:
             yield f"two images of another size, {scaling}", F.interpolate(pair, size)
         yield f"two images, {scaling}", pair
+
+
+def odd_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield an image of odd sides, for which many models are not made: a difference there is a note."""
+    if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        size = _larger(inputs)
+        if size is not None:
+            odd = tuple(side + 1 - side % 2 for side in size)
+            yield "an image of odd sides", F.interpolate(inputs[:1], odd)
 
 
 def _pair_of(inputs: Tensor, scales: tuple[float, float]) -> Tensor:
@@ -90,17 +100,16 @@ def _by_name(inputs: Mapping[str, Any], scales: tuple[float, float]) -> Inputs:
     for name, x in two.items():
         if _are_images(x):
             pair = _pair_of(x, scales)
-            other[name] = F.interpolate(pair, _sizes_for(pair)[-1])
+            other[name] = F.interpolate(pair, _larger(pair))
     return other
 
 
-def _sizes_for(inputs: Tensor) -> list[tuple[int, ...]]:
-    """Return other sizes: an odd one, then one of the same factors."""
-    sides = inputs.shape[2:]
+def _larger(inputs: Tensor) -> tuple[int, ...] | None:
+    """Return a larger size of the same factors up to 64, None for inputs that are no images, volumes or signals."""
     if not 3 <= inputs.ndim <= 5:
-        return []
-    step = math.gcd(*sides, 32)
-    larger = [side + (i + 1) * step for i, side in enumerate(sides)]
-    if max(sides) <= _LARGEST_DOUBLED:
-        larger = [2 * side + i * step for i, side in enumerate(sides)]
-    return [tuple(side + 1 - side % 2 for side in larger), tuple(larger)]
+        return None
+    sides = inputs.shape[2:]
+    step = math.gcd(*sides, 64)
+    if max(sides) > _LARGEST_DOUBLED:
+        return tuple(side + (i + 1) * step for i, side in enumerate(sides))
+    return tuple(2 * side + i * step for i, side in enumerate(sides))

@@ -37,7 +37,13 @@ from isomorph.surgery.port.compare import (
     differing_ends,
     run_with,
 )
-from isomorph.surgery.port.further import Further, FurtherInputs, further_inputs, given_inputs
+from isomorph.surgery.port.further import (
+    Further,
+    FurtherInputs,
+    further_inputs,
+    given_inputs,
+    odd_inputs,
+)
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
@@ -246,16 +252,29 @@ class _Port:
                 try:
                     rows = self._rows_on(inputs, trial)
                 except Exception as error:  # whatever a model raises on inputs that nobody gave it
-                    remarks.append(f"{name}, were not compared: {one_line(error)}")
+                    if not remarks:
+                        remarks.append(f"{name}, were not compared: {one_line(error)}")
                     continue
                 difference = _largest(self._compared(rows))
                 compared.append(FurtherInputs(f"{name}, {describe_shape(inputs)}", difference))
                 if parts_on is None and not self._is_equal(rows):
                     parts_on = inputs
                 break
+        remarks += self._remarks_on_odd_sides(trial) if parts_on is None else []
         if remarks and not compared:
             remarks[0] = f"outputs were compared on the first image alone; {remarks[0]}"
-        return Further(tuple(compared), tuple(remarks[:1]), parts_on)
+        return Further(tuple(compared), tuple(remarks), parts_on)
+
+    def _remarks_on_odd_sides(self, trial: _Trial) -> list[str]:
+        for name, inputs in odd_inputs(self.images):
+            try:
+                rows = self._rows_on(inputs, trial)
+            except Exception:  # as most models for patches do
+                return []
+            if not self._is_equal(rows):
+                difference = _largest(self._compared(rows))
+                return [f"{name}, {describe_shape(inputs)}: the outputs differ by {difference:.2g}"]
+        return []
 
     def _rows_on(self, inputs: Inputs, trial: _Trial) -> list[OutputRow]:
         """Compare outputs on other inputs. Raises: UserError if the source's are not finite."""
