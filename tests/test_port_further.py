@@ -131,6 +131,136 @@ def test_errors_on_further_inputs_are_notes():
     assert "outputs were compared on the first image alone" in report.notes[-1]
 
 
+class Tokens(nn.Module):
+    """Tokens with a table of positions of which the first are read; a mask by which some are left out."""
+
+    def __init__(self, masked=True, start=0):
+        super().__init__()
+        self.masked = masked
+        self.start = start
+        self.tokens = nn.Embedding(50, 6)
+        self.positions = nn.Embedding(32, 6)
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, ids, mask):
+        places = torch.arange(ids.shape[1]) + self.start
+        x = self.tokens(ids) + self.positions(places)
+        weights = mask if self.masked else torch.ones_like(mask)
+        return self.layer((x * weights[..., None]).mean(1))
+
+
+IDS = {"ids": torch.arange(16).reshape(2, 8), "mask": torch.ones(2, 8)}
+
+
+def test_rows_that_the_images_do_not_read_are_carried_or_named():
+    source = give_random_weights(Tokens())
+    report = iso.port_weights(source, Tokens(), IDS)
+    torch.testing.assert_close(report.model.positions.weight, source.positions.weight)
+    torch.testing.assert_close(report.model.tokens.weight, source.tokens.weight)
+    report = iso.port_weights(source, Tokens(start=2), IDS)
+    note = "numbers that no image read, which the target keeps: positions.weight (144 of 192)"
+    assert note in report.notes
+
+
+def test_the_batch_that_is_given_is_compared():
+    source = give_random_weights(Tokens())
+    assert iso.port_weights(source, Tokens(masked=False), IDS).equal
+    padded = {**IDS, "mask": torch.tensor([[1.0] * 8, [1.0] * 4 + [0.0] * 4])}
+    report = iso.port_weights(source, Tokens(masked=False), padded, partial=True)
+    assert not report.equal
+
+
+class Ends(nn.Module):
+    """A layer, and what is returned of it."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.end = end
+
+    def forward(self, x):
+        return self.end(self.layer(x))
+
+
+def positive_ones(y):
+    positive = y[y > 0]
+    return positive.view(len(positive), 1) * torch.ones(1, 3)
+
+
+OTHER_ENDS = {
+    "another token": (lambda y: y[:, 0], lambda y: y[:, -1]),
+    "other tokens": (lambda y: y[:, :2], lambda y: y[:, 2:4]),
+    "other places of the largest": (
+        lambda y: (y, y.argmax(-1)),
+        lambda y: (y, y.argmin(-1)),
+    ),
+    "another frequency": (lambda y: torch.fft.fft(y), lambda y: torch.fft.ifft(y)),
+    "shapes by numbers": (positive_ones, positive_ones),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_other_ends_are_not_called_equal(name):
+    source = give_random_weights(Ends(OTHER_ENDS[name][0]))
+    target = Ends(OTHER_ENDS[name][1])
+    with pytest.raises(iso.UserError):
+        iso.port_weights(source, target, torch.randn(2, 5, 6))
+
+
+@pytest.mark.parametrize("name", list(OTHER_ENDS)[:-1])
+def test_ends_of_one_kind_are_equal(name):
+    source = give_random_weights(Ends(OTHER_ENDS[name][0]))
+    target = Ends(OTHER_ENDS[name][0])
+    assert iso.port_weights(source, target, torch.randn(2, 5, 6)).equal
+
+
+class ByName(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.net = Net(between=activation)
+
+    def forward(self, pixel_values):
+        return self.net(pixel_values)
+
+
+def test_images_by_name_get_other_sizes_and_numbers():
+    source = give_random_weights(ByName(nn.Hardtanh(-6, 6)))
+    inputs = {"pixel_values": torch.rand(1, 3, 8, 8)}
+    report = iso.port_weights(source, ByName(nn.Hardtanh(-6, 6)), inputs)
+    assert report.further[0].inputs.endswith("pixel_values 2x3x16x24")
+    assert not iso.port_weights(source, ByName(nn.Identity()), inputs, partial=True).equal
+
+
+def test_signals_get_other_lengths():
+    def signal(end):
+        return nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), Call(end))
+
+    source = give_random_weights(signal(lambda y: y.mean(-1)))
+    target = signal(lambda y: y.sum(-1) / 16)
+    assert not iso.port_weights(source, target, torch.rand(1, 3, 16), partial=True).equal
+
+
+def test_a_difference_at_odd_sides_is_a_note():
+    source = give_random_weights(Net(between=nn.MaxPool2d(2)))
+    target = Net(between=nn.MaxPool2d(2, ceil_mode=True))
+    report = iso.port_weights(source, target, torch.rand(1, 3, 8, 8))
+    assert report.equal
+    assert report.notes[-1].startswith("an image of odd sides, 1x3x17x25: the outputs differ by")
+
+
+def test_inputs_that_are_no_examples_are_not_cut():
+    class Edges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, edges):
+            return self.layer(x)[edges[0]] + x[edges[1]]
+
+    inputs = {"x": torch.rand(6, 4), "edges": torch.tensor([[0, 1, 5], [2, 3, 4]])}
+    assert iso.port_weights(give_random_weights(Edges()), Edges(), inputs).equal
+
+
 class Timed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -522,7 +522,7 @@ def _exact_rows(values: _Values, path: str, value: Tensor, other: _Values) -> li
 
 
 def _as_floats(value: Tensor) -> Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value.double()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.double()
 
 
 def _nearest(
