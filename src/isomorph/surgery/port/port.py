@@ -99,11 +99,7 @@ def port_weights(
         (True, 'conv1.weight', ('conv1.weight',))
     """
     check_not_empty(images)
-    for _, leaf in leaves(images):
-        if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.layout != torch.strided):
-            raise UserError(
-                "the images have no numbers, or not one for each place: give dense tensors"
-            )
+    _check_dense(images)
     source = check_model(source)
     target = check_model(target)
     for name, model in (("source", source), ("target", target)):
@@ -115,13 +111,27 @@ def port_weights(
     try:
         report = _port(source, target, images)
     except DoesNotRun:
-        fitted = fit_size(source, target, images) if isinstance(images, Tensor) else None
-        if fitted is None or not isinstance(images, Tensor):
+        if not isinstance(images, Tensor) or images.ndim != 4:
+            raise
+        fitted = fit_size(source, target, images)
+        if fitted is None:
             raise
         report = fitted.finish(_port(fitted.source, fitted.target, images), images)
     if not report.equal and not partial:
         raise NotPorted(report)
     return report
+
+
+def _check_dense(images: Inputs) -> None:
+    for _, leaf in leaves(images):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.is_meta or leaf.layout != torch.strided:
+            raise UserError(
+                "the images have no numbers, or not one for each place: give dense tensors"
+            )
+        if leaf.is_floating_point() and not leaf.isfinite().all():
+            raise UserError("the images are not finite; give images that are")
 
 
 def _port(source: nn.Module, target: nn.Module, images: Inputs) -> PortReport:
@@ -293,6 +303,9 @@ class _Port:
         """Yield what one model has and the other has not."""
         pairing = self.assignment.pairing
         is_paired = not pairing.only_source and not pairing.only_target
+        bits, target_bits = map(_bits_of, (self.source.original, self.target.original))
+        if target_bits < bits:
+            yield f"the target's numbers have {target_bits} bits, the source's {bits}: they are rounded"
         if self.kept_in_part:
             names = list_names(self.kept_in_part)
             yield f"numbers that no image read, which the target keeps: {names}"
@@ -427,6 +440,12 @@ class _Port:
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
         return has_head and _are_heads(self.target_graph, only)
+
+
+def _bits_of(model: nn.Module) -> int:
+    """Return the bits of the widest numbers of a model."""
+    dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
+    return max((torch.finfo(dtype).bits for dtype in dtypes), default=0)
 
 
 def _exact(images: Inputs) -> Inputs:
