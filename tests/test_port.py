@@ -609,3 +609,11 @@ def test_the_command_writes_a_model_and_its_report(tmp_path):
     assert len(other.stderr.strip().splitlines()) == 1
     assert "\n  note: of the target alone:" in other.stdout
     assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_a_target_file_that_names_no_model_gets_advice_that_works(tmp_path):
+    file = tmp_path / "weights.pth"
+    torch.save(timm.create_model("cifar_resnet20").state_dict(), file)
+    done = isomorph("port", "cifar_resnet20", file, "--out", tmp_path / "new.safetensors")
+    assert done.returncode == 2
+    assert "its weights are not read: give a model of timm" in done.stderr.splitlines()[-1]

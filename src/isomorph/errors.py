@@ -48,6 +48,10 @@ class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
 
 
+class UnknownModel(UserError):
+    """A file has weights and does not say of what model."""
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -14,7 +14,7 @@ from isomorph.checkpoints.files import Contents, strip_wrappers
 from isomorph.checkpoints.header import check_foreign_kwargs, parse_data
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, record_data
-from isomorph.errors import UserError
+from isomorph.errors import UnknownModel, UserError
 from isomorph.models import create, require_registered
 from isomorph.models.input_sizes import describe_images, training_config
 from isomorph.models.model_kwargs import check_model_kwargs
@@ -77,7 +77,7 @@ def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.
     settings = read_config(path) if path.suffix == ".safetensors" else contents.settings
     name = options.arch or _named_model(settings)
     if not name:
-        raise UserError(
+        raise UnknownModel(
             f"{path} does not say what model it is; give base=NAME, one of timm.list_models(), or "
             "base=MyModel() of your own"
         )

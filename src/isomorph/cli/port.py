@@ -40,8 +40,7 @@ def port(
         from torch import Tensor
 
         from isomorph.cli.open_models import open_given
-        from isomorph.errors import UserError, one_line
-        from isomorph.lab.training.open import needs_options
+        from isomorph.errors import UnknownModel, UserError
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     with spinner("port") as show_step:
@@ -49,12 +48,10 @@ def port(
         first = open_given(source, opening)
         try:
             second = open_given(target, opt.CheckpointOptions(), pretrained=False)
-        except UserError as error:
-            if not needs_options(target):
-                raise
+        except UnknownModel as error:
             raise UserError(
-                f"the target is a file that does not say what model it is; its weights do not matter: give a model of "
-                f"timm, or package.module:function, as TARGET ({one_line(error)})"
+                f"{target} does not say what model it is, and its weights are not read: give a model of timm or "
+                "package.module:function as TARGET"
             ) from error
         show_step("comparing what both compute")
         inputs = random_inputs(2, first, size)
