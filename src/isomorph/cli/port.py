@@ -3,6 +3,7 @@
 import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
+from isomorph.errors import UnknownModel, UserError
 
 
 @opt.command
@@ -40,7 +41,6 @@ def port(
         from torch import Tensor
 
         from isomorph.cli.open_models import open_given
-        from isomorph.errors import UnknownModel, UserError
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     with spinner("port") as show_step:

@@ -510,7 +510,7 @@ def _rows_of(values: _Values, other: _Values) -> list[OutputRow]:
 
 
 def _exact_rows(values: _Values, path: str, value: Tensor, other: _Values) -> list[OutputRow]:
-    """Return the row of an output of integers, truths or complex numbers; none if the other model has none such."""
+    """Return the row of an output of integers, booleans or complex numbers; none if the other model has none such."""
     candidates = [
         (name, _as_floats(candidate))
         for name, candidate in other.outputs()

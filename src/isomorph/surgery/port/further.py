@@ -93,7 +93,7 @@ def _pair_of(inputs: Tensor, scales: tuple[float, float]) -> Tensor:
 
 
 def _by_name(inputs: Mapping[str, Any], scales: tuple[float, float]) -> Inputs:
-    """Return two examples, images among them of another size; what is no image stays."""
+    """Return two examples, images among them of another size, other values as they are."""
     two = with_other_count(first_of(inputs))
     assert not isinstance(two, Tensor)
     other = dict(two)
@@ -105,7 +105,7 @@ def _by_name(inputs: Mapping[str, Any], scales: tuple[float, float]) -> Inputs:
 
 
 def _larger(inputs: Tensor) -> tuple[int, ...] | None:
-    """Return a larger size of the same factors up to 64, None for inputs that are no images, volumes or signals."""
+    """Return a larger size of the same factors up to 64, None for inputs that are not images, volumes or signals."""
     if not 3 <= inputs.ndim <= 5:
         return None
     sides = inputs.shape[2:]

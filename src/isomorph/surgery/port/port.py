@@ -144,7 +144,7 @@ def _port(source: nn.Module, target: nn.Module, images: Inputs) -> PortReport:
     also = [("the first image given", first_of(images)), ("the further images", parts_on)]
     try:
         other = _Port(source, target, parts_on, also).run()
-    except UserError:  # they are no image that steps can be followed on
+    except UserError:  # the models cannot be followed on them
         return report
     if other.equal:
         return other
@@ -189,6 +189,8 @@ class _Port:
             self.source = Side("source", source, first)
             self.target = Side("target", target, first)
         except DoesNotRun:  # inputs without an axis of examples, or whose number is part of them
+            if describe_shape(first) == describe_shape(self.images):
+                raise
             self.source = Side("source", source, self.images)
             self.target = Side("target", target, self.images)
         self.source_graph = self.source.graph

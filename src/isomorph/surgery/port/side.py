@@ -49,17 +49,17 @@ class Side:
         """Return all values, of which the outputs are those of the model itself with other numbers, or inputs."""
         write(self.graph, self.model, numbers)
         values = list(self.graph.values)
-        if (
-            inputs is not None
-        ):  # what is computed on the way is that of the image, and no value of these
+        if inputs is None:
+            inputs = self.image
+        if inputs is not self.image:  # of other inputs only the outputs are known
             values = [torch.empty(0)] * len(values)
         try:
-            result = run_model(self.model, self.image if inputs is None else inputs)
+            result = run_model(self.model, inputs)
         except DoesNotRun as error:
             raise DoesNotRun(self._about(error)) from error
         tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = self.graph.record.outputs
-        if len(tensors) != len(outputs) and inputs is not None:
+        if len(tensors) != len(outputs) and inputs is not self.image:
             raise UserError(
                 f"the {self.name} returns {len(tensors)} tensors on them and {len(outputs)} on the first image"
             )

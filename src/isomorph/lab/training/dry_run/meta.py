@@ -17,9 +17,9 @@ _UNMARKED_VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fre
 class RememberOutlines(TorchDispatchMode):
     """Return new tensors of the known outlines where an operation is repeated on inputs of the same outlines.
 
-    PyTorch computes most outlines on the meta device in Python, in milliseconds. An operation that
-    writes into its first argument and returns it leaves it its outline; others that change an input, or return a view
-    of one, are not remembered.
+    PyTorch computes most outlines on the meta device in Python, in milliseconds. Operations that
+    write into their first argument and return it keep its outline; others that change an input, or return a view of
+    one, are not remembered.
     """
 
     known: ClassVar[dict[Any, "_Results"]] = {}
