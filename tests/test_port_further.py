@@ -88,7 +88,7 @@ def test_the_setting_that_a_further_image_shows_is_named():
     images = torch.rand(1, 3, 8, 8)
     report = iso.port_weights(*HIDDEN["dilation on a small map"](), images, partial=True)
     assert ("dilation", 8, 16) in [(row.name, row.source, row.target) for row in report.settings]
-    assert "on images of 1x3x8x8 the outputs are equal; this is what" in str(report)
+    assert "on 1x3x8x8 the outputs are equal; this is what" in str(report)
     report = iso.port_weights(*HIDDEN["statistics of the batch"](), images, partial=True)
     assert "two images of another size" in report.verdict
     assert "not on the first image given" in report.verdict
@@ -102,7 +102,7 @@ def test_models_of_one_size_are_compared_on_two_images_of_it():
     (row,) = report.further
     assert row.inputs == "two images, 255 times as large and negative, 2x3x8x8"
     assert row.difference < 1e-12
-    assert "of another size, 255 times as large and negative, were not compared" in str(report)
+    assert "on two images of another size, 255 times as large and negative:" in str(report)
     assert "the source does not run on" in str(report)
 
 
@@ -158,7 +158,8 @@ def test_rows_that_the_images_do_not_read_are_carried_or_named():
     torch.testing.assert_close(report.model.positions.weight, source.positions.weight)
     torch.testing.assert_close(report.model.tokens.weight, source.tokens.weight)
     report = iso.port_weights(source, Tokens(start=2), IDS)
-    note = "numbers that no image read, which the target keeps: positions.weight (144 of 192)"
+    # 16 rows of 32 are read by twice the tokens
+    note = "numbers that no image read, which the target keeps: positions.weight (96 of 192)"
     assert note in report.notes
 
 
@@ -428,3 +429,66 @@ def test_a_product_of_values_that_are_zero_is_computed():
         source.other.bias.fill_(-100)
     report = iso.port_weights(source, Products(), torch.randn(1, 6))
     assert not report.kept
+
+
+class Summed(Net):
+    """Two convolutions, and a sum as the given kind of output."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x):
+        return self.output(super().forward(x))
+
+
+def test_an_output_without_tensors_is_an_error():
+    images = torch.rand(1, 3, 8, 8)
+    number = Summed(lambda y: y.sum().item())
+    refused("the output of the source has no tensors", iso.port_weights, number, Net(), images)
+    refused("the output of the target has no tensors", iso.port_weights, Net(), number, images)
+
+
+def test_numbers_of_the_output_that_are_no_tensors_are_named_as_not_compared():
+    def summed():
+        return give_random_weights(Summed(lambda y: {"y": y, "sum": y.sum().item()}))
+
+    report = iso.port_weights(summed(), summed(), torch.rand(1, 3, 8, 8))
+    assert report.notes == ("numbers that are no tensors are not compared: sum",)
+
+
+class Text(nn.Module):
+    """Vectors of tokens and of their positions; those from `most` on share the last one's."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+        self.tokens = nn.Embedding(20, 8)
+        self.positions = nn.Embedding(32, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, ids, mask=None):
+        places = torch.arange(ids.shape[1]).clamp(max=self.most)  # an error beyond 32
+        x = self.tokens(ids) + self.positions(places)
+        if mask is not None:
+            x = x * mask[..., None]
+        return self.last(x).mean(1)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_longer_sequences_are_compared(named):
+    ids = torch.arange(20).view(2, 10)
+    inputs = {"ids": ids, "mask": torch.ones_like(ids)} if named else ids
+    source = give_random_weights(Text(most=40))
+    report = iso.port_weights(source, Text(most=40), inputs)
+    assert "two sequences of twice the tokens" in report.further[-1].inputs
+    other = iso.port_weights(source, Text(most=12), inputs, partial=True)
+    assert not other.equal
+
+
+def test_half_of_the_tokens_is_compared_where_twice_as_many_do_not_fit():
+    ids = torch.arange(20)[None]
+    source = give_random_weights(Text(most=40))
+    report = iso.port_weights(source, Text(most=40), ids)
+    assert "two sequences of half the tokens, 2x10" in report.further[-1].inputs
+    assert "not compared on two sequences of twice the tokens: " in report.notes[-1]

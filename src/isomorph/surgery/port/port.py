@@ -151,7 +151,7 @@ def _port(source: nn.Module, target: nn.Module, images: Inputs) -> PortReport:
     if not other.places:
         return report
     shapes = describe_shape(images), describe_shape(parts_on)
-    note = f"on images of {shapes[0]} the outputs are equal; this is what {shapes[1]} show"
+    note = f"on {shapes[0]} the outputs are equal; this is what {shapes[1]} show"
     return replace(other, notes=(*other.notes, note))
 
 
@@ -265,7 +265,7 @@ class _Port:
                     rows = self._rows_on(inputs, trial)
                 except Exception as error:  # whatever a model raises on inputs that nobody gave it
                     if not remarks:
-                        remarks.append(f"{name}, were not compared: {one_line(error)}")
+                        remarks.append(f"not compared on {name}: {one_line(error)}")
                     continue
                 difference = _largest(self._compared(rows))
                 compared.append(FurtherInputs(f"{name}, {describe_shape(inputs)}", difference))
@@ -308,6 +308,9 @@ class _Port:
         bits, target_bits = map(_bits_of, (self.source.original, self.target.original))
         if target_bits < bits:
             yield f"the target's numbers have {target_bits} bits, the source's {bits}: they are rounded"
+        numbers_out = self.target_graph.record.numbers_out
+        if numbers_out:
+            yield f"numbers that are no tensors are not compared: {list_names(numbers_out)}"
         if self.kept_in_part:
             names = list_names(self.kept_in_part)
             yield f"numbers that no image read, which the target keeps: {names}"

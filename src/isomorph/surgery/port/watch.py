@@ -21,6 +21,7 @@ from isomorph.operations import FusedCall, leaves, tensors_in
 from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
 from isomorph.operations.observe import Running, observing
 from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.comparison import as_number
 
 # Operations whose outputs have none of the numbers of their input.
 _FRESH = SHAPES_ALONE | {"new_tensor"}
@@ -144,8 +145,9 @@ class Watch(TorchFunctionMode):
         # The names of every parameter and buffer, by the slot of its value.
         self.names: dict[int, list[str]] = defaultdict(list)
         self.inputs: list[int] = []
-        # The tensors of the result by path.
+        # The tensors of the result by path, and the paths of numbers that are no tensors.
         self.outputs: dict[str, int] = {}
+        self.numbers_out: list[str] = []
         self._slots: dict[int, tuple[int, int]] = {}
         # Values by the memory in which they are, and what was written to it.
         self._sharing: dict[int, list[int]] = defaultdict(list)
@@ -339,6 +341,8 @@ def watch(model: nn.Module, inputs: Inputs) -> Watch:
     for path, x in leaves(result):
         if isinstance(x, Tensor):
             record.outputs[path.lstrip(".")] = record.slot_of(x)
+        elif as_number(x) is not None:
+            record.numbers_out.append(path.lstrip(".") or "the output")
     return record
 
 
