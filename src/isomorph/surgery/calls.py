@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import default_dtype, first_float
-from isomorph.operations import leaves
+from isomorph.operations import leaves, tensors_in
 
 # A batch of images or other tensor, or the keyword arguments of a model.
 Inputs = Tensor | Mapping[str, Any]
@@ -244,13 +243,61 @@ def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
     return map_tensors(batch, partial(cast, dtype=dtype))
 
 
-def with_other_size(batch: Inputs) -> Tensor | None:
-    """Return images of another size, None for other inputs."""
-    if not isinstance(batch, Tensor) or batch.ndim != 4 or not batch.is_floating_point():
+def sides_of_images(batch: Inputs) -> tuple[int, int] | None:
+    """Return the height and width of the images in a batch, None without any."""
+    for x in tensors_in(batch):
+        if x.ndim == 4 and (x.is_floating_point() or x.dtype == torch.uint8):
+            return x.shape[2], x.shape[3]
+    return None
+
+
+def with_sides(batch: Inputs, height: int, width: int) -> Inputs:
+    """Return a batch with images of another size, and what is as large as they are, such as a mask."""
+    sides = sides_of_images(batch)
+
+    def resized(x: Tensor) -> Tensor:
+        if tuple(x.shape[-2:]) != sides:
+            return x
+        return at_length(at_length(x, -2, height), -1, width)
+
+    return map_tensors(batch, resized)
+
+
+def with_other_size(batch: Inputs) -> Inputs | None:
+    """Return a batch with images of another size, None for one without images."""
+    sides = sides_of_images(batch)
+    if sides is None:
         return None
-    H, W = batch.shape[-2:]
+    H, W = sides
     step = math.gcd(H, W, 32)
-    return F.interpolate(batch, (H + step, W + 2 * step))
+    return with_sides(batch, H + step, W + 2 * step)
+
+
+def with_other_lengths(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield a batch with twice and with half the tokens, (B, N); what is as long as these, such as a mask, too."""
+    lengths = [x.shape[1] for x in tensors_in(batch) if x.dtype == torch.long and x.ndim == 2]
+    if not lengths:
+        return
+    length = lengths[0]
+
+    def of_length(new: int) -> Inputs:
+        def changed(x: Tensor) -> Tensor:
+            is_along = x.ndim == 2 and x.shape[1] == length
+            return at_length(x, 1, new) if is_along else x
+
+        return map_tensors(batch, changed)
+
+    yield "twice the tokens", of_length(2 * length)
+    if length > 1:
+        yield "half the tokens", of_length(length // 2)
+
+
+def at_length(x: Tensor, axis: int, length: int) -> Tensor:
+    """Return a tensor with another length of an axis: a shorter one is cut, a longer one repeats numbers."""
+    places = torch.arange(length, device=x.device)
+    if length > x.shape[axis]:
+        places = places * x.shape[axis] // length
+    return x.index_select(axis, places)
 
 
 def with_other_count(batch: Inputs) -> Inputs:

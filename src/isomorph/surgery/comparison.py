@@ -25,6 +25,9 @@ _NEGLIGIBLE = 1e-6
 _MANY = 64
 # An output that is this much smaller than its own rounding in float32 is 0.
 _ZERO = 1e-7
+# Rounding in float32 that only the first model has is at most this share of the largest value: more is another way to
+# compute. Values that are this many times smaller than their rounding are 0.
+_OWN_ROUNDING, _VANISHES = 0.05, 1e3
 
 # Decibels of noise.
 _HALF_A_BIT = 3.0
@@ -100,9 +103,11 @@ def tensors_by_path(output: Any) -> Tensors:
 
 
 def as_number(leaf: Any) -> Tensor | None:
-    """Return a tensor, a number or an array as a tensor; None for anything else."""
+    """Return a tensor, a number or an array as a tensor; None for anything else, and for a number beyond 64 bits."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
+    if type(leaf) is int and not -(2**63) <= leaf < 2**63:
+        return None
     if isinstance(leaf, bool | int | float | complex):
         return torch.tensor(
             leaf, dtype=torch.float64 if isinstance(leaf, float) else None, device="cpu"
@@ -197,9 +202,8 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     check_structure(outputs, others)
     differences = [(0.0, 0.0)]
     for path, tensor in outputs.items():
-        values = full_precision(tensor)
-        difference = _largest(_absolute_difference(values, full_precision(others[path])))
-        differences.append((difference, _largest(_finite(values.abs()))))
+        difference = _largest(_difference(tensor, others[path]))
+        differences.append((difference, _largest(_finite(full_precision(tensor).abs()))))
     return max(differences, key=lambda pair: (relative(*pair), pair[1]))
 
 
@@ -260,8 +264,8 @@ class _Compared:
         self.atol = atol
         numbers, others = map(full_precision, single)
         self.values, exact_others = map(full_precision, double)
-        self.fp32 = _absolute_difference(numbers, others)
-        self.fp64 = _absolute_difference(self.values, exact_others)
+        self.fp32 = _difference(*single)
+        self.fp64 = _difference(*double)
         # how far each model differs from itself in float64
         self.noise = _noise(numbers, self.values)
         self.other_noise = _noise(others, exact_others)
@@ -277,17 +281,19 @@ class _Compared:
         def largest(values: Tensor) -> float:
             return _largest(values if channels is None else values.index_select(axis, channels))
 
-        rounding = max(
-            ROUNDING * largest(self.noise), min(self.atol, ROUNDING * largest(self.other_noise))
-        )
+        scale = largest(_finite(self.values.abs()))
+        own = ROUNDING * largest(self.noise)
+        others = ROUNDING * largest(self.other_noise)
+        if own < _VANISHES * scale:
+            own = min(own, max(others, _OWN_ROUNDING * scale))
         return TensorDifference(
             path,
             tuple(self.values.shape),
             self.dtype,
             fp32=largest(self.fp32),
             fp64=largest(self.fp64),
-            scale=largest(_finite(self.values.abs())),
-            rounding=rounding,
+            scale=scale,
+            rounding=max(own, min(self.atol, others)),
             problem=self.problem,
         )
 
@@ -344,6 +350,14 @@ def _largest(values: Tensor) -> float:
 def _absolute_difference(values: Tensor, others: Tensor) -> Tensor:
     others = others.to(values.device)
     return (values - others).abs().masked_fill(values == others, 0)  # infinities may be equal
+
+
+def _difference(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return how far two tensors are apart; whole numbers that float64 cannot tell apart, by one at least."""
+    difference = _absolute_difference(full_precision(tensor), full_precision(other))
+    if tensor.dtype == other.dtype == torch.int64 and tensor.layout == torch.strided:
+        return difference.maximum((tensor != other.to(tensor.device)).double())
+    return difference
 
 
 def _noise(values: Tensor, exact: Tensor) -> Tensor:

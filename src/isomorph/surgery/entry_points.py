@@ -1,6 +1,7 @@
 """The ways to call a model with one batch: its forward, flags of it, and other public methods that take the same."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +12,12 @@ from isomorph.surgery.calls import Inputs, in_own_precision
 
 # Outputs that transformers' models add when they are asked to, also where their signature does not name them.
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
-# What the names of methods begin with that change a model or write files.
-_CHANGES: tuple[str, ...] = ("configure", "dump", "export", "fit", "freeze", "init", "load", "log")
-_CHANGES += (
-    "prune",
-    "push",
-    "register",
-    "reset",
-    "resize",
-    "save",
-    "set",
-    "test",
-    "train",
-    "unfreeze",
-)
-_CHANGES += ("validat", "write")
+# First words of the names of methods that change a model, write files or send something.
+_CHANGES = {"configure", "fit", "freeze", "init", "initialize", "load", "prune", "register"}
+_CHANGES |= {"reset", "resize", "set", "test", "train", "training", "unfreeze", "validate"}
+_CHANGES |= {"dump", "export", "log", "push", "save", "validation", "write"}
+# Second words after which a logarithm is meant.
+_LOGARITHMS = {"density", "likelihood", "prob", "probability", "probs", "softmax"}
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,20 @@ def entry_points(model: nn.Module, batch: Inputs) -> list[EntryPoint]:
 
 
 def untried_arguments(model: nn.Module, batch: Inputs) -> list[str]:
-    """Return the arguments of a model's forward that choose what it computes by something else than yes or no."""
+    """Return the arguments of a model's forward that may choose what it computes by something else than yes or no."""
     untried = []
     for name, parameter in _arguments(model.forward, batch):
-        if isinstance(parameter.default, str) or type(parameter.default) is int:
+        may_be_none = parameter.default is None and "bool" not in str(parameter.annotation)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            untried.append(f"**{name}")
+        elif may_be_none or isinstance(parameter.default, str) or type(parameter.default) is int:
             untried.append(name)
     return untried
+
+
+def names_not_given(model: nn.Module, batch: Inputs) -> list[str]:
+    """Return the arguments of a model's forward that a batch does not give."""
+    return [name for name, _ in _arguments(model.forward, batch)]
 
 
 def _arguments(method: Any, batch: Inputs) -> Iterator[tuple[str, inspect.Parameter]]:
@@ -109,7 +109,7 @@ def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
         named.add(name)
         if isinstance(default, bool):
             yield EntryPoint(arguments=((name, not default),))
-        elif default is None and "bool" in str(parameter.annotation):
+        elif default is None and _may_be_bool(parameter):
             yield EntryPoint(arguments=((name, True),))
     if takes_any:
         for name in _OUTPUT_FLAGS:
@@ -117,16 +117,19 @@ def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
                 yield EntryPoint(arguments=((name, True),))
 
 
+def _may_be_bool(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation is parameter.empty or "bool" in str(parameter.annotation)
+
+
 def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
-    """Yield the public methods of a model's own package that take the batch and change nothing."""
-    package = type(model).__module__.partition(".")[0]
-    classes = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
-    names = dict.fromkeys(name for kind in classes if kind is not nn.Module for name in vars(kind))
+    """Yield the public methods of a model and its base classes that take the batch and change nothing."""
+    kinds = [kind for kind in type(model).__mro__ if kind not in nn.Module.__mro__]
+    names = dict.fromkeys(name for kind in kinds for name in vars(kind))
     for name in names:
         method = getattr(type(model), name, None)
         if hasattr(nn.Module, name) or not inspect.isfunction(method):
             continue
-        if name.startswith(("_", *_CHANGES)):
+        if name.startswith("_") or _says_change(name):
             continue
         if isinstance(batch, Tensor):
             if _takes_one_tensor(method):
@@ -135,6 +138,14 @@ def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
             inputs = _inputs_of(method, batch)
             if inputs:
                 yield EntryPoint(name, inputs=inputs)
+
+
+def _says_change(name: str) -> bool:
+    """True if the name of a method begins with a word for a change: `log_images`, and not `logits` or `log_prob`."""
+    first, *others = re.findall("[a-z]+", name) or [""]
+    if first == "log" and others and others[0] in _LOGARITHMS:
+        return False
+    return first in _CHANGES
 
 
 def _required(method: Any) -> list[inspect.Parameter]:

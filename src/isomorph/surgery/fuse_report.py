@@ -50,7 +50,7 @@ class FuseReport:
             )
             lines.append(f"  called by {', '.join(self.entry_points)}")
         if self.untried and self.across:
-            lines.append(f"  not tried: other values of {', '.join(self.untried)}")
+            lines.append(f"  not tried: other values of {list_names(list(self.untried))}")
         if self.uncalled and self.merged:
             lines.append(
                 f"  not compared, as no example calls them: {list_names(list(self.uncalled))}"

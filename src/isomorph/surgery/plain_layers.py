@@ -123,7 +123,8 @@ def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
 
 def is_quantised(module: nn.Module) -> bool:
     """Return True for a layer of torch's quantisation, whose weight is packed, behind a method."""
-    return callable(getattr(module, "weight", None))
+    has_method = inspect.ismethod(getattr(module, "weight", None))
+    return has_method and hasattr(module, "_packed_params")
 
 
 def describe_stand_in(module: nn.Module) -> str | None:

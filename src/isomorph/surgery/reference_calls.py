@@ -1,12 +1,11 @@
 """The calls by which a model in float64 is compared with what surgery made of it, each on a copy of its own."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 
@@ -25,10 +24,12 @@ from isomorph.slow_work import SlowWork
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
+    at_length,
     batches_of,
     cast_floats,
     copy_inputs,
     describe_shape,
+    map_tensors,
     own_inputs,
     run_model,
     to_model,
@@ -134,8 +135,7 @@ class ReferenceCalls:
         for inputs in others:
             if not self._try(model, FORWARD, inputs):
                 run_model(copy_module(model), inputs)  # raises an error that says what was given
-        if not others:
-            self._try_other_sizes(model, first)
+        self._try_other_sizes(model, first)
         if call_of_example is None:
             self._try(model, FORWARD, first)
         else:
@@ -331,25 +331,62 @@ def _numbers_in(inputs: Inputs) -> int:
     return sum(tensor.numel() for tensor in tensors_in(inputs))
 
 
-def _other_sizes(inputs: Inputs) -> list[Tensor]:
-    """Return inputs with shorter sides, of which one is odd, and one with longer sides; one more image, and one."""
-    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
-        return []
-    image = inputs[-1:].flip(-1)
-    two_images = torch.cat([inputs[-1:], image])
-    sides = inputs.shape[2:]
-    if len(sides) == 2:
-        height, width = sides
-        odd = two_images[..., : _shorter(height, 3) | 1, : _shorter(width, 2) | 1]
-        even = image[..., : max(_shorter(height, 2), 1), : max(_shorter(width, 3), 1)]
-        return [odd, even, _resized(image, [_longer(height), _longer(width)])]
-    others = [two_images, image]
-    if sides:
-        odd_side = (sides[0] * 3 // 4) | 1
-        even_side = max(sides[0] // 2, 1)
-        others += [two_images[:, :, :odd_side], image[:, :, :even_side]]
-    half = inputs.shape[1] // 2
-    return [*others, two_images[:, : half + 1], torch.cat([image, image[:, :half]], 1)]
+def _other_sizes(inputs: Inputs) -> Iterator[Inputs]:
+    """Yield inputs of other sizes: shorter sides, of which one is odd, longer ones, one example and two.
+
+    The sizes are those of images or, without any, of tokens; what has the same sides, such as a mask, gets the others.
+    """
+    lead = _lead_of(inputs)
+    if lead is None:
+        return
+    for count, sides in _changed_sides(lead):
+        yield map_tensors(inputs, partial(_with_sides, lead=lead, count=count, sides=sides))
+
+
+def _lead_of(inputs: Inputs) -> Tensor | None:
+    """Return the tensor whose sizes are changed: the one with the most axes; None if it is empty or has one axis."""
+    lead = max(tensors_in(inputs), key=lambda x: (x.is_floating_point(), x.ndim), default=None)
+    return lead if lead is not None and lead.ndim > 1 and lead.numel() else None
+
+
+def _changed_sides(lead: Tensor) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield numbers of examples, and the new lengths of axes; those of sides count from the last."""
+    length = lead.shape[1]
+    if lead.ndim != 4:
+        yield from [(2, {}), (1, {})]
+    if lead.ndim >= 4:
+        height, width = lead.shape[-2:]
+        yield 2, {-2: _shorter(height, 3) | 1, -1: _shorter(width, 2) | 1}
+        yield 1, {-2: max(_shorter(height, 2), 1), -1: max(_shorter(width, 3), 1)}
+        yield 1, {-2: _longer(height), -1: _longer(width)}
+    if lead.ndim in (3, 5):
+        side = lead.shape[2]
+        yield 2, {2 - lead.ndim: (side * 3 // 4) | 1}
+        yield 1, {2 - lead.ndim: max(side // 2, 1)}
+    if lead.ndim != 4:
+        yield 2, {1: length // 2 + 1}
+        yield 1, {1: length + length // 2}
+
+
+def _with_sides(x: Tensor, lead: Tensor, count: int, sides: Mapping[int, int]) -> Tensor:
+    """Return the last example of a tensor and its mirror image, as many as `count`, with other lengths of its axes.
+
+    Longer axes repeat numbers. A tensor of other lengths than the lead's keeps them.
+    """
+    if not x.ndim or len(x) != len(lead):
+        return x
+    last = x[-1:]
+    mirrored = last.flip(-1) if x.ndim > 1 else last
+    two = torch.cat([last, mirrored]) if count == 2 else mirrored
+    if not all(_length_of(x, axis) == lead.shape[axis] for axis in sides):
+        return two
+    for axis, length in sides.items():
+        two = at_length(two, axis, length)
+    return two
+
+
+def _length_of(x: Tensor, axis: int) -> int | None:
+    return x.shape[axis] if -x.ndim <= axis < x.ndim else None
 
 
 def _shorter(side: int, quarters: int) -> int:
@@ -359,7 +396,3 @@ def _shorter(side: int, quarters: int) -> int:
 
 def _longer(side: int) -> int:
     return side + max(side // 4, min(side // 2, SMALL // 2))
-
-
-def _resized(images: Tensor, size: list[int]) -> Tensor:
-    return F.interpolate(images, size) if images.is_floating_point() else images.repeat(1, 1, 2, 2)

@@ -5,7 +5,7 @@ numbers do not reach a bound; one image does not show what depends on the others
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isomorph.operations import leaves
-from isomorph.surgery.calls import Inputs, describe_shape, first_of, map_tensors, with_other_count
+from isomorph.surgery.calls import (
+    Inputs,
+    describe_shape,
+    first_of,
+    with_other_count,
+    with_other_lengths,
+)
 
 # Sides up to which images are enlarged to about twice the size; larger ones by a step.
 _LARGEST_DOUBLED = 64
@@ -63,8 +68,8 @@ def further_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     if not isinstance(inputs, Tensor) and any(map(_are_images, inputs.values())):
         for scaling, scales in _SCALES.items():
             yield f"two examples, their images of another size, {scaling}", _by_name(inputs, scales)
-    for length, lengthened in _token_sequences(inputs):
-        yield f"two sequences of {length} the tokens", lengthened
+    for length, changed in with_other_lengths(with_other_count(first_of(inputs))):
+        yield f"two sequences of {length}", changed
     yield "another number of examples", with_other_count(first_of(inputs))
 
 
@@ -79,26 +84,6 @@ def _further_images(images: Tensor) -> Iterator[tuple[str, Inputs]]:
         if size is not None:
             yield f"two images of another size, {scaling}", F.interpolate(pair, size)
         yield f"two images, {scaling}", pair
-
-
-def _token_sequences(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield inputs with twice and with half the tokens, (B, N); what is as long as these, such as a mask, with them."""
-    two = with_other_count(first_of(inputs))
-    tokens = [x for _, x in leaves(two) if _are_tokens(x)]
-    if not tokens:
-        return
-    count = tokens[0].shape[1]
-
-    def changed(change: Callable[[Tensor], Tensor]) -> Inputs:
-        return map_tensors(two, lambda x: change(x) if x.ndim == 2 and x.shape[1] == count else x)
-
-    yield "twice", changed(lambda x: torch.cat([x, x.flip(1)], 1))
-    if count > 1:
-        yield "half", changed(lambda x: x[:, : count // 2])
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.long and value.ndim == 2
 
 
 def odd_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
