@@ -95,3 +95,35 @@ def test_other_rules_apply_to_the_parts():
         (iso.LinearToPyramid(), "self_attn.v_proj"),
     ):
         assert iso.verify(encoder, iso.recast(refinable, rule, where), torch.randn(2, 5, 12)).passed
+
+
+def trained(model):
+    return sorted(name for name, x in model.named_parameters() if x.requires_grad)
+
+
+def test_packed_parameters_that_are_frozen_in_part_stay_so():
+    model = nn.Sequential(nn.MultiheadAttention(16, 4, batch_first=True))
+    model.requires_grad_(False)
+    model[0].out_proj.requires_grad_(True)
+    linears = iso.recast(model, iso.AttentionToLinears(), where="0")
+    assert trained(linears) == ["0.out_proj.bias", "0.out_proj.weight"]
+    assert trained(iso.revert(linears)) == trained(model)
+    model.requires_grad_(True)
+    model[0].out_proj.requires_grad_(False)
+    assert trained(iso.revert(iso.recast(model, iso.AttentionToLinears(), where="0"))) == trained(
+        model
+    )
+
+
+@pytest.mark.parametrize("rule", [iso.AttentionToGPSA(), iso.AttentionToLinears()])
+def test_biases_alone_stay_trained(rule):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24)
+    for name, parameter in vit.named_parameters():
+        parameter.requires_grad_(name.endswith("qkv.bias"))
+    is_joint = isinstance(rule, iso.AttentionToLinears)
+    new = iso.recast(vit, rule, where="blocks.0.attn.qkv" if is_joint else "blocks.0.attn")
+    of_layers = [name for name in trained(new) if not name.endswith(("gate", "position"))]
+    assert of_layers
+    assert all(name.endswith(".bias") for name in of_layers)
+    if is_joint:
+        assert trained(iso.revert(new)) == ["blocks.0.attn.qkv.bias"]

@@ -314,3 +314,28 @@ REFUSALS = {
 def test_refused_with_the_reason(name):
     after, block, pattern = REFUSALS[name]
     refused(pattern, iso.insert, Own().eval(), block, after, example=X)
+
+
+def test_a_layer_with_a_state_of_its_own_is_pickled_after_an_insertion():
+    model = nn.Sequential(nn.Linear(3, 8), nn.LSTM(8, 8, batch_first=True))
+    x = torch.randn(1, 16, 3)
+    new = iso.insert(model, MapAttention, after="1", example=x)
+    again = pickle.loads(pickle.dumps(new))
+    assert torch.equal(again(x)[0], new(x)[0])
+
+
+def test_a_function_that_makes_no_module_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    refused(
+        "returns a NoneType, not an nn.Module", iso.insert, model, lambda channels: None, "0", X
+    )
+
+
+def test_each_glob_of_a_list_selects_something():
+    model = timm.create_model("cifar_resnet20").eval()
+    message = r"'layer9.\*' in `{}` matches no module"
+    globs = ["layer3.0.conv1", "layer9.*"]
+    refused(message.format("after"), iso.insert, model, MapAttention, globs)
+    attending = iso.recast(model, iso.ConvToGPSA(), where="layer3.*.conv?")
+    refused(message.format("where"), iso.revert, attending, globs)
+    refused(message.format("where"), iso.prune, attending, 0.01, globs)

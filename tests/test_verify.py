@@ -452,6 +452,8 @@ HIDDEN = {  # what a batch of two positive images of 8 x 8 does not show, and th
     "negative inputs": of_magnitudes,
     "another batch size": plain_unless(lambda x: len(x) == 1, 2),
     "another size": plain_unless(lambda x: x.shape[-1] > 8, 2),
+    "half the size": plain_unless(lambda x: x.shape[-1] < 8, 2),
+    "values 100 times as large": lambda w, x: plain(w, x.clamp(max=6)),
 }
 
 
@@ -602,3 +604,109 @@ def test_inputs_of_one_shape_are_one_line_with_the_largest_difference():
     lines = [line for line in text.splitlines() if line.startswith("  input 3x2")]
     assert lines == [f"  {report.inputs[1]} (the largest of 3)"]
     assert str(report.inputs[3]) in text
+
+
+class Text(nn.Module):
+    """Vectors of tokens, and what changes their mean."""
+
+    def __init__(self, change=lambda y, ids: y):
+        super().__init__()
+        self.tokens = nn.Embedding.from_pretrained(torch.arange(80.0).view(20, 4))
+        self.change = change
+
+    def forward(self, ids, mask=None):
+        y = self.tokens(ids) if mask is None else self.tokens(ids) * mask[..., None]
+        return self.change(y.mean(1), ids)
+
+
+IDS = torch.arange(16).view(2, 8)
+
+
+@pytest.mark.parametrize("length", [16, 4])
+def test_thorough_tries_other_lengths_of_tokens(length):
+    other = Text(lambda y, ids: y + (ids.shape[1] == length))
+    for batch in (IDS, {"ids": IDS}):
+        assert iso.verify(Text(), other, batch).passed
+        report = not_equal(Text(), other, batch, thorough=True)
+        assert [
+            length == int(row.name.split(",")[0][-2:].strip("x"))
+            for row in report.inputs
+            if row.fp64
+        ] == [True]
+    mask = torch.ones(2, 8)
+    assert iso.verify(Text(), Text(), {"ids": IDS, "mask": mask}, thorough=True).passed
+
+
+def test_thorough_names_what_integers_and_unset_arguments_leave_open():
+    report = iso.verify(Text(), Text(), {"ids": IDS}, thorough=True)
+    assert not any(word in row.name for row in report.inputs for word in ("negative", "zeros"))
+    assert "arguments of forward (mask)" in str(report)
+
+
+def test_thorough_tries_other_sizes_of_images_that_are_given_by_name():
+    a = Gives(plain)
+    b = Gives(plain_unless(lambda x: x.shape[-1] != 8))
+    for batch in ({"x": IMAGES}, (255 * IMAGES).to(torch.uint8)):
+        report = not_equal(a, b, batch, thorough=True)
+        assert any("another size" in row.name for row in report.inputs if row.fp64)
+
+
+def test_whole_numbers_that_doubles_cannot_tell_apart_differ():
+    a = Gives(lambda w, x: (w.sum() * x, torch.tensor([2**53])))
+    b = Gives(lambda w, x: (w.sum() * x, torch.tensor([2**53 + 1])))
+    not_equal(a, b, X)
+
+
+def test_a_number_beyond_64_bits_is_named_as_not_compared():
+    model = Gives(lambda w, x: (w.sum() * x, 10**30))
+    assert "not compared besides tensors: int" in str(iso.verify(model, model, X))
+
+
+def test_sparse_outputs_are_compared_thoroughly():
+    model = Gives(lambda w, x: plain(w, x).relu().to_sparse())
+    assert iso.verify(model, model, IMAGES, thorough=True).passed
+
+
+def test_the_last_rounding_of_half_precision_is_no_difference():
+    """The mean of the first rounds 400 times, the second once."""
+    torch.manual_seed(0)
+    for _ in range(5):
+        first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+        weight = first[1].weight @ first[0].weight
+        second = nn.Sequential(nn.Linear(4, 4), nn.Identity()).eval()
+        with torch.no_grad():
+            second[0].weight.copy_(weight)
+            second[0].bias.copy_(first[1].weight @ first[0].bias + first[1].bias)
+
+        class Mean(nn.Module):
+            def __init__(self, body):
+                super().__init__()
+                self.body = body
+
+            def forward(self, x):
+                return self.body(x).mean(1)
+
+        x = torch.randn(2, 400, 4)
+        assert compare_outputs(Mean(first), Mean(second), x, thorough=True).passed
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_another_path_in_float32_is_no_rounding():
+    """torch's fast path of encoders gives 0 for padded tokens; recast attention computes them."""
+    torch.manual_seed(0)
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x):
+            padding = torch.arange(x.shape[1]) >= 4
+            return self.encoder(x, src_key_padding_mask=padding.expand(len(x), -1)).mean(1)
+
+    model = Padded().eval()
+    new = iso.recast(model, iso.AttentionToLinears(), where="encoder.layers.*.self_attn")
+    with pytest.raises(iso.UserError, match="NOT equal") as caught:
+        iso.verify(model, new, torch.randn(2, 6, 16))
+    assert "code for float32 alone" in str(caught.value)

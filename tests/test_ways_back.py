@@ -278,3 +278,47 @@ def test_fuse_takes_a_layer_at_the_root_and_once_where_it_is_shared():
     assert thin[0] is thin[2]
     assert isinstance(thin[3], iso.layers.GPSA2d)  # its way back has a condition
     torch.testing.assert_close(thin[:3](x), model[:3](x))
+
+
+class TwoConvolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, 2, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).mean((2, 3))
+
+
+BEFORE = {
+    "stride 1": lambda net: iso.unstride(net, "second"),
+    "a pyramid": lambda net: iso.recast(net, iso.LinearToPyramid(), where="second"),
+    "a norm": lambda net: iso.recast(net, iso.ConvToConvNorm(), where="second"),
+}
+
+
+@pytest.mark.parametrize("edit", BEFORE.values(), ids=BEFORE)
+@torch.no_grad()
+def test_what_was_changed_before_stays_when_a_later_edit_is_reverted(edit, tmp_path):
+    x = torch.randn(2, 3, 17, 23)
+    net = TwoConvolutions().eval()
+    changed = edit(net).eval()
+    inserted = iso.insert(changed, iso.layers.MapAttention, after="second", example=x)
+    back = iso.revert(inserted)
+    assert iso.edits(back) == iso.edits(changed)
+    iso.save(back, tmp_path / "back.safetensors")
+    again = iso.load(tmp_path / "back.safetensors", base=TwoConvolutions()).eval()
+    assert torch.equal(again(x), changed(x))
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+@torch.no_grad()
+def test_merged_norms_stay_when_a_convolution_is_reverted(fused_first, tmp_path):
+    model = disturb(timm.create_model("cifar_resnet20")).float()
+    recast = partial(iso.recast, rule=iso.ConvToGPSA("exact"), where="layer3.*.conv?")
+    edits = (iso.fuse, recast) if fused_first else (recast, iso.fuse)
+    back = iso.revert(edits[1](edits[0](model)))
+    iso.save(back, tmp_path / "back.safetensors")
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(iso.load(tmp_path / "back.safetensors").eval()(x), back(x))
+    assert deviation(back(x), model(x)) < 1e-4

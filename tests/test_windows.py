@@ -322,3 +322,35 @@ def test_square_windows_inside_a_model_are_not_taken_for_its_image():
     x = doubles(1, 3, 97, 129)
     with torch.no_grad():
         torch.testing.assert_close(windowed(x), vit(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("run", [torch.compile, torch.export.export], ids=["compile", "export"])
+@torch.no_grad()
+def test_weights_that_are_loaded_close_windows_in_compiled_code_too(run):
+    vit = disturb(
+        timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24)
+    ).float()
+    new = iso.recast(vit, iso.AttentionToWindow(1), where="blocks.*.attn")
+    state = iso.recast(vit, iso.AttentionToWindow(1), where="blocks.*.attn")
+    iso.Anneal(1).apply(state, 1)
+    new.load_state_dict(state.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    if run is torch.compile:
+        compiled = torch.compile(new, backend="eager")
+    else:
+        compiled = torch.export.export(new, (x,)).module()
+    assert deviation(compiled(x), state(x)) < 1e-6
+    assert deviation(state(x), vit(x)) > 1e-3
+
+
+def test_pruned_windows_stay_with_any_share():
+    vit = disturb(
+        timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24)
+    )
+    new = iso.recast(vit, iso.AttentionToWindow(1), where="blocks.*.attn")
+    iso.Anneal(1).apply(new, 1)
+    pruned = iso.prune(new)
+    x = doubles(1, 3, 32, 32)
+    before = pruned(x)
+    pruned.load_state_dict(pruned.state_dict() | {"blocks.0.attn.share": torch.ones(())})
+    assert deviation(pruned(x), before) < 1e-12

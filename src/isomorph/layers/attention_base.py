@@ -169,7 +169,9 @@ def like_attention(attention: Attention, make: Callable[..., Layer], **options: 
 def plain_attention(layer: "AttentionBase", tokens: int, atol: float, advice: str) -> Attention:
     """Return the attention that a layer on this number of tokens equals. Raises: ValueError as `require_same`."""
     if not (isinstance(layer.qkv, nn.Linear) and isinstance(layer.proj, nn.Linear)):
-        raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
+        raise ValueError(
+            "the projections of this layer are not nn.Linear; fuse the model first, or revert them too"
+        )
     plain = like_attention(layer, Attention)
     layer.reduce_projection(plain)
     atol = max(atol, torch.finfo(layer.qkv.weight.dtype).eps)

@@ -134,7 +134,8 @@ class RefinedMap(nn.Module):
 
     `refine` is a `Refiner`, `MapConvolution` or `SpatialRefiner`. Unless it is spatial, the map is convolved in the
     order of the tokens, prefix tokens included, as `RefinedAttention` does. Padding adds nothing to the map of real
-    tokens; rows of the map that belong to padding stay as they were.
+    tokens; rows of the map that belong to padding stay as they were. Where queries are other tokens than keys, what the
+    mask forbids is 0 before and after.
 
     Shape: maps (B, H, Nq, Nk) -> the same
     Source: Refiner Fig. 3; differs: regions that a mask separates are convolved separately
@@ -155,6 +156,9 @@ class RefinedMap(nn.Module):
         if call.mask is None:
             return self._refine_over_grid(maps, call) if spatial else self.refine(maps)
         allowed = allowed_pairs(call.mask, maps)
+        has_other_queries = maps.shape[-2] != maps.shape[-1]
+        if has_other_queries and not spatial:
+            return self.refine(maps.masked_fill(~allowed, 0)).masked_fill(~allowed, 0)
         if spatial:
             refined = self._refine_over_grid(maps.masked_fill(~allowed, 0), call)
             return refined.masked_fill(~allowed, 0)

@@ -241,6 +241,13 @@ class KeepsInEval(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
 
+def train_as(layer: nn.Module, *sources: nn.Module) -> None:
+    """Give each parameter of a layer the requires_grad of those of its name in others, True if one of these has it."""
+    for name, parameter in layer.named_parameters():
+        own = [source.get_parameter(name) for source in sources]
+        parameter.requires_grad_(any(x.requires_grad for x in own))
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode within the block, then restore the mode of every module, a frozen BatchNorm's too."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import join_heads, scaled, softmax_map, split_heads
+from isomorph.layers.modes import train_as
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
@@ -89,9 +90,18 @@ class MultiheadLinears(UnfusedMultiheadAttention):
             linear_of(*projection) for projection in projections(original)
         )
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
+        train_as(self.out_proj, original.out_proj)
+        for part, (weight, bias) in zip(self._projections(), _packed(original), strict=True):
+            part.weight.requires_grad_(weight.requires_grad)
+            if bias is not None:
+                part.bias.requires_grad_(bias.requires_grad)
+
+    def _projections(self) -> list[nn.Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
+        inputs = (query, key, value)
+        return [project(x) for project, x in zip(self._projections(), inputs, strict=True)]
 
     @torch.no_grad()
     def to_original(self, atol: float = 0.0) -> nn.MultiheadAttention:
@@ -120,7 +130,13 @@ class MultiheadLinears(UnfusedMultiheadAttention):
             state["out_proj.bias"] = out.bias
         packed = packed.to(q.weight)
         packed.load_state_dict(state)
-        return packed.requires_grad_(q.weight.requires_grad).train(self.training)
+        train_as(packed.out_proj, out)
+        parts = (q, k, v)
+        for weight, bias in _packed(packed):
+            weight.requires_grad_(any(part.weight.requires_grad for part in parts))
+            if bias is not None:
+                bias.requires_grad_(any(part.bias.requires_grad for part in parts))
+        return packed.train(self.training)
 
 
 class JointLinears(nn.Module):
@@ -132,6 +148,7 @@ class JointLinears(nn.Module):
         parts = _with_biases(joint.weight.chunk(len(names)), joint.bias)
         for name, part in zip(names, parts, strict=True):
             setattr(self, name, linear_of(*part))
+            train_as(getattr(self, name), joint)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([getattr(self, name)(x) for name in self.names], -1)
@@ -145,7 +162,16 @@ class JointLinears(nn.Module):
         if parts[0].bias is not None:
             bias = torch.cat([part.bias for part in parts])
         joint = linear_of(weight, bias)
-        return joint.requires_grad_(parts[0].weight.requires_grad).train(self.training)
+        train_as(joint, *parts)
+        return joint.train(self.training)
+
+
+def _packed(layer: nn.MultiheadAttention) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
+    """Return the parameters that hold the weight and bias of queries, keys and values, which may be the same."""
+    names = ["in_proj_weight"] * 3
+    if layer.in_proj_weight is None:
+        names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    return [(layer.get_parameter(name), layer.in_proj_bias) for name in names]
 
 
 def projections(layer: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:

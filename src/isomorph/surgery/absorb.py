@@ -59,6 +59,7 @@ class Absorb(Rule):
     channels: str = _COLOURS
 
     atol = 1e-5
+    is_reverted = False
     keeps_output = False
 
     def __post_init__(self) -> None:

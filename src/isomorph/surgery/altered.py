@@ -28,7 +28,7 @@ class Altered:
 
     def __reduce__(self) -> Any:
         """Pickle by the original class: this class is made at run time."""
-        return _new_altered, (self.mixin, self.original), self.__dict__
+        return _new_altered, (self.mixin, self.original), self.__getstate__()
 
 
 @cached_by_class

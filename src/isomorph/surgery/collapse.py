@@ -36,6 +36,7 @@ class Collapse(Rule):
     parts: tuple[str, ...]
 
     atol = 1e-4
+    is_reverted = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))

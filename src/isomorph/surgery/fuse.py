@@ -46,6 +46,7 @@ class Fuse(Rule):
     """
 
     atol = 1e-4
+    is_reverted = False
 
     def reason(self, site: Site) -> str | None:
         if _has_own_fuse(site.module):

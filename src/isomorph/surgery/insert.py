@@ -22,7 +22,14 @@ from isomorph.surgery.calls import Inputs, map_tensors, run_model, to_model, wit
 from isomorph.surgery.recast import apply_rules, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
-from isomorph.surgery.site import Site, Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.site import (
+    Site,
+    Where,
+    check_each_glob,
+    describe_where,
+    matches_where,
+    nearest_names,
+)
 
 # A function from a number of channels to a block that keeps the shape of its input.
 MakeBlock = Callable[[int], nn.Module]
@@ -152,10 +159,11 @@ class Insert(Rule):
     def build(self, site: Site) -> nn.Module:
         self.check(site)
         module = site.module
+        block: Any = BLOCKS[self.block](self.channels)
+        if not isinstance(block, nn.Module):
+            raise UserError(f"{self.block} returns a {type(block).__name__}, not an nn.Module")
         new = copy_as(module, altered_class(WithBlock, type(module)))
-        new.inserted = InsertedBlock(
-            BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry
-        )
+        new.inserted = InsertedBlock(block, self.channels, self.layout, self.entry)
         return new
 
 
@@ -262,6 +270,7 @@ def _paths_after(model: nn.Module, after: Where) -> Iterator[str]:
         raise UserError(
             f"{describe_where(after, 'after')} matches no module{nearest_names(after, named)}"
         )
+    check_each_glob(after, named, "after")
     for name in selected:
         path = name
         while isinstance(named[path], nn.Sequential) and len(named[path]):

@@ -39,6 +39,7 @@ class Merge(Rule):
     bias: bool = False
 
     atol = 1e-4
+    is_reverted = False
     keeps_output = False
 
     def reason(self, site: Site) -> str | None:

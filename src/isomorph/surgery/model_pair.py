@@ -195,7 +195,9 @@ class ModelPair:
                 repeat_choices(run.model, partial(_call, run), exact_call)
                 for run in (runs.original, runs.other, runs.exact_other)
             ]
-        except DoesNotRun:  # a choice among tensors without shapes, as in torch's fast path of encoders
+        except (
+            DoesNotRun
+        ):  # a choice among tensors without shapes, as in torch's fast path of encoders
             return None
         if any(call.unmatched for call in repeated):
             return None

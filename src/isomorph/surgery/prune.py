@@ -13,7 +13,7 @@ from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.recast import apply_rules, check_finite, check_model
 from isomorph.surgery.rule import Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
-from isomorph.surgery.site import Site, Where, describe_where, matches_where
+from isomorph.surgery.site import Site, Where, check_each_glob, describe_where, matches_where
 
 # Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open.
 TOLERANCE = (0.0, 0.5)
@@ -94,6 +94,7 @@ def _select_prunable(model: nn.Module, where: Where) -> dict[str, Any]:
         raise UserError(
             f"{describe_where(where)} selects no gated attention layer; there are {', '.join(prunable)}"
         )
+    check_each_glob(where, prunable)
     return selected
 
 

@@ -23,6 +23,7 @@ from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, reco
 from isomorph.surgery.site import (
     Site,
     Where,
+    check_each_glob,
     describe_where,
     matches_where,
     nearest_names,
@@ -260,9 +261,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
     names = [site.name for site in choice.sites]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(
-                f"{glob!r} in `where` matches no module{nearest_names(glob, choice.names_of_kind or names)}"
-            )
+            check_each_glob([glob], choice.names_of_kind or names)
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:

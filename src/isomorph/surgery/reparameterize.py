@@ -31,6 +31,7 @@ class Reparameterize(Rule):
     """
 
     atol = 1e-4
+    is_reverted = False
 
     def reason(self, site: Site) -> str | None:
         is_timm = type(site.module).__module__.startswith("timm.")

@@ -19,7 +19,7 @@ from isomorph.surgery.recast import (
     replace_module,
 )
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
-from isomorph.surgery.site import Site, Where, describe_where, matches_where
+from isomorph.surgery.site import Site, Where, check_each_glob, describe_where, matches_where
 
 # Methods by which a recast layer converts back to its original form, if it still computes the same function.
 _REVERT_METHODS = ("to_original", "to_conv", "to_attention")
@@ -102,7 +102,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         name for name, layer in layers.items() if not getattr(layer, "replaces_plain", True)
     }
     lost_names = _names_inside(model, reverted)
-    remaining = _without(edits(model), reverted - converted | lost_names)
+    remaining = _without(edits(model), reverted - converted, lost_names)
     if converted:
         remaining.append(Edit(Revert(), tuple(name for name in layers if name in converted)))
     attach(model)  # the edits before: their rules remove the connections of what is reverted
@@ -117,6 +117,7 @@ def _layers_to_revert(model: nn.Module, where: Where) -> dict[str, nn.Module]:
         name: module for name, module in possible.items() if matches_where(where, name, module)
     }
     if layers:
+        check_each_glob(where, possible)
         return layers
     hint = "for pyramids use fuse"
     if any(possible):
@@ -151,11 +152,13 @@ def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
     return names
 
 
-def _without(edits: Sequence[Edit], names: set[str]) -> list[Edit]:
-    """Return edits without some of their names, but for those that were reverted before and recast again."""
+def _without(edits: Sequence[Edit], reverted: set[str], lost: set[str]) -> list[Edit]:
+    """Return edits without names that are lost, and without what was reverted; what was reverted before stays so."""
     remaining: list[Edit] = []
     for edit in reversed(edits):
         if isinstance(edit.rule, Revert):
-            names = names.difference(edit.names)
-        remaining.append(Edit(edit.rule, tuple(name for name in edit.names if name not in names)))
+            reverted = reverted.difference(edit.names)
+            lost = lost.difference(edit.names)
+        undone = reverted | lost if edit.rule.is_reverted else lost
+        remaining.append(Edit(edit.rule, tuple(name for name in edit.names if name not in undone)))
     return remaining[::-1]

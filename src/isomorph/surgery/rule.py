@@ -48,6 +48,9 @@ class Rule:
     keeps_output: ClassVar[bool] = True
     """False if a replacement computes something else than its module, and only the model computes the same."""
 
+    is_reverted: ClassVar[bool] = True
+    """False if `revert` leaves what the rule did, since there is nothing to convert back to."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _check_members(cls)

@@ -6,7 +6,7 @@ characters, dots too. One may name a part of a joint projection: `attn.v` of `at
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
@@ -188,6 +188,16 @@ def matches_where(where: Where, name: str, module: nn.Module, inside: bool = Fal
         if fnmatchcase(name, glob) or (inside and fnmatchcase(name, f"{glob}.*")):
             return True
     return False
+
+
+def check_each_glob(globs: Where, names: Collection[str], argument: str = "where") -> None:
+    """Raise UserError for one of several globs that matches none of these names."""
+    if callable(globs) or isinstance(globs, str):
+        return
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = nearest_names(glob, names)
+            raise UserError(f"{glob!r} in `{argument}` matches no module{near}")
 
 
 def describe_where(where: Where, argument: str = "where") -> str:

@@ -32,6 +32,7 @@ class Unstride(Rule):
     """
 
     atol = 0.0
+    is_reverted = False
     kind = (nn.Module,)
 
     def reason(self, site: Site) -> str | None:

@@ -19,6 +19,7 @@ from isomorph.surgery.calls import (
     describe_shape,
     first_of,
     map_floats,
+    map_tensors,
     relative,
     run_model,
     sides_of_images,
@@ -257,7 +258,8 @@ def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
         if min(sides) > 1:
             yield "half the size", with_sides(batch, H // 2, W // 2)
         if max(sides) <= _DOUBLED:
-            yield "twice the size", with_sides(first_of(batch), 2 * H, 2 * W)
+            two = map_tensors(batch, lambda x: x[:2] if x.ndim else x)
+            yield "twice the size", with_sides(two, 2 * H, 2 * W)
     yield from with_other_lengths(batch)
     if has_floats:
         yield "zeros", map_floats(batch, torch.zeros_like)

@@ -21,7 +21,8 @@ from isomorph.layers.attention_base import copy_parts, scaled, softmax_map
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import require_same
+from isomorph.layers.modes import require_same, train_as
+from isomorph.layers.unfused_multihead import plain_linears
 
 
 @register_notrace_module
@@ -212,6 +213,7 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals. Raises: ValueError as `require_same`: gates not open."""
+        plain_linears(self, ("qk", "v"))
         dim = self.v.in_features
         attention = Attention(dim, self.num_heads, qkv_bias=self.v.bias is not None)
         attention.to(self.v.weight).train(self.training)
@@ -221,5 +223,5 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         copy_parts(self, attention, ("proj", "proj_drop", "q_norm", "k_norm"))
         advice = "keep it, or open the gates with set_gating(gate=-15)"
         require_same(self, attention, (1, self.num_tokens, dim), atol, advice)
-        attention.qkv.requires_grad_(self.qk.weight.requires_grad)
+        train_as(attention.qkv, self.qk, self.v)
         return attention

@@ -11,6 +11,7 @@ from torch import nn
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.attention_base import ATTENTION_PARTS, copy_parts, has_usual_scale
 from isomorph.layers.grid import GridSize
+from isomorph.layers.modes import train_as
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -50,7 +51,8 @@ def attention_mismatch(module: nn.Module) -> str | None:
         if stand_in:
             return f"its {name} {stand_in}"
         kind = class_name(projection)
-        return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
+        advice = "recast the attention before its projections, or revert them first (iso.revert)"
+        return f"its {name} is a {kind}, not an nn.Linear; {advice}"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     attachments = describe_attachments(module.attn_drop)
@@ -158,6 +160,6 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
             elif name == "bias":
                 gpsa.v.bias.zero_()
         for part in (gpsa.qk, gpsa.v):
-            part.requires_grad_(qkv.weight.requires_grad)
+            train_as(part, qkv)
         copy_parts(module, gpsa, ("proj", "proj_drop", "q_norm", "k_norm"))
         return gpsa

@@ -34,6 +34,7 @@ class ConvToConvNorm(Rule):
     """What BatchNorm adds to the variance."""
 
     atol = 1e-4
+    is_reverted = False
     kind = (nn.Conv2d,)
 
     def __post_init__(self) -> None:

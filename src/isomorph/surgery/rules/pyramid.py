@@ -162,6 +162,7 @@ class LinearToPyramid(Rule):
     """closed: one layer on the tokens, in training too; branches: every branch on all tokens, as the paper trains."""
 
     atol = 1e-4
+    is_reverted = False
     kind = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts = True
 

@@ -157,6 +157,12 @@ class WindowAttention(AlteredAttention):
             self._is_global = bool(self.share == 1)
         return self._is_global
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        if self.pruned and not self.share.is_meta:
+            self.set_share(0.0)
+        self._is_open()  # compiled code does not look at the buffer
+
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
         if self._is_open() and (self._is_checked or torch.compiler.is_compiling()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
