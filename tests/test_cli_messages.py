@@ -66,6 +66,8 @@ from refusals import refused
             "thorough=True tries them; ema=False takes",
             "--thorough tries them; --no-ema takes",
         ),
+        ("fuse", "thorough=True tries them", "isomorph verify --thorough tries them"),
+        ("analyze", "where=['a*'] matches", "--layers a* matches"),
         ("fuse", "(across=False); only_forward=True", "(--no-across); only_forward=True"),
         ("fuse", "base=NAME or base=Net(3) of", "--arch NAME or --arch package.module:function of"),
         ("train", "model.kwargs.NAME=VALUE", "--model.kwargs.NAME VALUE"),
@@ -179,6 +181,10 @@ def test_python_is_told_of_arguments_and_the_command_of_options(case, tmp_path, 
         (
             "--image IMAGE --num-classes 3 3 --json",
             "--num-classes takes one value, not 3 and 3; see `isomorph analyze --help`",
+        ),
+        (
+            "--imge IMAGE",
+            "unknown option: --imge; did you mean --image?",
         ),
         (
             "--json more less --image IMAGE",

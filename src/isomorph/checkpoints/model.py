@@ -262,7 +262,8 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
             num_built = _count_numbers(build().state_dict())
         if num_built > max(5 * num_stored, _ALWAYS_ALLOWED_NUMEL):
             raise UserError(
-                f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds {num_stored:,}"
+                f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds "
+                f"{num_stored:,}: give another architecture"
             )
         return build()
     except UserError:

@@ -38,6 +38,8 @@ def require_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"cannot write {path}: a part of its folder is a file") from None
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

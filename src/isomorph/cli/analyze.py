@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isomorph.checkpoints.paths import is_function
 from isomorph.cli import options as opt
+from isomorph.cli.messages import name_options
 from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
@@ -419,7 +420,9 @@ def _accuracy_points(
         try:
             cost = run_cost(log.folder, options)
         except UserError as error:
-            log.problems.append(f"its cost was not counted: {error}")
+            problem = f"its cost was not counted: {name_options(str(error), 'compare')}"
+            log.problems.append(problem)
+            say(f"isomorph: {log.name}: {problem}", sys.stderr)
             continue
         run_points.append(
             AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost)

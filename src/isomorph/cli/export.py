@@ -151,7 +151,9 @@ def quantize(
 
 
 def _accuracy(model: Any, images: Any, name: str) -> JsonObject:
-    metrics = iso.evaluate(model, track_steps(images, f"{name} on test images", len(images)))
+    metrics = iso.evaluate(
+        model, track_steps(images, f"{name} on test images, in batches", len(images))
+    )
     return {key: round(metrics[key], 4) for key in ("top1", "nll", "images")}
 
 

@@ -1,11 +1,13 @@
 """Messages in the words of the command line: errors of the parser, of torch and of the library."""
 
 import re
+from difflib import get_close_matches
 
 from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from isomorph.cli.options import app
 from isomorph.cli.tables import tables
+from isomorph.errors import did_you_mean
 
 # What the library writes as name=VALUE or `name` is an argument; calls in Python code stay as they are.
 _VALUE = r"\([^()]*\)|\[[^\]]*\]|'[^']*'|[^\s;,()`]+(?:\([^()]*\))?"
@@ -23,6 +25,7 @@ _OTHER_NAMES = {
     "data.source": ("data", "data.source"),
     "model.kwargs": ("model-kwargs", "model.kwargs"),
     "test_fraction": ("split", "data.split"),
+    "where": ("where", "layers", "model.recast.where"),
 }
 # Arguments of timm.create_model, which a command takes together as one option.
 _MODEL_ARGUMENTS = ("img_size", "patch_size")
@@ -36,6 +39,8 @@ def name_options(message: str, command: str = "") -> str:
         name = match["name"] or match["quoted"] or match["field"]
         if name is None:
             return match[0]
+        if name == "thorough" and command and name not in options:
+            return "isomorph verify --thorough"
         return _typed(name, match["value"], options) or match[0]
 
     return _ARGUMENT.sub(as_option, message)
@@ -120,6 +125,9 @@ def explain_parse_error(error: CycloptsError) -> str:
     see = f"; see `isomorph {command} --help`" if command else ""
     if isinstance(error, MissingArgumentError) and error.argument:
         name = error.keyword or error.argument.name
+        unknown = _unknown_option(error)
+        if unknown:
+            return unknown
         if error.keyword or error.argument.tokens:
             return f"{name} needs a value{see}"
         return f"{command} needs {name}{see}"
@@ -137,6 +145,21 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError) and not text.endswith("?"):
         return text + see
     return text
+
+
+def _unknown_option(error: MissingArgumentError) -> str:
+    """Return that a command has no option of a name that was given, in place of one that is missing; else nothing."""
+    tokens = error.root_input_tokens or []
+    if not tokens or tokens[0] not in app:
+        return ""
+    names: set[str] = set()
+    for argument in app[tokens[0]].assemble_argument_collection():
+        names.update(argument.names)
+    for token in tokens[1:]:
+        option = token.partition("=")[0]
+        if option.startswith("--") and option not in names and get_close_matches(option, names):
+            return f"unknown option: {option}; {did_you_mean(option, names, '')}"
+    return ""
 
 
 def _explain_second_value(error: UnusedCliTokensError) -> str:

@@ -74,6 +74,12 @@ def open_given(
     return model
 
 
+def open_unread(name: str) -> nn.Module:
+    """Open a model whose weights are not read. Raises: UserError when there is no such model."""
+    options = library_options(CheckpointOptions())
+    return open_model(_on_disk(name), pretrained=False, options=options)
+
+
 def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
     """Note what is taken for granted of a user's own model: its weights, and the images that it was trained on."""
     weights = "" if weighted else "its weights are those that the function returns; "

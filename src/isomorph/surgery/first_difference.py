@@ -70,7 +70,7 @@ class FirstDifference:
             f" (max |diff| {self.absolute_before:.2g}, {self.absolute_after:.2g})"
         )
         if math.isinf(self.after):
-            sizes = f"relative difference {self.before:.2g} before it; after it no value has its size or is finite"
+            sizes = f"relative difference {self.before:.2g} before it; the other model has no value to compare it with"
         return "; ".join([f"{location}: {sizes}", *self.reasons])
 
 

@@ -336,11 +336,17 @@ def _results_section(logs: Sequence[RunLog]) -> Section:
     counts = {log.test_images for log in logs}
     images = counts.pop() if len(counts) == 1 else None
     best = {log.name: log.best_top1 for log in logs}
+    sources = dict.fromkeys(filter(None, (log.data_source for log in logs)))
+    finding = runs_finding(best, images)
+    if len(sources) > 1:
+        finding = (
+            f"The runs have other test sets ({', '.join(sources)}): their top-1 are not compared."
+        )
     return Section(
         "Final results",
         table=_results_table(logs),
         details=details,
-        finding=runs_finding(best, images),
+        finding=finding,
         guide=guides.RESULTS,
     )
 

@@ -25,6 +25,12 @@ class RunLog:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def data_source(self) -> str | None:
+        """The name of the data source, None where the recipe does not say."""
+        source = (self.recipe.get("data") or {}).get("source")
+        return None if source is None else str(source)
+
+    @property
     def best_top1(self) -> float | None:
         """The highest top-1 after an epoch, None where none was measured."""
         measured = []

@@ -314,6 +314,12 @@ class _Port:
         if self.kept_in_part:
             names = list_names(self.kept_in_part)
             yield f"numbers that no image read, which the target keeps: {names}"
+        shapes = [_output_shapes(graph) for graph in (self.source_graph, self.target_graph)]
+        if not equal and len(shapes[0]) == len(shapes[1]) and shapes[0] != shapes[1]:
+            yield (
+                f"the outputs have other shapes: {', '.join(shapes[0])} in the source, {', '.join(shapes[1])} in the "
+                "target; if these are classes, build the target with as many"
+            )
         if equal:
             for row in rows:
                 if row.own == "target" and row.other == "nothing":
@@ -445,6 +451,10 @@ class _Port:
         only = self.assignment.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
         return has_head and _are_heads(self.target_graph, only)
+
+
+def _output_shapes(graph: Graph) -> list[str]:
+    return [describe_shape(graph.values[slot]) for slot in graph.record.outputs.values()]
 
 
 def _bits_of(model: nn.Module) -> int:

@@ -113,6 +113,9 @@ class PortReport:
             return (
                 f"{verdict}; with the source's settings they are equal, which was tried: {values}"
             )
+        for note in self.notes:
+            if note.startswith("the outputs have other shapes"):
+                return f"NOT equal: {note}"
         alone = [note for note in self.notes if "alone" in note]
         if alone:  # says more than the first place where the models part
             return "; ".join(["NOT equal: one model computes more than the other", *alone])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +22,12 @@ from isomorph.lab.training.run.snapshot import (
     read_layout,
     read_tensors_into,
 )
+
+
+def weights_in(folder: Path) -> Path | None:
+    """Return the weights of a run, of an unfinished one those of its best epoch; None before the first."""
+    files = [folder / "model.safetensors", folder / "best.safetensors"]
+    return next(filter(Path.is_file, files), None)
 
 
 def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
@@ -46,9 +53,10 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
         old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
     changed = changed_fields(old, new)
     if changed:
+        weights = weights_in(folder)
+        from_there = f" (model.weights={weights} starts from this run's weights)" if weights else ""
         raise UserError(
-            f"{folder} has another run ({'; '.join(changed)}); give `out` another folder "
-            f"(model.weights={folder / 'model.safetensors'} starts from this run's weights)"
+            f"{folder} has another run ({'; '.join(changed)}); give `out` another folder{from_there}"
         )
     return snapshot
 

@@ -17,6 +17,7 @@ from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
+from isomorph.lab import recipes
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
 from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
@@ -36,7 +37,7 @@ from isomorph.lab.training.run.named_state import (
     owner_name,
     split_optimizer,
 )
-from isomorph.lab.training.run.resume import Resume, find_snapshot
+from isomorph.lab.training.run.resume import Resume, find_snapshot, weights_in
 from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Mix, Task
 from isomorph.operations import copy_module
@@ -327,10 +328,11 @@ def _check_file(field: str, path: Path | None) -> None:
     if not path or path.is_file():
         return
     if path.is_dir():
-        raise UserError(
-            f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}"
-        )
+        file = weights_in(path) or path / "model.safetensors"
+        raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {file}")
     hint = ""
-    if path.parts[0] == "runs" and path.parts[1:]:
+    if path.parts[0] == "runs" and path.parts[1:] and path.parts[1] in recipes.RECIPES:
         hint = f"; `isomorph train {path.parts[1]}` creates it"
+    elif path.parent.is_dir() and weights_in(path.parent):
+        hint = f"; its run is not finished, and {weights_in(path.parent)} is there"
     raise UserError(f"{field}: {path} does not exist{hint}")
