@@ -161,3 +161,24 @@ def test_a_layer_called_weight_is_no_packed_weight():
     new, report = fuse_with_report(model, x)
     assert list(report.merged) == ["norm"]
     assert deviation(new(x), model(x)) < 1e-12
+
+
+class Written(Encoder):
+    """A part of what the norm reads is written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Conv2d(6, 4, 3, padding=1)  # which cannot take a shift
+
+    def forward(self, x):
+        y = self.conv(x)
+        y[:, :2].relu_()
+        return self.head(self.norm(y))
+
+    logits = None
+
+
+@torch.no_grad()
+def test_a_write_in_place_is_named():
+    _, report = fuse_with_report(drawn(Written()), torch.randn(2, 3, 16, 16))
+    assert report.left["norm"].startswith("it follows a write in place")

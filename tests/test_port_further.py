@@ -492,3 +492,16 @@ def test_half_of_the_tokens_is_compared_where_twice_as_many_do_not_fit():
     report = iso.port_weights(source, Text(most=40), ids)
     assert "two sequences of half the tokens, 2x10" in report.further[-1].inputs
     assert "not compared on two sequences of twice the tokens: " in report.notes[-1]
+
+
+def test_another_number_of_classes_is_said():
+    def classifier(classes):
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+        )
+
+    report = iso.port_weights(classifier(10), classifier(5), torch.rand(1, 3, 8, 8), partial=True)
+    assert (
+        "NOT equal: the outputs have other shapes: 1x10 in the source, 1x5 in the target"
+        in report.verdict
+    )

@@ -363,6 +363,18 @@ class TestRuns:
         assert list(line_of_b.y) == [10, 20]
         assert recipes.table == [["field", "a", "b"], ["optim.lr", "0.1", "0.2"]]
 
+    def test_runs_on_other_test_sets_have_no_winner(self, tmp_path):
+        folders = []
+        for name, source in (("a", "digits"), ("b", "cifar10")):
+            folder = write_run(tmp_path / name)
+            path = folder / "recipe.json"
+            recipe = json.loads(path.read_text())
+            path.write_text(json.dumps(recipe | {"data": {"source": source}}))
+            folders.append(folder)
+        first, *_ = report.compare_sections(report.read_run_logs(folders))
+        expected = "The runs have other test sets (digits, cifar10): their top-1 are not compared."
+        assert first.finding == expected
+
     def test_curves_are_thinned_to_means_and_reduced_over_layers(self):
         rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * MAX_CURVE_POINTS)]
         not_drawn = [{"step": 3, "loss": NAN}, {"step": None, "loss": 1}]

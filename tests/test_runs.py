@@ -13,19 +13,21 @@ import torch
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.lab.distributed import Runtime
+from isomorph.lab.recipes import load_recipe
 from isomorph.lab.training.history import saved_models
 from isomorph.lab.training.open import open_model
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import lock_folder, stop_requests
 from isomorph.lab.training.run.log import ClosableStream, read_log
 from isomorph.lab.training.run.named_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.lab.training.run.resume import weights_in
 from isomorph.lab.training.run.snapshot import (
     digest_of,
     list_snapshots,
     newest_snapshot,
     read_snapshot,
 )
-from isomorph.lab.training.run.state import Run
+from isomorph.lab.training.run.state import Run, check_files
 from refusals import refused
 from test_own_images import images
 from tiny_runs import same_snapshots, stopped_run
@@ -328,3 +330,15 @@ def test_random_weights_are_said_aloud_and_a_resumed_run_is_not_asked(tmp_path):
         tmp_path / "w.safetensors",
     )
     assert Run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))
+
+
+def test_an_unfinished_run_is_continued_from_weights_that_it_has(tmp_path):
+    assert weights_in(tmp_path) is None
+    (tmp_path / "best.safetensors").touch()
+    assert weights_in(tmp_path) == tmp_path / "best.safetensors"
+    recipe = load_recipe("finetune", [f"model.weights={tmp_path}"])
+    refused("is a folder; give a checkpoint in it, like .*best.safetensors", check_files, recipe)
+    recipe = load_recipe("finetune", [f"model.weights={tmp_path / 'model.safetensors'}"])
+    refused("its run is not finished, and .*best.safetensors is there", check_files, recipe)
+    (tmp_path / "model.safetensors").touch()
+    assert weights_in(tmp_path) == tmp_path / "model.safetensors"

@@ -113,6 +113,8 @@ def analyze(
         texts = [series_table("F_k", evolutions), ""]
     measured["heads"] = {}
     for section in sections:
+        if section.details and section.details.summary.endswith("not drawn"):
+            say(f"isomorph: {section.details.summary}: {section.details.lines[0]}", sys.stderr)
         for chart in section.charts:
             if isinstance(chart, Dots):
                 measured["heads"][chart.title] = chart.series

@@ -247,7 +247,7 @@ class AffineValues:
         """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
         names = self.flow.names[id(weight)]
         if len(names) > 1:
-            return "", f"the weight of {names[0]} is tied"
+            return "", f"{names[0]} is tied"
         name = parent_name(names[0])
         module = self.model.get_submodule(name)
         shown_name = name or "the model"
@@ -361,7 +361,10 @@ class AffineValues:
         if value in self.rejected:
             return self.rejected[value]
         operation = self.flow.operation_of.get(value)
-        return f"it follows {operation.name}" if operation else "it reads the model's input"
+        if operation:
+            return f"it follows {operation.name}"
+        _, version = value
+        return "it follows a write in place" if version else "it reads the model's input"
 
     def _by_channel(self, base: Affine, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor] | str:
         """Return gain and shift of the value by channel of its start, or why it has none.
