@@ -29,6 +29,7 @@ RECAST = ["recast", "resnet18", "--where", "layer4.*"]
 AT_ONCE = {
     "version": (["--version"], 0),
     "recipes": (["recipes"], 0),
+    "table": (["table"], 0),
     "models": (["models"], 0),
     "help": (["export", "--help"], 0),
     "command": (["recats"], 2),

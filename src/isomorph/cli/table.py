@@ -4,7 +4,8 @@ from pathlib import Path
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, show
-from isomorph.terminal_tables import print_table, say
+from isomorph.cli.tables import tables
+from isomorph.terminal_tables import print_table, print_text_table, say
 
 
 @opt.command
@@ -34,10 +35,16 @@ def table(
         File for a page with the table and its charts; by default none.
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
+    if name is None:
+        listed = tables()["published"]
+        if json_:
+            show(True, listed)
+        else:
+            print_text_table([["table", "what"], *([x["name"], x["title"]] for x in listed)])
+        return
     with opt.loading():
         from isomorph.lab.recipes.tables import (
             find_table,
-            published_tables,
             table_with_evaluations,
             table_with_runs,
         )
@@ -49,14 +56,6 @@ def table(
             published_table,
         )
         from isomorph.lab.report.run_files import read_run_logs
-    if name is None:
-        listed = []
-        shown = [["table", "what"]]
-        for each in published_tables().values():
-            listed.append({"name": each.name, "title": each.title})
-            shown.append([each.name, each.title])
-        show(json_, listed, shown)
-        return
     files: list[Path] = []
     folders: list[Path] = []
     for path in runs or []:

@@ -11,5 +11,5 @@ PATH = Path(__file__).with_name("tables.json")
 
 @cache
 def tables() -> JsonObject:
-    """Return the contents of tables.json: `models`, `rules`, and what is known of recipes."""
+    """Return the contents of tables.json: `models`, `rules`, published tables, and what is known of recipes."""
     return json.loads(PATH.read_text())

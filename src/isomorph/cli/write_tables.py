@@ -13,6 +13,7 @@ from isomorph.analysis.cost import count_parameters
 from isomorph.cli.tables import PATH
 from isomorph.json_values import JsonObject
 from isomorph.lab.data.streams import IMAGE_SOURCES
+from isomorph.lab.recipes.tables import published_tables
 from isomorph.lab.training.recipe.recipe import closed_groups, document_fields
 from isomorph.lab.training.recipe.rule_options import rule_options, rule_texts
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
@@ -30,6 +31,7 @@ def library_tables() -> JsonObject:
         "recipe_help": document_fields(),
         "recipe_fields": closed_groups(),
         "sources": sorted(sources),
+        "published": [{"name": x.name, "title": x.title} for x in published_tables().values()],
     }
 
 
