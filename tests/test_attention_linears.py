@@ -108,6 +108,10 @@ def test_packed_parameters_that_are_frozen_in_part_stay_so():
     linears = iso.recast(model, iso.AttentionToLinears(), where="0")
     assert trained(linears) == ["0.out_proj.bias", "0.out_proj.weight"]
     assert trained(iso.revert(linears)) == trained(model)
+    other_widths = nn.Sequential(nn.MultiheadAttention(16, 4, kdim=12, vdim=10))
+    other_widths[0].q_proj_weight.requires_grad_(False)
+    linears = iso.recast(other_widths, iso.AttentionToLinears(), where="0")
+    assert trained(iso.revert(linears)) == trained(other_widths)
     model.requires_grad_(True)
     model[0].out_proj.requires_grad_(False)
     assert trained(iso.revert(iso.recast(model, iso.AttentionToLinears(), where="0"))) == trained(

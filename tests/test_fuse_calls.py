@@ -1,5 +1,7 @@
 """By which calls `fuse` compares: other sizes of any inputs, methods, inherited ones too, and arguments of forward."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,10 @@ class Padded(nn.Module):
         self.norm = norm(6)
         self.down = conv(6, 4, 4, 4)
 
-    def forward(self, x, mask=None):
+    def forward(self, x, mask=None, scale=None):
         y = self.norm(self.conv(x).relu())
+        if scale is not None:
+            y = y * scale[:, None, None, None]
         if mask is not None:
             y = y * mask[:, None]
         sides = [n for side in y.shape[: -1 - self.axes : -1] for n in (0, -side % 4)]
@@ -38,6 +42,7 @@ BATCHES = {
     "images": torch.randn(2, 3, *SIDES),
     "images by name": {"x": torch.randn(2, 3, *SIDES)},
     "images with a mask": {"x": torch.randn(2, 3, *SIDES), "mask": torch.ones(2, *SIDES)},
+    "images with numbers": {"x": torch.randn(2, 3, *SIDES), "scale": torch.ones(2)},
     "several batches": [torch.randn(2, 3, *SIDES), torch.randn(1, 3, *SIDES)],
 }
 
@@ -77,8 +82,10 @@ class Encoder(nn.Module):
     def forward(self, x):
         return self.head(self.logits(x)).softmax(1)
 
+    called: ClassVar[list[str]] = []
+
     def save_features(self, x):
-        raise AssertionError("not to be called")
+        self.called.append("save_features")
 
 
 class LogProb(Encoder):
@@ -107,6 +114,7 @@ def test_what_a_method_gives_stays(kind, method):
     x = torch.randn(2, 3, 16, 16).double()
     new, report = fuse_with_report(model, x)
     assert method in report.entry_points
+    assert not model.called
     assert "norm" in report.left
     assert deviation(getattr(new, method)(x), getattr(model, method)(x)) < 1e-12
 
@@ -155,7 +163,7 @@ class Gate(nn.Module):
 
 
 @torch.no_grad()
-def test_a_layer_called_weight_is_no_packed_weight():
+def test_a_layer_called_weight_is_not_a_packed_weight():
     model = drawn(Gate())
     x = torch.randn(2, 3, 8, 8).double()
     new, report = fuse_with_report(model, x)

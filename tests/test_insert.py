@@ -324,7 +324,7 @@ def test_a_layer_with_a_state_of_its_own_is_pickled_after_an_insertion():
     assert torch.equal(again(x)[0], new(x)[0])
 
 
-def test_a_function_that_makes_no_module_is_refused():
+def test_a_function_that_does_not_make_a_module_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 8, 3))
     refused(
         "returns a NoneType, not an nn.Module", iso.insert, model, lambda channels: None, "0", X
@@ -333,9 +333,9 @@ def test_a_function_that_makes_no_module_is_refused():
 
 def test_each_glob_of_a_list_selects_something():
     model = timm.create_model("cifar_resnet20").eval()
-    message = r"'layer9.\*' in `{}` matches no module"
+    message = r"'layer9.\*' in `{}` matches no {}"
     globs = ["layer3.0.conv1", "layer9.*"]
-    refused(message.format("after"), iso.insert, model, MapAttention, globs)
+    refused(message.format("after", "module"), iso.insert, model, MapAttention, globs)
     attending = iso.recast(model, iso.ConvToGPSA(), where="layer3.*.conv?")
-    refused(message.format("where"), iso.revert, attending, globs)
-    refused(message.format("where"), iso.prune, attending, 0.01, globs)
+    refused(message.format("where", "layer that can be reverted"), iso.revert, attending, globs)
+    refused(message.format("where", "gated attention layer"), iso.prune, attending, 0.01, globs)

@@ -325,23 +325,20 @@ def test_timms_attention_with_another_scale_or_dropout_keeps_its_function(fused,
     torch.testing.assert_close(edited(x), expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("queries", [5, 7])
 @torch.no_grad()
-def test_refined_cross_attention_takes_masks():
+def test_refined_cross_attention_takes_masks(queries):
     layer = nn.TransformerDecoderLayer(16, 4, 32, batch_first=True).eval()
     model = nn.Sequential(layer)
     new = iso.recast(model, iso.AttentionToRefined(), where="0.multihead_attn")
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 4:] = True
-    target = torch.randn(2, 5, 16)
+    target = torch.randn(2, queries, 16)
     memory = torch.randn(2, 7, 16)
     out = layer(target, memory, memory_key_padding_mask=padding)
     torch.testing.assert_close(new[0](target, memory, memory_key_padding_mask=padding), out)
     # also with a kernel that reads neighbours, what is padded plays no part
     for parameter in new[0].multihead_attn.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
-    changed = memory.clone()
-    changed[0, 4:] += 1
-    torch.testing.assert_close(
-        new[0](target, memory, memory_key_padding_mask=padding),
-        new[0](target, changed, memory_key_padding_mask=padding),
-    )
+    out = new[0](target, memory, memory_key_padding_mask=padding)
+    torch.testing.assert_close(out[:1], new[0](target[:1], memory[:1, :4]))

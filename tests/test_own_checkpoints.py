@@ -402,7 +402,7 @@ def test_broken_files_are_named_in_one_line(tmp_path):
     for name, content, said in (
         ("half.pth", whole[:100_000], "may be truncated"),
         ("empty.pth", b"", "may be truncated"),
-        ("empty.safetensors", b"", "may be truncated: it is empty"),
+        ("empty.safetensors", b"", "empty.safetensors: it is empty"),
         ("picture.safetensors", b"\x89PNG" + bytes(100), "truncated or of another format"),
         ("optimizer.pth", optimizer, "holds no weights, only the state of an optimiser"),
         ("list.pth", [1, 2], "holds a list, not a dictionary of tensors"),

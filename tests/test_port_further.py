@@ -449,12 +449,12 @@ def test_an_output_without_tensors_is_an_error():
     refused("the output of the target has no tensors", iso.port_weights, Net(), number, images)
 
 
-def test_numbers_of_the_output_that_are_no_tensors_are_named_as_not_compared():
+def test_numbers_of_the_output_that_are_not_tensors_are_named_as_not_compared():
     def summed():
         return give_random_weights(Summed(lambda y: {"y": y, "sum": y.sum().item()}))
 
     report = iso.port_weights(summed(), summed(), torch.rand(1, 3, 8, 8))
-    assert report.notes == ("numbers that are no tensors are not compared: sum",)
+    assert report.notes == ("values of the output that are not tensors are not compared: sum",)
 
 
 class Text(nn.Module):
@@ -481,7 +481,7 @@ def test_longer_sequences_are_compared(named):
     inputs = {"ids": ids, "mask": torch.ones_like(ids)} if named else ids
     source = give_random_weights(Text(most=40))
     report = iso.port_weights(source, Text(most=40), inputs)
-    assert "two sequences of twice the tokens" in report.further[-1].inputs
+    assert "two sequences with twice the tokens" in report.further[-1].inputs
     other = iso.port_weights(source, Text(most=12), inputs, partial=True)
     assert not other.equal
 
@@ -490,8 +490,8 @@ def test_half_of_the_tokens_is_compared_where_twice_as_many_do_not_fit():
     ids = torch.arange(20)[None]
     source = give_random_weights(Text(most=40))
     report = iso.port_weights(source, Text(most=40), ids)
-    assert "two sequences of half the tokens, 2x10" in report.further[-1].inputs
-    assert "not compared on two sequences of twice the tokens: " in report.notes[-1]
+    assert "two sequences with half the tokens, 2x10" in report.further[-1].inputs
+    assert "not compared on two sequences with twice the tokens: " in report.notes[-1]
 
 
 def test_another_number_of_classes_is_said():

@@ -372,7 +372,9 @@ class TestRuns:
             path.write_text(json.dumps(recipe | {"data": {"source": source}}))
             folders.append(folder)
         first, *_ = report.compare_sections(report.read_run_logs(folders))
-        expected = "The runs have other test sets (digits, cifar10): their top-1 are not compared."
+        expected = (
+            "The runs have different test sets (digits, cifar10): their top-1 cannot be compared."
+        )
         assert first.finding == expected
 
     def test_curves_are_thinned_to_means_and_reduced_over_layers(self):

@@ -90,13 +90,11 @@ def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tenso
             names = file.keys() if tensors else ()
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except Exception as error:  # safetensors raises many types for a damaged file
+        if not path.stat().st_size:
+            raise UserError(f"cannot read checkpoint {path}: it is empty") from None
         raise UserError(
-            f"cannot read checkpoint {path} ({short_reason(error)}); it may be {_damage(path)}"
+            f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or of another format"
         ) from None
-
-
-def _damage(path: Path) -> str:
-    return "truncated or of another format" if path.stat().st_size else "truncated: it is empty"
 
 
 def _require_file(path: Path) -> None:

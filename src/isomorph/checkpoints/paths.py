@@ -39,7 +39,9 @@ def require_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"cannot write {path}: a part of its folder is a file") from None
+        raise UserError(
+            f"cannot write {path}: a folder in its path is a file; give another path"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

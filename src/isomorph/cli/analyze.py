@@ -114,7 +114,8 @@ def analyze(
     measured["heads"] = {}
     for section in sections:
         if section.details and section.details.summary.endswith("not drawn"):
-            say(f"isomorph: {section.details.summary}: {section.details.lines[0]}", sys.stderr)
+            for line in section.details.lines:
+                say(f"isomorph: {section.details.summary}: {line}", sys.stderr)
         for chart in section.charts:
             if isinstance(chart, Dots):
                 measured["heads"][chart.title] = chart.series

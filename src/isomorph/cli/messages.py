@@ -148,15 +148,15 @@ def explain_parse_error(error: CycloptsError) -> str:
 
 
 def _unknown_option(error: MissingArgumentError) -> str:
-    """Return that a command has no option of a name that was given, in place of one that is missing; else nothing."""
+    """Return the message for a misspelt option, which the parser reports as a missing argument; "" if there is none."""
     tokens = error.root_input_tokens or []
     if not tokens or tokens[0] not in app:
         return ""
     names: set[str] = set()
     for argument in app[tokens[0]].assemble_argument_collection():
-        names.update(argument.names)
+        names.update(name.replace("_", "-") for name in argument.names)
     for token in tokens[1:]:
-        option = token.partition("=")[0]
+        option = token.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in names and get_close_matches(option, names):
             return f"unknown option: {option}; {did_you_mean(option, names, '')}"
     return ""

@@ -74,8 +74,8 @@ def open_given(
     return model
 
 
-def open_unread(name: str) -> nn.Module:
-    """Open a model whose weights are not read. Raises: UserError when there is no such model."""
+def open_without_weights(name: str) -> nn.Module:
+    """Open a model without reading its weights. Raises: UserError when there is no such model."""
     options = library_options(CheckpointOptions())
     return open_model(_on_disk(name), pretrained=False, options=options)
 

@@ -40,14 +40,14 @@ def port(
     with opt.loading():
         from torch import Tensor
 
-        from isomorph.cli.open_models import open_given, open_unread
+        from isomorph.cli.open_models import open_given, open_without_weights
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     with spinner("port") as show_step:
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
         try:
-            second = open_unread(target)
+            second = open_without_weights(target)
         except UnknownModel as error:
             raise UserError(
                 f"{target} does not say what model it is, and its weights are not read: give a model of timm or "

@@ -34,16 +34,18 @@ class MapCall(NamedTuple):
     `mask` is the layer's attention mask, or None. `shapes` are sizes of windows, feature maps or the image. The tokens
     cover one of them evenly, from which their grid follows. `prefix` tokens come before the grid. `places`, for tokens
     that are not on a grid in its order, returns the (row, column) of queries and keys from their numbers.
+    `other_queries`: queries are other tokens than keys.
 
     Example:
         >>> iso.layers.MapCall(shapes=((14, 14),), prefix=1)
-        MapCall(mask=None, shapes=((14, 14),), prefix=1, places=None)
+        MapCall(mask=None, shapes=((14, 14),), prefix=1, places=None, other_queries=False)
     """
 
     mask: Tensor | None = None
     shapes: tuple[GridSize, ...] = ()
     prefix: int = 0
     places: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
+    other_queries: bool = False
 
 
 def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class RefinedMap(nn.Module):
         if call.mask is None:
             return self._refine_over_grid(maps, call) if spatial else self.refine(maps)
         allowed = allowed_pairs(call.mask, maps)
-        has_other_queries = maps.shape[-2] != maps.shape[-1]
+        has_other_queries = call.other_queries or maps.shape[-2] != maps.shape[-1]
         if has_other_queries and not spatial:
             return self.refine(maps.masked_fill(~allowed, 0)).masked_fill(~allowed, 0)
         if spatial:

@@ -241,10 +241,10 @@ class KeepsInEval(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
 
-def train_as(layer: nn.Module, *sources: nn.Module) -> None:
-    """Give each parameter of a layer the requires_grad of those of its name in others, True if one of these has it."""
+def match_requires_grad(layer: nn.Module, *sources: nn.Module) -> None:
+    """Set requires_grad of each parameter of a layer: True if a source's parameter of the same name has it."""
     for name, parameter in layer.named_parameters():
-        own = [source.get_parameter(name) for source in sources]
+        own = [operator.attrgetter(name)(source) for source in sources]
         parameter.requires_grad_(any(x.requires_grad for x in own))
 
 

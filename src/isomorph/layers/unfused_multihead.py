@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import join_heads, scaled, softmax_map, split_heads
-from isomorph.layers.modes import train_as
+from isomorph.layers.modes import match_requires_grad
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
@@ -90,8 +90,10 @@ class MultiheadLinears(UnfusedMultiheadAttention):
             linear_of(*projection) for projection in projections(original)
         )
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
-        train_as(self.out_proj, original.out_proj)
-        for part, (weight, bias) in zip(self._projections(), _packed(original), strict=True):
+        match_requires_grad(self.out_proj, original.out_proj)
+        for part, (weight, bias) in zip(
+            self._projections(), _packed_parameters(original), strict=True
+        ):
             part.weight.requires_grad_(weight.requires_grad)
             if bias is not None:
                 part.bias.requires_grad_(bias.requires_grad)
@@ -130,12 +132,15 @@ class MultiheadLinears(UnfusedMultiheadAttention):
             state["out_proj.bias"] = out.bias
         packed = packed.to(q.weight)
         packed.load_state_dict(state)
-        train_as(packed.out_proj, out)
+        match_requires_grad(packed.out_proj, out)
         parts = (q, k, v)
-        for weight, bias in _packed(packed):
-            weight.requires_grad_(any(part.weight.requires_grad for part in parts))
-            if bias is not None:
-                bias.requires_grad_(any(part.bias.requires_grad for part in parts))
+        if packed.in_proj_weight is None:
+            for part, (weight, _) in zip(parts, _packed_parameters(packed), strict=True):
+                weight.requires_grad_(part.weight.requires_grad)
+        else:
+            packed.in_proj_weight.requires_grad_(any(part.weight.requires_grad for part in parts))
+        if packed.in_proj_bias is not None:
+            packed.in_proj_bias.requires_grad_(any(part.bias.requires_grad for part in parts))
         return packed.train(self.training)
 
 
@@ -148,7 +153,7 @@ class JointLinears(nn.Module):
         parts = _with_biases(joint.weight.chunk(len(names)), joint.bias)
         for name, part in zip(names, parts, strict=True):
             setattr(self, name, linear_of(*part))
-            train_as(getattr(self, name), joint)
+            match_requires_grad(getattr(self, name), joint)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([getattr(self, name)(x) for name in self.names], -1)
@@ -162,11 +167,13 @@ class JointLinears(nn.Module):
         if parts[0].bias is not None:
             bias = torch.cat([part.bias for part in parts])
         joint = linear_of(weight, bias)
-        train_as(joint, *parts)
+        match_requires_grad(joint, *parts)
         return joint.train(self.training)
 
 
-def _packed(layer: nn.MultiheadAttention) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
+def _packed_parameters(
+    layer: nn.MultiheadAttention,
+) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
     """Return the parameters that hold the weight and bias of queries, keys and values, which may be the same."""
     names = ["in_proj_weight"] * 3
     if layer.in_proj_weight is None:
@@ -205,8 +212,8 @@ def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
     for name, part in zip(names, parts, strict=True):
         if type(part) is not nn.Linear:
             raise ValueError(
-                f"its {name} is a {type(part).__name__}, not an nn.Linear; revert it first; of an adapter, merge it "
-                "and put its linear layer in its place"
+                f"its {name} is a {type(part).__name__}, not an nn.Linear; fuse it if it is a pyramid, else revert it "
+                "first; of an adapter, merge it and put its linear layer in its place"
             )
     return parts
 

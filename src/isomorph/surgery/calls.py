@@ -252,7 +252,7 @@ def sides_of_images(batch: Inputs) -> tuple[int, int] | None:
 
 
 def with_sides(batch: Inputs, height: int, width: int) -> Inputs:
-    """Return a batch with images of another size, and what is as large as they are, such as a mask."""
+    """Return a batch with images of another size; tensors with the same sides, such as masks, are resized too."""
     sides = sides_of_images(batch)
 
     def resized(x: Tensor) -> Tensor:
@@ -274,8 +274,12 @@ def with_other_size(batch: Inputs) -> Inputs | None:
 
 
 def with_other_lengths(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield a batch with twice and with half the tokens, (B, N); what is as long as these, such as a mask, too."""
-    lengths = [x.shape[1] for x in tensors_in(batch) if x.dtype == torch.long and x.ndim == 2]
+    """Yield a batch with twice and with half the tokens (B, N), and with its other (B, N) tensors to match."""
+    lengths = [
+        x.shape[1]
+        for x in tensors_in(batch)
+        if x.dtype in (torch.int32, torch.int64) and x.ndim == 2
+    ]
     if not lengths:
         return
     length = lengths[0]
@@ -294,10 +298,10 @@ def with_other_lengths(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 def at_length(x: Tensor, axis: int, length: int) -> Tensor:
     """Return a tensor with another length of an axis: a shorter one is cut, a longer one repeats numbers."""
-    places = torch.arange(length, device=x.device)
+    positions = torch.arange(length, device=x.device)
     if length > x.shape[axis]:
-        places = places * x.shape[axis] // length
-    return x.index_select(axis, places)
+        positions = positions * x.shape[axis] // length
+    return x.index_select(axis, positions)
 
 
 def with_other_count(batch: Inputs) -> Inputs:

@@ -355,7 +355,8 @@ def _absolute_difference(values: Tensor, others: Tensor) -> Tensor:
 def _difference(tensor: Tensor, other: Tensor) -> Tensor:
     """Return how far two tensors are apart; whole numbers that float64 cannot tell apart, by one at least."""
     difference = _absolute_difference(full_precision(tensor), full_precision(other))
-    if tensor.dtype == other.dtype == torch.int64 and tensor.layout == torch.strided:
+    is_whole = tensor.dtype == other.dtype == torch.int64
+    if is_whole and tensor.layout == other.layout == torch.strided:
         return difference.maximum((tensor != other.to(tensor.device)).double())
     return difference
 

@@ -133,7 +133,11 @@ class EditedAttention(AlteredAttention):
         positions = partial(self.facts.positions, self, shapes) if self.facts.positions else None
         mask = self.facts.mask(cast(Any, self), given)
         return MapCall(
-            mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, positions
+            mask=mask if isinstance(mask, Tensor) else None,
+            shapes=tuple(shapes),
+            prefix=self.prefix_tokens,
+            places=positions,
+            other_queries=given.get("query") is not given.get("key"),
         )
 
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,9 +13,20 @@ from isomorph.surgery.calls import Inputs, in_own_precision
 # Outputs that transformers' models add when they are asked to, also where their signature does not name them.
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
 # First words of the names of methods that change a model, write files or send something.
-_CHANGES = {"configure", "fit", "freeze", "init", "initialize", "load", "prune", "register"}
-_CHANGES |= {"reset", "resize", "set", "test", "train", "training", "unfreeze", "validate"}
-_CHANGES |= {"dump", "export", "log", "push", "save", "validation", "write"}
+_CHANGES = {
+    "configure",
+    "finetune",
+    "fit",
+    "freeze",
+    "init",
+    "initialise",
+    "initialize",
+    "load",
+    "prune",
+}
+_CHANGES |= {"register", "reset", "resize", "set", "setup", "test", "train", "training", "unfreeze"}
+_CHANGES |= {"dump", "export", "log", "logging", "push", "save", "write"}
+_CHANGES |= {"validate", "validating", "validation"}
 # Second words after which a logarithm is meant.
 _LOGARITHMS = {"density", "likelihood", "prob", "probability", "probs", "softmax"}
 
@@ -72,17 +83,21 @@ def untried_arguments(model: nn.Module, batch: Inputs) -> list[str]:
     """Return the arguments of a model's forward that may choose what it computes by something else than yes or no."""
     untried = []
     for name, parameter in _arguments(model.forward, batch):
-        may_be_none = parameter.default is None and "bool" not in str(parameter.annotation)
-        if parameter.kind is parameter.VAR_KEYWORD:
-            untried.append(f"**{name}")
-        elif may_be_none or isinstance(parameter.default, str) or type(parameter.default) is int:
-            untried.append(name)
+        default = parameter.default
+        defaults_to_none = default is None and "bool" not in str(parameter.annotation)
+        takes_any = parameter.kind is parameter.VAR_KEYWORD
+        if takes_any or defaults_to_none or isinstance(default, str) or type(default) is int:
+            untried.append(_shown(name, parameter))
     return untried
 
 
 def names_not_given(model: nn.Module, batch: Inputs) -> list[str]:
     """Return the arguments of a model's forward that a batch does not give."""
-    return [name for name, _ in _arguments(model.forward, batch)]
+    return [_shown(name, parameter) for name, parameter in _arguments(model.forward, batch)]
+
+
+def _shown(name: str, parameter: inspect.Parameter) -> str:
+    return f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name
 
 
 def _arguments(method: Any, batch: Inputs) -> Iterator[tuple[str, inspect.Parameter]]:

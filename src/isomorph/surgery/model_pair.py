@@ -42,8 +42,8 @@ from isomorph.surgery.recast import edited_names
 from isomorph.surgery.rule import edits
 from isomorph.surgery.verify_report import Difference
 
-# The precisions of modes.
-_DTYPES = {"float16": torch.float16, "autocast to bfloat16": torch.bfloat16}
+# Precision of each mode of `_in_mode`; others are in float32.
+_DTYPE_OF_MODE = {"float16": torch.float16, "autocast to bfloat16": torch.bfloat16}
 # Other inputs by which it is seen whether channels are on another scale.
 _REDRAWN = 4
 
@@ -125,7 +125,7 @@ class ModelPair:
         runs = _Runs(_in_mode(original, x, mode), _in_mode(other, x, mode), exact, exact)
         tensors, ties = self._compare(runs, batch, extra=True)
         # the last rounding of numbers, also where the original's rounding averages out
-        steps = 2 * torch.finfo(_DTYPES.get(mode, torch.float32)).eps
+        steps = 2 * torch.finfo(_DTYPE_OF_MODE.get(mode, torch.float32)).eps
         tensors = [replace(x, rounding=max(x.rounding, steps * x.scale)) for x in tensors]
         return Difference.of(describe_shape(batch), tensors, self.atol, mode=mode, ties=ties)
 
@@ -195,9 +195,8 @@ class ModelPair:
                 repeat_choices(run.model, partial(_call, run), exact_call)
                 for run in (runs.original, runs.other, runs.exact_other)
             ]
-        except (
-            DoesNotRun
-        ):  # a choice among tensors without shapes, as in torch's fast path of encoders
+        except DoesNotRun:
+            # it chooses among tensors without shapes, as torch's fast path of encoders does
             return None
         if any(call.unmatched for call in repeated):
             return None

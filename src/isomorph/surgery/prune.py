@@ -94,7 +94,7 @@ def _select_prunable(model: nn.Module, where: Where) -> dict[str, Any]:
         raise UserError(
             f"{describe_where(where)} selects no gated attention layer; there are {', '.join(prunable)}"
         )
-    check_each_glob(where, prunable)
+    check_each_glob(where, prunable, what="gated attention layer")
     return selected
 
 

@@ -6,7 +6,6 @@ A checkpoint is rebuilt from them: create the base model, apply the edits, load 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -259,9 +258,7 @@ def _check_globs(globs: Where, choice: _Choice) -> None:
             f"where={globs!r} selects nothing; give globs, or a function (name, module) -> bool"
         )
     names = [site.name for site in choice.sites]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
-            check_each_glob([glob], choice.names_of_kind or names)
+    check_each_glob(globs, names, near=choice.names_of_kind)
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:

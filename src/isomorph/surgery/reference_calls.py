@@ -340,17 +340,17 @@ def _other_sizes(inputs: Inputs) -> Iterator[Inputs]:
     if lead is None:
         return
     for count, sides in _changed_sides(lead):
-        yield map_tensors(inputs, partial(_with_sides, lead=lead, count=count, sides=sides))
+        yield map_tensors(inputs, partial(_resized_examples, lead=lead, count=count, sides=sides))
 
 
 def _lead_of(inputs: Inputs) -> Tensor | None:
-    """Return the tensor whose sizes are changed: the one with the most axes; None if it is empty or has one axis."""
-    lead = max(tensors_in(inputs), key=lambda x: (x.is_floating_point(), x.ndim), default=None)
-    return lead if lead is not None and lead.ndim > 1 and lead.numel() else None
+    """Return the tensor whose sizes are changed: that with the most axes, two or more; None without any."""
+    candidates = [x for x in tensors_in(inputs) if x.ndim > 1 and x.numel()]
+    return max(candidates, key=lambda x: (x.ndim, x.is_floating_point()), default=None)
 
 
 def _changed_sides(lead: Tensor) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield numbers of examples, and the new lengths of axes; those of sides count from the last."""
+    """Yield a number of examples and new lengths by axis; negative axes are sides of images, videos or signals."""
     length = lead.shape[1]
     if lead.ndim != 4:
         yield from [(2, {}), (1, {})]
@@ -368,7 +368,7 @@ def _changed_sides(lead: Tensor) -> Iterator[tuple[int, dict[int, int]]]:
         yield 1, {1: length + length // 2}
 
 
-def _with_sides(x: Tensor, lead: Tensor, count: int, sides: Mapping[int, int]) -> Tensor:
+def _resized_examples(x: Tensor, lead: Tensor, count: int, sides: Mapping[int, int]) -> Tensor:
     """Return the last example of a tensor and its mirror image, as many as `count`, with other lengths of its axes.
 
     Longer axes repeat numbers. A tensor of other lengths than the lead's keeps them.

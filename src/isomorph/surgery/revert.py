@@ -117,7 +117,7 @@ def _layers_to_revert(model: nn.Module, where: Where) -> dict[str, nn.Module]:
         name: module for name, module in possible.items() if matches_where(where, name, module)
     }
     if layers:
-        check_each_glob(where, possible)
+        check_each_glob(where, possible, what="layer that can be reverted")
         return layers
     hint = "for pyramids use fuse"
     if any(possible):
@@ -153,7 +153,7 @@ def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
 
 
 def _without(edits: Sequence[Edit], reverted: set[str], lost: set[str]) -> list[Edit]:
-    """Return edits without names that are lost, and without what was reverted; what was reverted before stays so."""
+    """Return the edits without lost names and without those reverted now; edits before an earlier Revert stay."""
     remaining: list[Edit] = []
     for edit in reversed(edits):
         if isinstance(edit.rule, Revert):

@@ -190,14 +190,20 @@ def matches_where(where: Where, name: str, module: nn.Module, inside: bool = Fal
     return False
 
 
-def check_each_glob(globs: Where, names: Collection[str], argument: str = "where") -> None:
-    """Raise UserError for one of several globs that matches none of these names."""
+def check_each_glob(
+    globs: Where,
+    names: Collection[str],
+    argument: str = "where",
+    what: str = "module",
+    near: Collection[str] | None = None,
+) -> None:
+    """Raise UserError for one of several globs that matches none of these names; `near`: names to offer then."""
     if callable(globs) or isinstance(globs, str):
         return
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            near = nearest_names(glob, names)
-            raise UserError(f"{glob!r} in `{argument}` matches no module{near}")
+            hint = nearest_names(glob, near or names)
+            raise UserError(f"{glob!r} in `{argument}` matches no {what}{hint}")
 
 
 def describe_where(where: Where, argument: str = "where") -> str:

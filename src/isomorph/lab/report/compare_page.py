@@ -337,11 +337,11 @@ def _results_section(logs: Sequence[RunLog]) -> Section:
     images = counts.pop() if len(counts) == 1 else None
     best = {log.name: log.best_top1 for log in logs}
     sources = dict.fromkeys(filter(None, (log.data_source for log in logs)))
-    finding = runs_finding(best, images)
     if len(sources) > 1:
-        finding = (
-            f"The runs have other test sets ({', '.join(sources)}): their top-1 are not compared."
-        )
+        names = ", ".join(sources)
+        finding = f"The runs have different test sets ({names}): their top-1 cannot be compared."
+    else:
+        finding = runs_finding(best, images)
     return Section(
         "Final results",
         table=_results_table(logs),

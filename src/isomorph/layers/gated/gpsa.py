@@ -21,7 +21,7 @@ from isomorph.layers.attention_base import copy_parts, scaled, softmax_map
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import require_same, train_as
+from isomorph.layers.modes import match_requires_grad, require_same
 from isomorph.layers.unfused_multihead import plain_linears
 
 
@@ -223,5 +223,5 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         copy_parts(self, attention, ("proj", "proj_drop", "q_norm", "k_norm"))
         advice = "keep it, or open the gates with set_gating(gate=-15)"
         require_same(self, attention, (1, self.num_tokens, dim), atol, advice)
-        train_as(attention.qkv, self.qk, self.v)
+        match_requires_grad(attention.qkv, self.qk, self.v)
         return attention

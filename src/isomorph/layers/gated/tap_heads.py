@@ -25,7 +25,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import GridSize, Sides, batched, conv_output_size
-from isomorph.layers.modes import can_keep, on_cpu, require_same, train_as, upcast
+from isomorph.layers.modes import can_keep, match_requires_grad, on_cpu, require_same, upcast
 
 # Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
 # misprint).
@@ -305,7 +305,7 @@ class TapHeads(PositionHeads):
         conv.weight.copy_(taps.view_as(conv.weight))
         if self.bias is not None and conv.bias is not None:
             conv.bias.copy_(self.bias)
-        train_as(conv, self)
+        match_requires_grad(conv, self)
         return conv.train(self.training)
 
 

@@ -69,7 +69,7 @@ def further_inputs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
         for scaling, scales in _SCALES.items():
             yield f"two examples, their images of another size, {scaling}", _by_name(inputs, scales)
     for length, changed in with_other_lengths(with_other_count(first_of(inputs))):
-        yield f"two sequences of {length}", changed
+        yield f"two sequences with {length}", changed
     yield "another number of examples", with_other_count(first_of(inputs))
 
 

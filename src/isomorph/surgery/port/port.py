@@ -48,7 +48,14 @@ from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
 from isomorph.surgery.port.pair import Joint, joints_of, pair
-from isomorph.surgery.port.report import NotPorted, PortReport, is_equal, settings_in, ways_of
+from isomorph.surgery.port.report import (
+    OTHER_SHAPES,
+    NotPorted,
+    PortReport,
+    is_equal,
+    settings_in,
+    ways_of,
+)
 from isomorph.surgery.port.side import Side, write
 from isomorph.surgery.port.solve import (
     Solution,
@@ -310,14 +317,14 @@ class _Port:
             yield f"the target's numbers have {target_bits} bits, the source's {bits}: they are rounded"
         numbers_out = self.target_graph.record.numbers_out
         if numbers_out:
-            yield f"numbers that are no tensors are not compared: {list_names(numbers_out)}"
+            yield f"values of the output that are not tensors are not compared: {list_names(numbers_out)}"
         if self.kept_in_part:
             names = list_names(self.kept_in_part)
             yield f"numbers that no image read, which the target keeps: {names}"
         shapes = [_output_shapes(graph) for graph in (self.source_graph, self.target_graph)]
         if not equal and len(shapes[0]) == len(shapes[1]) and shapes[0] != shapes[1]:
             yield (
-                f"the outputs have other shapes: {', '.join(shapes[0])} in the source, {', '.join(shapes[1])} in the "
+                f"{OTHER_SHAPES}: {', '.join(shapes[0])} in the source, {', '.join(shapes[1])} in the "
                 "target; if these are classes, build the target with as many"
             )
         if equal:

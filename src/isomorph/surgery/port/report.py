@@ -15,6 +15,8 @@ from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, OWN, Solution
 
 _SHOWN = 6
+# How the note on outputs of other shapes begins, which the verdict has too.
+OTHER_SHAPES = "the outputs have other shapes"
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ class PortReport:
             return (
                 f"{verdict}; with the source's settings they are equal, which was tried: {values}"
             )
-        for note in self.notes:
-            if note.startswith("the outputs have other shapes"):
-                return f"NOT equal: {note}"
         alone = [note for note in self.notes if "alone" in note]
+        shapes = [note for note in self.notes if note.startswith(OTHER_SHAPES)]
+        if shapes:
+            return "; ".join([f"NOT equal: {shapes[0]}", *alone])
         if alone:  # says more than the first place where the models part
             return "; ".join(["NOT equal: one model computes more than the other", *alone])
         if self.places:

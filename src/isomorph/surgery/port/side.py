@@ -28,7 +28,9 @@ class Side:
         clear_caches(self.model)
         self.graph = self.watch(image)
         if not self.graph.record.outputs:
-            raise UserError(f"the output of the {name} has no tensors, so nothing can be compared")
+            raise UserError(
+                f"the output of the {name} has no tensors; give a model whose forward returns tensors"
+            )
 
     def watch(self, inputs: Inputs) -> Graph:
         """Return the graph of what the model computes on inputs, with the numbers that it has."""

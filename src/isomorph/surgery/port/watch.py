@@ -145,7 +145,7 @@ class Watch(TorchFunctionMode):
         # The names of every parameter and buffer, by the slot of its value.
         self.names: dict[int, list[str]] = defaultdict(list)
         self.inputs: list[int] = []
-        # The tensors of the result by path, and the paths of numbers that are no tensors.
+        # The tensors of the result by path, and the paths of numbers that are not tensors.
         self.outputs: dict[str, int] = {}
         self.numbers_out: list[str] = []
         self._slots: dict[int, tuple[int, int]] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.attention_base import ATTENTION_PARTS, copy_parts, has_usual_scale
 from isomorph.layers.grid import GridSize
-from isomorph.layers.modes import train_as
+from isomorph.layers.modes import match_requires_grad
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import edit_map, edit_reason
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -51,7 +51,7 @@ def attention_mismatch(module: nn.Module) -> str | None:
         if stand_in:
             return f"its {name} {stand_in}"
         kind = class_name(projection)
-        advice = "recast the attention before its projections, or revert them first (iso.revert)"
+        advice = "recast the attention before its projections; or first iso.fuse a pyramid, iso.revert other layers"
         return f"its {name} is a {kind}, not an nn.Linear; {advice}"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
@@ -160,6 +160,6 @@ class AttentionToGPSA(GatedRule, AnyAttentionRule):
             elif name == "bias":
                 gpsa.v.bias.zero_()
         for part in (gpsa.qk, gpsa.v):
-            train_as(part, qkv)
+            match_requires_grad(part, qkv)
         copy_parts(module, gpsa, ("proj", "proj_drop", "q_norm", "k_norm"))
         return gpsa

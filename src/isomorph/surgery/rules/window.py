@@ -161,7 +161,7 @@ class WindowAttention(AlteredAttention):
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
         if self.pruned and not self.share.is_meta:
             self.set_share(0.0)
-        self._is_open()  # compiled code does not look at the buffer
+        self._is_open()  # compiled code reads _is_global, not the buffer
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
         if self._is_open() and (self._is_checked or torch.compiler.is_compiling()):

@@ -25,7 +25,7 @@ from isomorph.lab.training.run.snapshot import (
 
 
 def weights_in(folder: Path) -> Path | None:
-    """Return the weights of a run, of an unfinished one those of its best epoch; None before the first."""
+    """Return the file with a run's weights: model.safetensors, else the best epoch's so far; None without any."""
     files = [folder / "model.safetensors", folder / "best.safetensors"]
     return next(filter(Path.is_file, files), None)
 

@@ -17,7 +17,6 @@ from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
-from isomorph.lab import recipes
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.streams import workers_of_part
 from isomorph.lab.distributed import Runtime, open_runtime, seed_everything
@@ -330,9 +329,16 @@ def _check_file(field: str, path: Path | None) -> None:
     if path.is_dir():
         file = weights_in(path) or path / "model.safetensors"
         raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {file}")
-    hint = ""
-    if path.parts[0] == "runs" and path.parts[1:] and path.parts[1] in recipes.RECIPES:
-        hint = f"; `isomorph train {path.parts[1]}` creates it"
-    elif path.parent.is_dir() and weights_in(path.parent):
-        hint = f"; its run is not finished, and {weights_in(path.parent)} is there"
-    raise UserError(f"{field}: {path} does not exist{hint}")
+    raise UserError(f"{field}: {path} does not exist{_hint_for_missing(path)}")
+
+
+def _hint_for_missing(path: Path) -> str:
+    best = path.parent / "best.safetensors"
+    if path.name == "model.safetensors" and best.is_file():
+        return f"; its run is not finished, and {best} is there"
+    weights = weights_in(path.parent)
+    if weights:
+        return f"; {weights} is there"
+    if path.parts[0] == "runs" and len(path.parts) > 2:
+        return f"; if {path.parts[1]} is a recipe, `isomorph train {path.parts[1]}` creates it"
+    return ""
