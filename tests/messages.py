@@ -106,7 +106,7 @@ MESSAGES = {
     ),
     "classes, the data has": (
         "the classifier has other classes than the folder",
-        "the right folder, or a new classifier: `--model.num_classes` in training",
+        "the right folder; training makes a new classifier by itself where `--model.num_classes` is left out",
         lambda *_: iso.evaluate(cnn(num_classes=3), "digits"),
     ),
     "outputs are not finite": (

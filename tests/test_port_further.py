@@ -502,6 +502,6 @@ def test_another_number_of_classes_is_said():
 
     report = iso.port_weights(classifier(10), classifier(5), torch.rand(1, 3, 8, 8), partial=True)
     assert (
-        "NOT equal: the outputs have other shapes: 1x10 in the source, 1x5 in the target"
+        "NOT equal: the numbers of classes, or of features, differ: 10 in the source, 5 in the target"
         in report.verdict
     )

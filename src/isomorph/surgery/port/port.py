@@ -49,7 +49,7 @@ from isomorph.surgery.port.numbers import Numbers
 from isomorph.surgery.port.other_size import fit_size
 from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import (
-    OTHER_SHAPES,
+    OTHER_CLASSES,
     NotPorted,
     PortReport,
     is_equal,
@@ -321,12 +321,10 @@ class _Port:
         if self.kept_in_part:
             names = list_names(self.kept_in_part)
             yield f"numbers that no image read, which the target keeps: {names}"
-        shapes = [_output_shapes(graph) for graph in (self.source_graph, self.target_graph)]
-        if not equal and len(shapes[0]) == len(shapes[1]) and shapes[0] != shapes[1]:
-            yield (
-                f"{OTHER_SHAPES}: {', '.join(shapes[0])} in the source, {', '.join(shapes[1])} in the "
-                "target; if these are classes, build the target with as many"
-            )
+        classes = _classes_of(self.source_graph)
+        target_classes = _classes_of(self.target_graph)
+        if not equal and classes and target_classes and classes != target_classes:
+            yield f"{OTHER_CLASSES}: {classes} in the source, {target_classes} in the target; build it with {classes}"
         if equal:
             for row in rows:
                 if row.own == "target" and row.other == "nothing":
@@ -460,8 +458,10 @@ class _Port:
         return has_head and _are_heads(self.target_graph, only)
 
 
-def _output_shapes(graph: Graph) -> list[str]:
-    return [describe_shape(graph.values[slot]) for slot in graph.record.outputs.values()]
+def _classes_of(graph: Graph) -> int:
+    """Return the length of the one vector that a model gives for an image, 0 for other outputs."""
+    outputs = [graph.values[slot] for slot in graph.record.outputs.values()]
+    return outputs[0].shape[1] if len(outputs) == 1 and outputs[0].ndim == 2 else 0
 
 
 def _bits_of(model: nn.Module) -> int:

@@ -15,8 +15,8 @@ from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, OWN, Solution
 
 _SHOWN = 6
-# How the note on outputs of other shapes begins, which the verdict has too.
-OTHER_SHAPES = "the outputs have other shapes"
+# How the note on another number of classes begins, which the verdict has too.
+OTHER_CLASSES = "the numbers of classes, or of features, differ"
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class PortReport:
                 f"{verdict}; with the source's settings they are equal, which was tried: {values}"
             )
         alone = [note for note in self.notes if "alone" in note]
-        shapes = [note for note in self.notes if note.startswith(OTHER_SHAPES)]
-        if shapes:
-            return "; ".join([f"NOT equal: {shapes[0]}", *alone])
+        classes = [note for note in self.notes if note.startswith(OTHER_CLASSES)]
+        if classes:
+            return "; ".join([f"NOT equal: {classes[0]}", *alone])
         if alone:  # says more than the first place where the models part
             return "; ".join(["NOT equal: one model computes more than the other", *alone])
         if self.places:
