@@ -49,8 +49,8 @@ def verify(
         Largest difference of a tensor allowed, relative to its largest value; by default that of the rule that made
         OTHER, or 1e-5, as for an exported file.
     thorough
-        Try the first input a second time too, with the other sign, as zeros, at other sizes and another batch size, in
-        float16, under autocast to bfloat16, and in channels_last.
+        Try the first input a second time too, with the other sign, 100 times as large, as zeros, at other sizes of
+        images or numbers of tokens and another batch size, in float16, under autocast to bfloat16, and in channels_last.
     """
     images.check()
     with opt.loading():

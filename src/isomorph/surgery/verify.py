@@ -102,8 +102,9 @@ def compare_outputs(
             when it was made, unless `atol` is given.
         seeds: each seed adds a standard normal batch of the shape of every given batch; tensors of integers stay.
         what: what the given batches are, for the report.
-        thorough: try the first batch a second time too, with the other sign, as zeros, at other sizes and another batch
-            size, in float16, under autocast to bfloat16, and in channels_last.
+        thorough: try the first batch a second time too, with the other sign, 100 times as large, as zeros, at other
+            sizes of images or numbers of tokens and another batch size, in float16, under autocast to bfloat16, and in
+            channels_last.
 
     Raises: UserError if there is no batch or an empty one, for a negative `atol`, for what is not a model, or if the
         outputs differ in structure or shapes.
