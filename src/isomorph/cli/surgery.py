@@ -50,7 +50,8 @@ def verify(
         OTHER, or 1e-5, as for an exported file.
     thorough
         Try the first input a second time too, with the other sign, 100 times as large, as zeros, at other sizes of
-        images or numbers of tokens and another batch size, in float16, under autocast to bfloat16, and in channels_last.
+        images or numbers of tokens and another batch size, in float16, under autocast to bfloat16, and in
+        channels_last.
     """
     images.check()
     with opt.loading():
