@@ -322,3 +322,15 @@ def test_merged_norms_stay_when_a_convolution_is_reverted(fused_first, tmp_path)
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(iso.load(tmp_path / "back.safetensors").eval()(x), back(x))
     assert deviation(back(x), model(x)) < 1e-4
+
+
+def test_a_new_classifier_is_saved_where_the_old_one_was_recast(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
+    wide = iso.recast(vit, iso.LinearToPyramid()).eval()
+    assert any("head" in edit.names for edit in iso.edits(wide))
+    wide.reset_classifier(7)
+    iso.save(wide, tmp_path / "new.safetensors")
+    x = torch.randn(1, 3, 32, 32)
+    loaded = iso.load(tmp_path / "new.safetensors").eval()
+    assert type(loaded.head) is nn.Linear
+    assert torch.equal(loaded(x), wide(x))

@@ -24,7 +24,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.insert import temporary_blocks
-from isomorph.surgery.modules import list_names
+from isomorph.surgery.modules import lies_within, list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates
@@ -150,10 +150,26 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
         plain = {**base, **getattr(model, "fused_arguments", {})}
         if not _why_not_rebuilt(model, plain, remaining):
             return plain, remaining
-    if record(model).is_of_function and _why_not_rebuilt(model, base, all_edits):
+    difference = _why_not_rebuilt(model, base, all_edits)
+    if difference:
+        remaining = _without_classifier(model, all_edits)
+        if remaining != all_edits and not _why_not_rebuilt(model, base, remaining):
+            return base, remaining
+    if difference and record(model).is_of_function:
         return None
     _check_rebuilds(model, base, all_edits)
     return base, all_edits
+
+
+def _without_classifier(model: nn.Module, all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    """Return the edits without those of the classifier, which timm's `reset_classifier` replaces by a plain layer."""
+    names = spec_of(model).classifiers
+    remaining = []
+    for edit in all_edits:
+        kept = tuple(name for name in edit.names if not lies_within(name, names))
+        if kept:
+            remaining.append(Edit(edit.rule, kept))
+    return tuple(remaining)
 
 
 def _drop_fused_edits(all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
