@@ -91,8 +91,8 @@ def command_line_page() -> str:
     )
     return page(
         "Command line",
-        "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same. The exit status is 0; "
-        "2 after an error, or if models are not equal; 1 if weights or outputs are not finite, or `doctor` finds a "
+        "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same. The exit status is "
+        "0; 2 after an error, or if models are not equal; 1 if weights or outputs are not finite, or `doctor` finds a "
         "problem; and 128 plus the number of a signal that stopped the command.",
         *shared_options(name_rule_options(body)),
     )
