@@ -24,6 +24,7 @@ COMMANDS = {
     "recipes": 0,
     "recipes show digits_cnn": 0,
     "models": 0,
+    "table": 0,
     "recast --help": 0,
     "train --help": 0,
     "evaluate --help": 0,

@@ -4,9 +4,10 @@ Before a model is saved, the header is tried: the network that it builds must be
 """
 
 import dataclasses
+import itertools
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,10 +133,14 @@ def _check_rebuilds(model: nn.Module, base: dict[str, Any], all_edits: tuple[Edi
     """Raise UserError unless base and edits rebuild the model."""
     difference = _why_not_rebuilt(model, base, all_edits)
     if difference:
-        raise UserError(
-            f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
-            "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
-        )
+        raise _not_rebuilt(base, difference)
+
+
+def _not_rebuilt(base: dict[str, Any], difference: str) -> UserError:
+    return UserError(
+        f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
+        "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
+    )
 
 
 def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]] | None:
@@ -151,25 +156,20 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
         if not _why_not_rebuilt(model, plain, remaining):
             return plain, remaining
     difference = _why_not_rebuilt(model, base, all_edits)
-    if difference:
-        remaining = _without_classifier(model, all_edits)
-        if remaining != all_edits and not _why_not_rebuilt(model, base, remaining):
-            return base, remaining
-    if difference and record(model).is_of_function:
+    if not difference:
+        return base, all_edits
+    remaining = _drop_classifier_edits(model, all_edits)
+    if remaining != all_edits and not _why_not_rebuilt(model, base, remaining):
+        return base, remaining
+    if record(model).is_of_function:
         return None
-    _check_rebuilds(model, base, all_edits)
-    return base, all_edits
+    raise _not_rebuilt(base, difference)
 
 
-def _without_classifier(model: nn.Module, all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
+def _drop_classifier_edits(model: nn.Module, all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """Return the edits without those of the classifier, which timm's `reset_classifier` replaces by a plain layer."""
-    names = spec_of(model).classifiers
-    remaining = []
-    for edit in all_edits:
-        kept = tuple(name for name in edit.names if not lies_within(name, names))
-        if kept:
-            remaining.append(Edit(edit.rule, kept))
-    return tuple(remaining)
+    classifiers = spec_of(model).classifiers
+    return _drop_names(all_edits, lambda name: lies_within(name, classifiers))
 
 
 def _drop_fused_edits(all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
@@ -178,13 +178,17 @@ def _drop_fused_edits(all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     for edit in all_edits:
         if isinstance(edit.rule, Fuse):
             fused.update(edit.names)
+    without_fusing = [edit for edit in all_edits if not isinstance(edit.rule, Fuse)]
+    return _drop_names(
+        without_fusing, lambda name: not fused.isdisjoint([name, *joint_candidates(name)])
+    )
+
+
+def _drop_names(all_edits: Iterable[Edit], is_dropped: Callable[[str], bool]) -> tuple[Edit, ...]:
+    """Return the edits without some of their names, and without those that have no other."""
     remaining = []
     for edit in all_edits:
-        if isinstance(edit.rule, Fuse):
-            continue
-        names = tuple(
-            name for name in edit.names if fused.isdisjoint([name, *joint_candidates(name)])
-        )
+        names = tuple(itertools.filterfalse(is_dropped, edit.names))
         if names:
             remaining.append(Edit(edit.rule, names))
     return tuple(remaining)

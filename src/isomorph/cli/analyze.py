@@ -92,7 +92,7 @@ def analyze(
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.checkpoints.open import import_function
-        from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
+        from isomorph.lab.report.analyze_page import NOT_DRAWN, AnalyzeOptions, analyze_sections
         from isomorph.lab.report.charts import Dots, series_table
         from isomorph.lab.report.html import write_page
         from isomorph.lab.report.page_images import open_images
@@ -113,7 +113,7 @@ def analyze(
         texts = [series_table("F_k", evolutions), ""]
     measured["heads"] = {}
     for section in sections:
-        if section.details and section.details.summary.endswith("not drawn"):
+        if section.details and section.details.summary.endswith(NOT_DRAWN):
             for line in section.details.lines:
                 say(f"isomorph: {section.details.summary}: {line}", sys.stderr)
         for chart in section.charts:

@@ -1,7 +1,6 @@
 """Messages in the words of the command line: errors of the parser, of torch and of the library."""
 
 import re
-from difflib import get_close_matches
 
 from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
@@ -149,16 +148,16 @@ def explain_parse_error(error: CycloptsError) -> str:
 
 def _unknown_option(error: MissingArgumentError) -> str:
     """Return the message for a misspelt option, which the parser reports as a missing argument; "" if there is none."""
-    tokens = error.root_input_tokens or []
-    if not tokens or tokens[0] not in app:
-        return ""
-    names: set[str] = set()
-    for argument in app[tokens[0]].assemble_argument_collection():
-        names.update(name.replace("_", "-") for name in argument.names)
-    for token in tokens[1:]:
-        option = token.partition("=")[0].replace("_", "-")
-        if option.startswith("--") and option not in names and get_close_matches(option, names):
-            return f"unknown option: {option}; {did_you_mean(option, names, '')}"
+    command, *tokens = error.root_input_tokens or [""]
+    options = sorted(f"--{name}" for name in _options_of(command))
+    for token in tokens:
+        option = token.partition("=")[0]
+        is_known = option in options or option.replace("_", "-") in options
+        if is_known or not option.startswith("--"):
+            continue
+        hint = did_you_mean(option, options, "")
+        if hint:
+            return f"unknown option: {option}; {hint}"
     return ""
 
 

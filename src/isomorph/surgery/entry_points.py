@@ -138,8 +138,10 @@ def _may_be_bool(parameter: inspect.Parameter) -> bool:
 
 def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
     """Yield the public methods of a model and its base classes that take the batch and change nothing."""
-    kinds = [kind for kind in type(model).__mro__ if kind not in nn.Module.__mro__]
-    names = dict.fromkeys(name for kind in kinds for name in vars(kind))
+    names: dict[str, None] = {}
+    for kind in type(model).__mro__:
+        if kind not in nn.Module.__mro__:
+            names |= dict.fromkeys(vars(kind))
     for name in names:
         method = getattr(type(model), name, None)
         if hasattr(nn.Module, name) or not inspect.isfunction(method):

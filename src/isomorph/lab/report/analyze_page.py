@@ -50,6 +50,8 @@ from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.site import Where
 from isomorph.terminal_tables import Table, count_of
 
+# How the summary of layers without a map ends.
+NOT_DRAWN = "not drawn"
 # Smaller differences of gates, spans, distances, entropies and logits are not drawn.
 RESOLUTION = 1e-3
 # Keys of the MACs in a row of `iso.cost_table`, and the heads of their columns.
@@ -274,7 +276,7 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
         return None
     count = sum(map(len, layers_of.values()))
     verb = "is" if count == 1 else "are"
-    title = f"{count_of(count, 'attention layer')} {verb} not drawn"
+    title = f"{count_of(count, 'attention layer')} {verb} {NOT_DRAWN}"
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
     return Details(title, lines)
 

@@ -460,8 +460,11 @@ class _Port:
 
 def _classes_of(graph: Graph) -> int:
     """Return the length of the one vector that a model gives for an image, 0 for other outputs."""
-    outputs = [graph.values[slot] for slot in graph.record.outputs.values()]
-    return outputs[0].shape[1] if len(outputs) == 1 and outputs[0].ndim == 2 else 0
+    slots = list(graph.record.outputs.values())
+    if len(slots) != 1:
+        return 0
+    output = graph.values[slots[0]]
+    return output.shape[1] if output.ndim == 2 else 0
 
 
 def _bits_of(model: nn.Module) -> int:
