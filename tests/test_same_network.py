@@ -95,6 +95,23 @@ def test_a_run_on_another_image_size_is_no_difference(tmp_path):
         assert_round_trip(new, tmp_path / f"{type(rule).__name__}.safetensors", size=64)
 
 
+def test_tables_of_relative_positions_follow_another_image_size(tmp_path):
+    """timm's set_input_size leaves them as they are: what the error advises keeps the function."""
+    model = iso.recast(timm.create_model(**VIT, patch_size=8), iso.AttentionToRelative(), "*.attn")
+    shaken(model).set_input_size((48, 32))
+    images = torch.randn(2, 3, 48, 32)
+    before = model(images).detach()
+    refused(
+        r"blocks.0.attn .* set_grid_size\(\(6, 4\)\)", iso.save, model, tmp_path / "m.safetensors"
+    )
+    for block in model.blocks:
+        block.attn.set_grid_size((6, 4))
+    torch.testing.assert_close(model(images), before, rtol=0, atol=0)
+    iso.save(model, tmp_path / "m.safetensors")
+    loaded = iso.load(tmp_path / "m.safetensors")
+    torch.testing.assert_close(loaded(images), before, rtol=0, atol=0)
+
+
 def test_each_tensor_comes_back_in_its_own_dtype(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4).bfloat16()
     vit.norm.float(), vit.head.half()

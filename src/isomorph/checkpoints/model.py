@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from isomorph.checkpoints.files import Contents, read_contents, strip_wrappers, write_atomically
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_file, parse_header
 from isomorph.errors import DataWarning, UserError, first_line, short_reason
+from isomorph.layers import ViTRelativeAttention
 from isomorph.models import arguments_before, arguments_to_record, create
 from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import copy_module, unwrap
@@ -28,7 +29,7 @@ from isomorph.surgery.insert import temporary_blocks
 from isomorph.surgery.modules import lies_within, list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
-from isomorph.surgery.site import joint_candidates
+from isomorph.surgery.site import joint_candidates, only_embedding_model
 
 # models of up to this many numbers are built however small their file is
 _ALWAYS_ALLOWED_NUMEL = 2**20
@@ -163,7 +164,22 @@ def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]
         return base, remaining
     if record(model).is_of_function:
         return None
+    _check_tables(model)
     raise _not_rebuilt(base, difference)
+
+
+def _check_tables(model: nn.Module) -> None:
+    """Raise UserError if timm's `set_input_size` has left tables of relative positions at their size."""
+    owner = only_embedding_model(model)
+    if owner is None:
+        return
+    grid = owner.patch_embed.grid_size
+    for name, layer in model.named_modules():
+        if isinstance(layer, ViTRelativeAttention) and layer.table_grid != grid:
+            raise UserError(
+                f"the table of {name} is for a grid of {layer.table_grid}, the model now has {grid}; call its "
+                f"set_grid_size({grid}), and that of each such layer: they then compute the same, and can be saved"
+            )
 
 
 def _drop_classifier_edits(model: nn.Module, all_edits: tuple[Edit, ...]) -> tuple[Edit, ...]:

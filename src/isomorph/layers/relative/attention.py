@@ -144,6 +144,12 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         """Return the parameters that weight decay would make equal."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
+    @property
+    def table_grid(self) -> GridSize:
+        """Height and width of the grid that the table is made for."""
+        _, rows, columns = self.relative_bias.shape
+        return (rows + 1) // 2, (columns + 1) // 2
+
     @torch.no_grad()
     def set_grid_size(self, grid_size: GridSize) -> None:
         """Resize the table to another grid permanently."""

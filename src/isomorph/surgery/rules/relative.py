@@ -21,9 +21,10 @@ class AttentionToRelative(GridRule):
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. Each head learns a scalar for
     every offset between two grid positions, added to its scores: CoAtNet eq. 3. The table starts at zero, so that the
-    layer computes what it computed, and is resized to the grid of every image. Class and register tokens have no
-    position and get no bias, or with `prefix_bias` one of their own. `ViTRelativeAttention.to_attention()`, or
-    `iso.revert`, converts back while all biases are zero.
+    layer computes what it computed, and is resized to the grid of every image; the layer's `set_grid_size` resizes it
+    for good, after timm's `set_input_size`. Class and register tokens have no position and get no bias, or with
+    `prefix_bias` one of their own. `ViTRelativeAttention.to_attention()`, or `iso.revert`, converts back while all
+    biases are zero.
 
     Where `grid_size` or `prefix_tokens` is None it is read from the model's `patch_embed`.
 
