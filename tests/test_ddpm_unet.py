@@ -11,8 +11,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.models.input_sizes import random_inputs
-from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
+from isomorph.models.task_networks.ddpm_unet import sinusoids
 
+ATTENTION_PROJECTIONS = ("unet.*.to_[qkv]", "unet.*.to_out.0")
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)
 
 

@@ -339,3 +339,23 @@ def test_each_glob_of_a_list_selects_something():
     attending = iso.recast(model, iso.ConvToGPSA(), where="layer3.*.conv?")
     refused(message.format("where", "layer that can be reverted"), iso.revert, attending, globs)
     refused(message.format("where", "gated attention layer"), iso.prune, attending, 0.01, globs)
+
+
+class TwoChildren(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(8, 8, 1)
+        self.b = nn.Tanh()
+
+    def forward(self, x):
+        a, b = self.children()
+        return b(a(x))
+
+
+def test_a_shared_last_module_and_a_model_that_counts_its_children_are_refused():
+    shared = nn.ReLU()
+    stages = [nn.Sequential(nn.Conv2d(c, 8, 1), shared) for c in (3, 8)]
+    message = "1.1, the last module of 1, is used elsewhere too"
+    refused(message, iso.insert, nn.Sequential(*stages), conv_block, "1", X)
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), TwoChildren(), nn.ReLU())
+    refused("does not run with a further child in 1", iso.insert, network, conv_block, "1", X)

@@ -10,6 +10,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.cli import main
+from isomorph.errors import NotFinite
 from isomorph.lab.training.recipe.model_fields import RecastPart
 from isomorph.layers import JointPyramid, PyramidLinear
 from law_rows import noisy
@@ -48,6 +49,13 @@ def test_values_alone_become_pyramids_and_come_back(tmp_path, qkv_bias):
     torch.testing.assert_close(again(x), thin(x))
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_weights_of_a_part_that_are_not_finite_are_refused():
+    plain = vit()
+    plain.blocks[0].attn.qkv.weight.data[0, 0] = torch.nan
+    with pytest.raises(NotFinite, match=r"blocks\.0\.attn\.qkv"):
+        iso.recast(plain, iso.LinearToPyramid(), "blocks.*.attn.v")
 
 
 def test_parts_are_rectified_each_in_its_own_way():

@@ -316,3 +316,11 @@ def test_the_tensors_of_a_call_are_freed_with_what_was_seen():
         assert made() is None
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+def test_a_product_into_a_given_tensor_is_not_edited():
+    layer = Attend(lambda q, k, v: torch.matmul((q @ k.mT).softmax(-1), v, out=torch.empty_like(q)))
+    assert layer.attend(X).shape == (B, H, N, W)
+    with pytest.raises(ValueError, match="not edited"):
+        layer(X)

@@ -108,6 +108,40 @@ def test_own_code_gets_and_gives_weights(form, way):
     assert iso.port_weights(give_random_weights(source), target, images()).difference < 1e-12
 
 
+class ReadsWeights(nn.Module):
+    """Multi-head attention whose weights are read, by torch's module or written out."""
+
+    def __init__(self, by_hand=False, average=True):
+        super().__init__()
+        self.by_hand = by_hand
+        self.average = average
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(24, 3, batch_first=True)
+
+    def forward(self, x):
+        x = self.norm(x)
+        if self.by_hand:
+            y, weights = self.attend(x)
+        else:
+            y, weights = self.attention(x, x, x, average_attn_weights=self.average)
+        return y, weights
+
+    def attend(self, x):
+        joint = F.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias)
+        q, k, v = joint.unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT * 8**-0.5).softmax(-1)
+        y = self.attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+        return y, weights.mean(1) if self.average else weights
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_the_weights_of_multi_head_attention_may_be_read(by_hand, average):
+    source = give_random_weights(ReadsWeights(by_hand, average))
+    tokens = torch.randn(2, 7, 24)
+    assert iso.port_weights(source, ReadsWeights(not by_hand, average), tokens).difference < 1e-12
+
+
 class BatchNormBefore(nn.Module):
     """Two blocks in the order norm, activation, convolution, or another."""
 

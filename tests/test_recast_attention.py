@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from timm.layers import Attention
+from timm.models.eva import EvaAttention
 from torch import nn
 
 import isomorph as iso
@@ -140,3 +141,10 @@ def test_the_table_of_relative_scores_follows_the_image():
     torch.testing.assert_close(new(small), first)
     assert new.no_weight_decay() >= {"pos_embed"}
     assert "relative_bias" in new.blocks[0].attn.no_weight_decay()
+
+
+def test_no_prefix_tokens_can_be_given_of_a_layer_that_has_one_by_default():
+    layer = nn.Sequential(EvaAttention(24, 3, qk_norm=False, norm_layer=nn.LayerNorm)).eval()
+    new = iso.recast(layer, iso.AttentionToGPSA(grid_size=(4, 4), prefix_tokens=0), "0")
+    assert new[0].prefix_tokens == 0
+    iso.verify(layer, new, torch.randn(2, 16, 24))

@@ -220,11 +220,12 @@ def test_exclude_is_checked_as_where_is_and_targets_are_not_nested():
     found = iso.targets(cnn(), CONV, "layer3.*", exclude=lambda name, _: "conv2" in name)
     assert found == [f"layer3.{i}.conv1" for i in range(3)]
     refused(
-        "'layr3' in `where` matches no module; nearest names: layer3",
+        "'layr3' in `exclude` matches no module; nearest names: layer3",
         iso.targets,
         cnn(),
         CONV,
         exclude=["layr3"],
     )
+    refused("exclude=5 selects nothing", iso.targets, cnn(), CONV, exclude=5)
     refused("matches no module", iso.targets, cnn(), CONV, "layer3.*", exclude="layer3")
     refused("is inside target layer3", iso.unstride, cnn(), ["layer3", "layer3.0"])

@@ -141,6 +141,17 @@ def test_each_call_gets_a_copy_of_the_inputs(change):
     assert "in place" not in str(unchanged)
 
 
+def test_only_the_model_that_changes_its_input_is_named():
+    """In a mode the original stands on both sides."""
+    convolution = nn.Conv2d(3, 4, 3)
+    in_place = nn.Sequential(nn.ReLU(inplace=True), convolution)
+    report = iso.verify(
+        in_place, nn.Sequential(nn.ReLU(), convolution), torch.randn(2, 3, 16, 16), thorough=True
+    )
+    assert "the original changes its input in place" in str(report)
+    assert "the other model changes" not in str(report)
+
+
 @dataclass
 class Found:
     boxes: torch.Tensor

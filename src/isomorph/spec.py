@@ -38,11 +38,6 @@ class ModelSpec:
     """timm's `pretrained_cfg`: images (input_size, mean, std, crop_pct, ...), label_names, and names of layers."""
 
     @property
-    def base(self) -> dict[str, Any]:
-        """Name and arguments in one dictionary, as checkpoints store them."""
-        return {"name": self.name, **self.arguments}
-
-    @property
     def input_size(self) -> tuple[int, ...] | None:
         """Channels, height and width of the images for which the weights were trained, or None."""
         size = self.config.get("input_size")

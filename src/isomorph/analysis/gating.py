@@ -11,7 +11,7 @@ from isomorph.layers import GPSA, GatedMap, PositionalAttention
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.map_attention import InsertedBlock
 from isomorph.operations import unwrap
-from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.modules import outermost_modules, parent_name
 
 _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 
@@ -27,7 +27,7 @@ def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
     named = {}
     for name, layer in layers.items():
         if isinstance(layer, GatedMap):  # a child of the attention layer
-            name = name.rpartition(".")[0]
+            name = parent_name(name)
         named[name] = layer
     return named
 

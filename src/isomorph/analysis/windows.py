@@ -18,6 +18,7 @@ from isomorph.operations import ModuleCall, observing, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
 from isomorph.surgery.calls import Inputs
+from isomorph.surgery.modules import parent_name
 
 # Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and
 # join them.
@@ -177,7 +178,7 @@ def _names_around(name: str) -> list[str]:
     """Return the names of the modules around a module, the nearest first."""
     names = []
     while name:
-        name = name.rpartition(".")[0]
+        name = parent_name(name)
         names.append(name)
     return names
 

@@ -26,7 +26,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.insert import temporary_blocks
-from isomorph.surgery.modules import lies_within, list_names
+from isomorph.surgery.modules import lies_within, list_names, parent_name
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates, only_embedding_model
@@ -651,8 +651,8 @@ def _norm_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _are_of_norms(names: Sequence[str]) -> bool:
-    norms = {name.rpartition(".")[0] for name in names if name.endswith(".running_var")}
-    return bool(norms) and all(name.rpartition(".")[0] in norms for name in names)
+    norms = {parent_name(name) for name in names if name.endswith(".running_var")}
+    return bool(norms) and all(parent_name(name) in norms for name in names)
 
 
 def _is_real(tensor: Any) -> bool:

@@ -52,11 +52,14 @@ NEW_PATHS: set[Path] = set()
 
 def require_new(path: Path, overwrite: bool, option: str) -> None:
     """Raise UserError for a path that exists, unless it may be replaced; then and later, until it is written."""
-    if not overwrite and os.path.lexists(path):
+    if overwrite:
+        NEW_PATHS.discard(path.absolute())
+        return
+    if os.path.lexists(path):
         raise UserError(
             f"{option} {path} exists; give overwrite=True to replace it, or another name"
         )
-    (NEW_PATHS.discard if overwrite else NEW_PATHS.add)(path.absolute())
+    NEW_PATHS.add(path.absolute())
 
 
 def must_be_new(path: Path) -> bool:

@@ -75,7 +75,10 @@ def sample(
             size=size,
             progress=lambda done, total: update(done, total, "sampling"),
         )
-    (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
+    if out.suffix == ".png":
+        write_grid(pixels, out)
+    else:
+        write_folder(pixels, out)
     made = {
         "out": str(out),
         "images": images,

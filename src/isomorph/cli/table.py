@@ -59,7 +59,10 @@ def table(
     files: list[Path] = []
     folders: list[Path] = []
     for path in runs or []:
-        (files if path.suffix == ".json" else folders).append(path)
+        if path.suffix == ".json":
+            files.append(path)
+        else:
+            folders.append(path)
     found = table_with_runs(find_table(name), read_run_logs(folders))
     found = table_with_evaluations(found, read_evaluations(files))
     text = published_table(found.columns, found.rows)

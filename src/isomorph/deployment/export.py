@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,8 @@ from isomorph.surgery.comparison import (
     relative_difference,
     tensors_by_path,
 )
+from isomorph.surgery.fuse_report import describe_left
 from isomorph.surgery.model_pair import normal_like
-from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import ATOL
 from isomorph.surgery.verify_report import Difference
@@ -95,14 +95,6 @@ class ExportReport:
         lines.append(f"{self.megabytes:.2f} MB, dynamic: {dynamic}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-def describe_left(left: Mapping[str, str]) -> list[str]:
-    """Return a line for each reason why norms or layers stay: left bn1 and bn2: the reason."""
-    names: dict[str, list[str]] = {}
-    for name, reason in left.items():
-        names.setdefault(reason, []).append(name or "the model")
-    return [f"left {list_names(names_left)}: {reason}" for reason, names_left in names.items()]
 
 
 def export(

@@ -21,7 +21,6 @@ from isomorph.deployment.export import (
     check_exportable,
     check_output,
     check_path,
-    describe_left,
     encode,
 )
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
@@ -33,6 +32,7 @@ from isomorph.operations import copy_module
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import batches_of, describe_shape
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
+from isomorph.surgery.fuse_report import describe_left
 from isomorph.surgery.site import nearest_names
 from isomorph.surgery.verify import verify
 

@@ -156,8 +156,9 @@ class FollowMaps(TorchFunctionMode):
             args = (self.before_dropout(args[0]), *args[1:])
         elif func in _PRODUCT:
             factors: list[Any] = [*args, *keywords.values()]
-            a, b = factors
-            if self._are_map_and_values(a, b):
+            # not one with `out` or `out_dtype`
+            if len(factors) == 2 and self._are_map_and_values(*factors):
+                a, b = factors
                 first = self.follows(a)
                 self.maps = []
                 return func(self.at_product(a), b) if first else func(a, self.at_product(b.mT).mT)

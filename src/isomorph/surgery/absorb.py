@@ -123,11 +123,10 @@ class Absorb(Rule):
         module = site.module
         plain: Any = plain_layer(module)
         filters = plain.weight.double().unflatten(0, (plain.groups, -1))  # (G, out, in, k, k)
-        std, mean = (
-            self.scale * filters.new_tensor(numbers).view(plain.groups, 1, -1, 1, 1)
-            for numbers in (self.std, self.mean)
-        )
-        filters = filters / std
+        sides = (plain.groups, 1, -1, 1, 1)
+        raw_std = self.scale * filters.new_tensor(self.std).view(sides)
+        raw_mean = self.scale * filters.new_tensor(self.mean).view(sides)
+        filters = filters / raw_std
         weight = filters.flatten(0, 1)
         if plain.groups == 1:  # further channels read the zeros behind the others
             weight = F.pad(weight, (0, 0, 0, 0, 0, 1))[:, self.order]
@@ -140,7 +139,7 @@ class Absorb(Rule):
                 parts["pad"] = padding
             parts["conv"] = _with_filters(plain, weight, plain.bias)
             return nn.Sequential(OrderedDict(parts)).to(plain.weight)
-        bias = -(filters * mean).sum((2, 3, 4)).flatten()  # (G out,)
+        bias = -(filters * raw_mean).sum((2, 3, 4)).flatten()  # (G out,)
         if plain.bias is not None:
             bias += plain.bias.double()
         if self.is_grey:

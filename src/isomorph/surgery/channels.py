@@ -27,8 +27,6 @@ _MOVES = {
     "unflatten",
     "unsqueeze",
     "squeeze",
-}
-_MOVES |= {
     "permute",
     "transpose",
     "swapaxes",
@@ -39,8 +37,6 @@ _MOVES |= {
     "T",
     "mT",
     "adjoint",
-}
-_MOVES |= {
     "roll",
     "flip",
     "fliplr",
@@ -51,8 +47,6 @@ _MOVES |= {
     "__getitem__",
     "index_select",
     "gather",
-}
-_MOVES |= {
     "take_along_dim",
     "split",
     "split_with_sizes",
@@ -61,9 +55,16 @@ _MOVES |= {
     "unbind",
     "unfold",
     "pad",
+    "expand",
+    "expand_as",
+    "repeat",
+    "repeat_interleave",
+    "tile",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "channel_shuffle",
+    "native_channel_shuffle",
 }
-_MOVES |= {"expand", "expand_as", "repeat", "repeat_interleave", "tile"}
-_MOVES |= {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"}
 # Operations that give weighted means of elements, with weights that do not depend on the elements.
 _MEANS = {"mean", "interpolate", "upsample"}
 _MEANS |= {f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)}

@@ -107,7 +107,9 @@ def alter(
     """Return a copy of an attention layer in a subclass."""
     altered = copy_as(layer, altered_class(mixin, type(layer)))
     altered.grid_size = grid_size
-    altered.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
+    if prefix_tokens is None:
+        prefix_tokens = getattr(layer, "num_prefix_tokens", 0)
+    altered.prefix_tokens = prefix_tokens
     return altered
 
 

@@ -15,6 +15,8 @@ _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
 # First words of the names of methods that change a model, write files or send something.
 _CHANGES = {
     "configure",
+    "dump",
+    "export",
     "finetune",
     "fit",
     "freeze",
@@ -22,11 +24,25 @@ _CHANGES = {
     "initialise",
     "initialize",
     "load",
+    "log",
+    "logging",
     "prune",
+    "push",
+    "register",
+    "reset",
+    "resize",
+    "save",
+    "set",
+    "setup",
+    "test",
+    "train",
+    "training",
+    "unfreeze",
+    "validate",
+    "validating",
+    "validation",
+    "write",
 }
-_CHANGES |= {"register", "reset", "resize", "set", "setup", "test", "train", "training", "unfreeze"}
-_CHANGES |= {"dump", "export", "log", "logging", "push", "save", "write"}
-_CHANGES |= {"validate", "validating", "validation"}
 # Second words after which a logarithm is meant.
 _LOGARITHMS = {"density", "likelihood", "prob", "probability", "probs", "softmax"}
 

@@ -87,24 +87,32 @@ class Fuse(Rule):
 
 def _move_biases(model: nn.Module) -> None:
     """Move biases that fused pyramids have added into the running means of the BatchNorms after them, in place."""
-    parents = Counter(layer for unit in model.modules() for layer in unit.children())
+    parents: Counter[nn.Module] = Counter()
     for unit in model.modules():
-        has_known_forward = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith(
-            "timm."
-        )
-        linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
-        for layer, norm in pairwise(unit.children()):
-            is_new = (
-                has_known_forward and linear == [layer] and getattr(layer, "has_new_bias", False)
-            )
-            if (
-                is_new
-                and isinstance(norm, _BatchNorm)
-                and norm.running_mean is not None
-                and parents[layer] == 1
-            ):
-                norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator]
-                layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
+        parents.update(unit.children())
+    for unit in model.modules():
+        pair = _new_bias_and_norm(unit)
+        if pair is None:
+            continue
+        layer, norm = pair
+        if parents[layer] == 1:
+            norm.running_mean.sub_(layer.bias.detach())
+            layer.bias = None
+            layer.has_new_bias = False
+
+
+def _new_bias_and_norm(unit: nn.Module) -> tuple[Any, Any] | None:
+    """Return the only linear layer of a unit, if its bias is new, and the BatchNorm that the unit runs after it."""
+    has_known_forward = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
+    if not has_known_forward:
+        return None
+    linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    if len(linear) != 1 or not getattr(linear[0], "has_new_bias", False):
+        return None
+    for layer, norm in pairwise(unit.children()):
+        if layer is linear[0] and isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+            return layer, norm
+    return None
 
 
 def _is_isomorphs(kind: Any) -> bool:
@@ -253,8 +261,12 @@ def fuse_with_report(
             new,
             f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)",
         )
-    before, after = (sum(p.numel() for p in network.parameters()) for network in (plain, new))
-    return new, replace(report, left=left, parameters=(before, after))
+    parameters = (_count_parameters(plain), _count_parameters(new))
+    return new, replace(report, left=left, parameters=parameters)
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check_not_quantised(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """What `fuse` did to a model, as a report that a user reads."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from isomorph.surgery.modules import list_names
@@ -59,7 +60,7 @@ class FuseReport:
             lines.append(
                 f"  replaced by the one layer left in them: {list_names(list(self.wholes))}"
             )
-        for between, names in _grouped(self.across).items():
+        for between, names in names_by_text(self.across).items():
             if names != [between]:
                 lines.append(
                     f"  merged across {between}, which gives or gets other values now: {list_names(names)}"
@@ -69,14 +70,18 @@ class FuseReport:
             lines.append(
                 f"  merged into what reads them, so that they give what they get: {list_names(into_readers)}"
             )
-        for reason, names in _grouped(self.left).items():
-            lines.append(f"  left {list_names(names)}: {reason}")
+        lines += [f"  {line}" for line in describe_left(self.left)]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def _grouped(texts: dict[str, str]) -> dict[str, list[str]]:
+def describe_left(left: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason why norms or layers stay: left bn1 and bn2: the reason."""
+    return [f"left {list_names(names)}: {reason}" for reason, names in names_by_text(left).items()]
+
+
+def names_by_text(texts: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the names that have each text."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, text in texts.items():

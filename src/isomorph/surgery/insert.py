@@ -273,10 +273,17 @@ def _paths_after(model: nn.Module, after: Where) -> Iterator[str]:
     check_each_glob(after, named, "after")
     for name in selected:
         path = name
-        while isinstance(named[path], nn.Sequential) and len(named[path]):
-            path = f"{path}.{[*named[path]._modules][-1]}".lstrip(".")
+        module = named[name]
+        while isinstance(module, nn.Sequential) and len(module):
+            last = list(module._modules)[-1]
+            path = f"{path}.{last}".lstrip(".")
+            module = module[-1]
         if not path:
             raise UserError("insert a block after a part of the model, not after the model itself")
+        if path not in named:
+            raise UserError(
+                f"{path}, the last module of {name}, is used elsewhere too; insert after a module that is used once"
+            )
         yield path
 
 
@@ -402,8 +409,12 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     try:
         outputs = _outputs(model, example, [path + _BLOCK for path in calls], enter, leave)
     except DoesNotRun as error:
-        path, x, _ = running[0]
         reason = first_line(error)[:160]
+        if not running:
+            raise UserError(
+                f"the model does not run with a further child in {', '.join(calls)}: {reason}; insert after others"
+            ) from None
+        path, x, _ = running[0]
         raise UserError(f"the block does not fit {tuple(x.shape)} after {path}: {reason}") from None
     for path, count in calls.items():
         if num_calls[path] != count:

@@ -49,8 +49,9 @@ UNCHANGED = {
     "dropout1d",
     "dropout2d",
     "dropout3d",
+    "alpha_dropout",
+    "feature_dropout",
 }
-UNCHANGED |= {"alpha_dropout", "feature_dropout"}
 
 
 class InputWindow(NamedTuple):

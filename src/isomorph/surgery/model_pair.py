@@ -136,7 +136,9 @@ class ModelPair:
         original = self._output(runs.original, is_original=True, extra=extra)
         other = self._output(runs.other, is_original=False, extra=extra)
         exact = self._output(runs.exact, is_original=True, extra=extra)
-        exact_other = self._output(runs.exact_other, is_original=False, extra=extra)
+        exact_other = exact
+        if runs.exact_other is not runs.exact:  # in a mode the original stands on both sides
+            exact_other = self._output(runs.exact_other, is_original=False, extra=extra)
         if extra and not _has_numbers(original, exact):
             raise NotCompared("the original's outputs are not finite")
         for _, leaf in leaves(exact):
@@ -260,8 +262,10 @@ class ModelPair:
             before = run_model(model, x)
             for parameter in _parameters_of_alone(model, model.get_submodule(name)):
                 parameter.fill_(math.nan)
-            is_read = largest_difference(before, run_model(model, x))[0] > 0
-            (read_names if is_read else unused).append(name)
+            if largest_difference(before, run_model(model, x))[0] > 0:
+                read_names.append(name)
+            else:
+                unused.append(name)
         notes = []
         if unused:
             notes.append(

@@ -267,8 +267,12 @@ def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
 
 
 _BATCH_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(timm.layers.BatchNormAct2d, timm.layers.SyncBatchNormAct),
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    timm.layers.BatchNormAct2d,
+    timm.layers.SyncBatchNormAct,
 )
 
 

@@ -1,7 +1,7 @@
 """Measure the BatchNorm statistics of a model on given data, for its function as it is or after averaging weights."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.modes import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.moments import measure_moments
 from isomorph.operations import ModuleCall, observing
@@ -53,7 +52,13 @@ def recalibrate(
         raise UserError(
             "a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False"
         )
-    with eval_mode(model), _measure_inputs(model) if keep_function else _renew_statistics(norms):
+    model.eval()
+    measuring: AbstractContextManager[None] = nullcontext()
+    if keep_function:
+        measuring = _measure_inputs(model)
+    else:
+        _renew_statistics(norms)
+    with measuring:
         for inputs in batches_of(batches, of_loader=True):
             run_model(model, to_model(inputs, model))
     for norm, measured in zip(_norms(new), norms, strict=True):
@@ -65,16 +70,12 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
-@contextmanager
-def _renew_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Context in which every BatchNorm is in train mode, and gets the mean of its statistics over all batches."""
-    momenta = [norm.momentum for norm in norms]
+def _renew_statistics(norms: list[_BatchNorm]) -> None:
+    """Put every BatchNorm in train mode, where it gets the mean of its statistics over all batches to come."""
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum, norm.training = None, True
-    yield
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+        norm.momentum = None
+        norm.training = True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from isomorph.errors import NotFinite, UserError
 from isomorph.layers.modes import default_dtype
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import records_outputs, unwrap
-from isomorph.surgery.modules import list_names
+from isomorph.surgery.modules import list_names, parent_name
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
 from isomorph.surgery.site import (
@@ -154,8 +154,8 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         raise UserError(f"{rule!r} is not a rule; give an instance, like {example}")
     sites = _sites(model, parts=rule.takes_parts and not callable(where))
     choice = _Choice(rule, where, exclude, sites)
-    _check_globs(where, choice)
-    _check_globs(exclude, choice)
+    _check_globs(where, "where", choice)
+    _check_globs(exclude, "exclude", choice)
     selected = _selected(choice)
     judged = _judge(rule, selected)
     if not judged.accepted and not judged.rejected:
@@ -239,7 +239,7 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
         stand_in = describe_stand_in(site.module)
         if stand_in:
             return f"; {site.name} {stand_in}"
-    if choice.exclude != ():
+    if choice.exclude:
         return "; exclude leaves out the others"
     prefixes = tuple(f"{site.name}." for site in selected)
     inner_sites = [site for site in choice.sites if site.name.startswith(prefixes)]
@@ -249,16 +249,16 @@ def _what_instead(choice: _Choice, selected: Sequence[Site]) -> str:
     return nearest_names(choice.where, choice.names_of_kind)
 
 
-def _check_globs(globs: Where, choice: _Choice) -> None:
-    """Raise UserError for one of several globs that matches nothing."""
+def _check_globs(globs: Where, argument: str, choice: _Choice) -> None:
+    """Raise UserError for one of several globs that matches nothing, given as an argument of that name."""
     if callable(globs) or isinstance(globs, str):
         return
     if not (isinstance(globs, Sequence) and all(isinstance(glob, str) for glob in globs)):
         raise UserError(
-            f"where={globs!r} selects nothing; give globs, or a function (name, module) -> bool"
+            f"{argument}={globs!r} selects nothing; give globs, or a function (name, module) -> bool"
         )
     names = [site.name for site in choice.sites]
-    check_each_glob(globs, names, near=choice.names_of_kind)
+    check_each_glob(globs, names, argument, near=choice.names_of_kind)
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -316,8 +316,7 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     root = Site(plain)
     for name in selection.accepted:
         site = root.at(name)
-        if not site.part:
-            check_finite(site.module, name)
+        check_finite(site.module, site.path)
     new = apply_edit(copy_model(model), Edit(rule, tuple(selection.accepted)))
     skipped = [f"{name} ({reason})" for name, reason in selection.rejected.items()]
     if skipped:
@@ -400,7 +399,7 @@ def call_from_parents(site: Site) -> None:
     """Turn off the fast paths of torch's encoders around a replaced module, whose weights they read without a call."""
     path = site.path
     while path:
-        path = path.rpartition(".")[0]
+        path = parent_name(path)
         ancestor: Any = site.model.get_submodule(path)
         if isinstance(ancestor, nn.TransformerEncoderLayer):
             ancestor.activation_relu_or_gelu = 0
@@ -534,7 +533,7 @@ def _share(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> N
 
 def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the modules of tied parameters that have new parameters too."""
-    paths = dict.fromkeys(name.rpartition(".")[0] for name in tied)
+    paths = dict.fromkeys(map(parent_name, tied))
     return [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.grid import GridSize
-from isomorph.surgery.modules import list_names
+from isomorph.surgery.modules import list_names, parent_name
 
 # The last component of a joint projection's name, mapped to the names of its parts in order.
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -110,7 +110,7 @@ class Site:
         """The module that has this one as a child, or None for the model itself."""
         if not self.path:
             return None
-        return self.model.get_submodule(self.path.rpartition(".")[0])
+        return self.model.get_submodule(parent_name(self.path))
 
     @property
     def last_name(self) -> str:

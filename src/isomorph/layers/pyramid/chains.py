@@ -66,8 +66,8 @@ class ChainSizes(NamedTuple):
     rows: tuple[int, ...]
 
 
-def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector, or one of equal values where there is none. Shape: -> (size,)"""
+def equal_values(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Shape: -> (size,)"""
     return torch.full((size,), value, dtype=dtype, device=device)
 
 
@@ -94,7 +94,9 @@ def _join_tensors(
     # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
     if sizes.unrectified:
         scale = sizes.unrectified_scale * sizes.eps**0.5
-        parts.append(constant(filled, like, sizes.groups * sizes.unrectified, scale, like.dtype))
+        parts.append(
+            constant(equal_values, like, sizes.groups * sizes.unrectified, scale, like.dtype)
+        )
     parts += tensors[-norms:]
     if sizes.groups > 1:
         rows = [part.reshape(sizes.groups, -1) for part in parts]
@@ -140,7 +142,7 @@ class ChainTensors:
 
         self.sizes = sizes
         self.zeros = constant(
-            filled, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype
+            equal_values, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype
         )
         self.z = cursor.take(rows, C)
         self.skip = cursor.take(skips, C)

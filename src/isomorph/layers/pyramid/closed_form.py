@@ -657,8 +657,11 @@ def _sizes_of(
     )
 
 
-def _filled(tensor: Tensor | None, size: int, value: float, like: Tensor) -> Tensor:
-    return like.new_full((size,), value) if tensor is None else tensor
+def _or_equal_values(tensor: Tensor | None, size: int, value: float, like: Tensor) -> Tensor:
+    """Return a vector, or one of equal values where there is none. Shape: -> (size,)"""
+    if tensor is None:
+        return like.new_full((size,), value)
+    return tensor
 
 
 def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
@@ -669,9 +672,9 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     norms = layers.norms()
     sizes = _sizes_of(pyramids, layers, *mean.shape)
     tensors = [layer.weight for layer in linear]
-    tensors += [_filled(layer.bias, len(layer.weight), 0.0, mean) for layer in linear]
-    tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
-    tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
+    tensors += [_or_equal_values(layer.bias, len(layer.weight), 0.0, mean) for layer in linear]
+    tensors += [_or_equal_values(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
+    tensors += [_or_equal_values(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
     weight, bias, variances, *means = _Collapse.apply(
         sizes, moments.centred, mean, moments.covariance, *tensors
     )

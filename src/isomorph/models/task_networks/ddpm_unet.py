@@ -27,8 +27,6 @@ from isomorph.spec import ImageSize
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
 
-ATTENTION_PROJECTIONS = ("unet.*.to_[qkv]", "unet.*.to_out.0")
-
 
 class DDPMUNet(nn.Module):
     """Predict the noise in images at a time step of a diffusion, with a U-Net of residual blocks and some attention.

@@ -197,7 +197,7 @@ class WindowedViT(nn.Module):
 
     Shape: x (B, in_chans, height, width), multiples of the patch -> a list of one (B, C, height / patch, width / patch)
     Source: ViTDet (Li et al., 2022), section 3
-    Raises: UserError for a window below 0 or a block that the network does not have.
+    Raises: UserError for a window below 1, or a block that the network does not have.
     """
 
     def __init__(

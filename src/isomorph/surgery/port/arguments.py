@@ -26,8 +26,17 @@ _MORE = tuple(f"argument {i}" for i in range(5, 20))
 
 
 # Arguments that change nothing in eval mode, or follow from the tensors.
-_NO_SETTINGS = {"input", "normalized_shape", "training", "momentum", "inplace"}
-_NO_SETTINGS |= {"weight", "bias", "running_mean", "running_var"}
+_NO_SETTINGS = {
+    "input",
+    "normalized_shape",
+    "training",
+    "momentum",
+    "inplace",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+}
 
 
 @cache

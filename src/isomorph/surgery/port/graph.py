@@ -283,9 +283,11 @@ class Graph:
 
     def _present(self, terms: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the terms that have entries of parameters."""
-        return tuple(
-            entries for entries in terms if self.entries.owner(entries) or (entries >= 0).any()
-        )
+        present = []
+        for entries in terms:
+            if self.entries.owner(entries) is not None or (entries >= 0).any():
+                present.append(entries)
+        return tuple(present)
 
     def _join_entries(self, slots: list[int], parts: Iterable[Tensor | None]) -> Tensor:
         """Return the entries of several values one after the other, and -1 as the last, for none."""

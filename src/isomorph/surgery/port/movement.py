@@ -10,8 +10,23 @@ from torch.utils._pytree import tree_leaves
 from isomorph.surgery.port.watch import Call
 
 # Operations that compute, of which there are many and large ones: not tried.
-_COMPUTES = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "softmax"}
-_COMPUTES |= {"layer_norm", "batch_norm", "group_norm", "einsum", "gelu", "relu", "silu"}
+_COMPUTES = {
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "matmul",
+    "__matmul__",
+    "bmm",
+    "softmax",
+    "layer_norm",
+    "batch_norm",
+    "group_norm",
+    "einsum",
+    "gelu",
+    "relu",
+    "silu",
+}
 # How many numbers of an output are looked for in the inputs before the operation is run again.
 _SAMPLE = 4
 # Entries are named twice: by numbers up to 1/4, whose products vanish next to them, and by whole numbers of the other

@@ -286,7 +286,7 @@ def _add_product(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: floa
     return input + (product if value == 1 else value * product)
 
 
-def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
     """Compute torch's multi-head attention as projections and fused attention; None with further arguments.
 
     Shape: query (Nq, B, C), key and value (Nk, B, C) -> (Nq, B, C)
@@ -310,9 +310,17 @@ def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
         y = F.linear(x, weight, bias)  # (N, B, C)
         y = y.unflatten(-1, (arguments["num_heads"], -1))  # (N, B, nh, hd)
         heads.append(y.permute(1, 2, 0, 3))  # (B, nh, N, hd)
-    out = F.scaled_dot_product_attention(*heads)
+    maps: Tensor | None = None
+    if arguments["need_weights"]:
+        q, k, v = heads
+        maps = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1)  # (B, nh, Nq, Nk)
+        out = maps @ v
+        if arguments["average_attn_weights"]:
+            maps = maps.mean(1)
+    else:
+        out = F.scaled_dot_product_attention(*heads)
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, C)
-    return F.linear(out, arguments["out_proj_weight"], arguments["out_proj_bias"]), None
+    return F.linear(out, arguments["out_proj_weight"], arguments["out_proj_bias"]), maps
 
 
 # Functions that are run as the operations that they stand for, where these are known for their arguments.

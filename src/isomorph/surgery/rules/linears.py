@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
 from isomorph.surgery.plain_layers import (
     class_name,
     describe_stand_in,
-    is_parametrized,
     layer_mismatch,
     override_reason,
     projection_mismatch,
