@@ -216,11 +216,22 @@ def test_two_values_of_a_field_are_written_as_a_list(option):
     assert apply_overrides({}, parse_overrides(advised)) == {group: {field: [97, 65]}}
 
 
-def test_names_and_folders_are_no_numbers():
+def test_names_and_folders_are_no_numbers(monkeypatch, tmp_path):
     for name in ("2024_01_31", "2024-01-31", "0123", "1e3", "1:30", "true"):
         changed = apply_overrides({}, [f"name={name}", f"out={name}", f"data.root={name}"])
         assert changed == {"name": name, "out": name, "data": {"root": name}}
+        for field in ("token_labels.maps", "task.teacher", "task.test"):
+            group, last = field.split(".")
+            assert apply_overrides({}, [f"{field}={name}"]) == {group: {last: name}}
     assert apply_overrides({}, ["name=null", "epochs=1e2"]) == {"name": None, "epochs": 100}
+    monkeypatch.chdir(tmp_path)
+    Path("2024_01_31").mkdir()
+    assert apply_overrides({}, ["data=2024_01_31"])["data"]["root"].name == "2024_01_31"
+
+
+def test_data_given_by_name_in_a_recipe_can_be_changed():
+    changed = apply_overrides({"data": "digits"}, ["data.batch_size=8"])
+    assert changed == {"data": {"source": "digits", "batch_size": 8}}
 
 
 def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):

@@ -477,3 +477,9 @@ def test_anchors_lie_where_the_positions_do():
     (here,) = model.detect(x)
     (there,) = model.detect(padded, [(200, 168)])
     torch.testing.assert_close(here["boxes"], there["boxes"])
+
+
+def test_a_network_with_a_teacher_is_recast_at_the_start():
+    guided = TINY["task"] | {"teacher": "resnet18"}
+    late = TINY | {"task": guided, "model": NETWORK | {"recast_epoch": 1}}
+    refused("recast_epoch does not work with task.teacher", validate, late)

@@ -25,6 +25,7 @@ from isomorph.lab.tasks.diffusion.image_distance import (
 from isomorph.lab.tasks.diffusion.sampling import denoise, next_images, spaced_times
 from isomorph.lab.tasks.diffusion.task import DenoisingLoss, denoising_errors
 from isomorph.lab.training.task import task_of
+from refusals import refused
 from tiny_runs import same_snapshots, stopped_run
 
 TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)
@@ -312,3 +313,8 @@ def test_a_grid_a_folder_and_their_distance(run, tmp_path, capsys):
     assert found["features"] == str(weights)
     assert found["images"] == 6
     assert found["real_images"] == 12
+
+
+def test_crops_of_test_images_are_refused():
+    given = ["data.test_crop=whole"]
+    refused("data.test_crop does not apply to diffusion", iso.load_recipe, "ddpm_digits", given)

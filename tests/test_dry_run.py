@@ -12,6 +12,7 @@ import torch
 import isomorph as iso
 from command_line import isomorph
 from isomorph.analysis.cost import count_parameters
+from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.lab.distributed import ALONE
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.recipes.tables import published_rows
@@ -367,3 +368,18 @@ def test_command_line(tmp_path):
     assert plan["published"] == []
     assert "CoAtNet Table 13, CoAtNet-0 at 224: top-1 (%) 81.6" in published_rows("coatnet_0")
     assert plan["hours_here"] > 0
+
+
+def test_samples_of_a_step_are_those_of_this_process():
+    recipe = iso.load_recipe("digits_cnn", ["data.batch_size=16"])
+    data = recipe_task(recipe).synthetic_data(recipe)
+    task = rehearsal.SyntheticTask(recipe_task(recipe), data)
+    task.build_model(recipe, data, True)
+    sampler = TrainSampler(BatchOrder(64, 16), 1, parts=BatchParts(range(1), 2))
+    config = task.data_config(recipe, task.model)
+    inputs, *_ = next(task.train_loader(recipe, config, data, sampler))
+    assert len(inputs) == 8
+
+
+def test_a_batch_is_no_larger_than_the_data():
+    assert plan_of("digits_cnn", "data.fraction=0.02").as_dict()["batch_size"] < 128

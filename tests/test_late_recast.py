@@ -1,6 +1,7 @@
 """What a recipe recasts: in the middle of a run, and from weights of the model before its recast or after it."""
 
 import copy
+import json
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from isomorph.lab.training.run.named_state import split_optimizer
 from isomorph.lab.training.run.state import Run
 from isomorph.surgery import RULES
 from law_rows import noisy
+from refusals import refused
 from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
@@ -180,3 +182,25 @@ def test_weights_of_both_forms_are_taken(name, tmp_path):
     )
     if name != "head":
         assert set(other.isomorph_record.start.partition("; new: ")[2].split(", ")) == heads
+
+
+def test_what_cannot_be_annealed_after_the_recast_is_said_before_the_run(tmp_path):
+    pyramids = dict(recast=dict(where=WHERE, rule="LinearToPyramid"))
+    refused("to anneal", Run, recipe(tmp_path, 1, pyramids, anneal=dict(epochs=1)))
+    convit = dict(
+        name="convit_ti", recast=None, kwargs=dict(patch_size=4, depth=2, local_up_to_layer=1)
+    )
+    refused("give the anneal a start", Run, recipe(tmp_path, 0, convit, anneal=dict(epochs=1)))
+
+
+def test_a_layer_that_a_later_recast_adds_has_no_gates_before(tmp_path):
+    one = {"gates": [0.5], "spans": [1.0], "centres": [[0.0, None]]}
+    rows = [{"epoch": 0, "gating": {"a": one}}, {"epoch": 1, "gating": {"a": one, "b": one}}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "log.jsonl").write_text(text)
+    history = iso.training.gating_history(tmp_path)
+    assert history.gates["b"].shape == (2, 1)
+    assert history.gates["b"].isnan().flatten().tolist() == [True, False]
+    assert history.centres["a"].isnan().sum() == 2
+    logs = iso.report.read_run_logs([tmp_path])
+    iso.report.compare_sections(logs, {logs[0].name: history})

@@ -269,3 +269,10 @@ def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).label_map(
         0
     ).shape == (2, 1, 2, 2)
+
+
+@pytest.mark.parametrize("fraction", [20, 1.25, -0.2, 0])
+def test_a_fraction_for_testing_is_above_0_and_up_to_1(fraction, tmp_path):
+    photos = images(tmp_path / "photos")
+    message = "must be above 0 and below 1"
+    refused(message, iso.evaluate, network(), str(photos), test_fraction=fraction)

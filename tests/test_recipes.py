@@ -303,6 +303,9 @@ def test_a_warm_up_takes_at_least_a_step():
             {"model.recast_epoch": 1},
         ),  # a recast stays one in the middle
         ("tcnn_late_100", ["epochs=1"], {"model.recast_epoch": 0}),
+        ("tcnn_late_300", ["epochs=2"], {"model.recast_epoch": 1}),
+        ("tcnn_late_300", ["epochs=1"], {"model.recast_epoch": 0}),
+        ("tcnn_late_400", ["epochs=2"], {"model.recast_epoch": 2}),  # which is never
         (
             "convit_s",
             ["epochs=1"],
@@ -420,6 +423,7 @@ WRONG = {
     "mask={} distill.teacher=a": "distill and mask",
     "mask={} augment.mixup=0.8": "augment.mixup",
     "data.source=huggingface-stream data.fraction=0.5": "huggingface-stream is a stream",
+    "data.images=1000": "images is for a stream",
     "optim.lr": "'optim.lr'",
     "optim.lr=[1": "optim.lr",
 }

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 import isomorph as iso
 from command_line import isomorph
+from isomorph.cli.options import DataOptions
+from isomorph.cli.port import resize
 from isomorph.surgery.resize import resize_filters, resizing_matrix
 from refusals import refused
 from same_networks import give_random_weights, hf_vit, timm_vit
@@ -111,3 +113,18 @@ def test_the_command_saves_a_model_that_loads(tmp_path):
     images = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(new(images), wanted(images))
     assert timm.data.resolve_data_config(model=new)["input_size"] == (3, 64, 64)
+
+
+def test_the_command_compares_as_many_images_as_asked(tmp_path, monkeypatch):
+    compared = []
+
+    def stop(model, images, *sizes):
+        compared.append(len(images))
+        raise iso.UserError("stopped")
+
+    monkeypatch.setattr(iso, "resize_patches", stop)
+    iso.save(timm_vit(), tmp_path / "vit.safetensors")
+    digits = DataOptions(data="digits", max_images=5)
+    source = str(tmp_path / "vit.safetensors")
+    refused("stopped", resize, source, out=tmp_path / "x.safetensors", images=digits)
+    assert compared == [5]

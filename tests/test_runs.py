@@ -15,7 +15,7 @@ from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.lab.distributed import Runtime
 from isomorph.lab.recipes import load_recipe
 from isomorph.lab.training.history import saved_models
-from isomorph.lab.training.open import open_model
+from isomorph.lab.training.open import open_model, open_trained
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.guards import lock_folder, stop_requests
 from isomorph.lab.training.run.log import ClosableStream, read_log
@@ -28,6 +28,7 @@ from isomorph.lab.training.run.snapshot import (
     read_snapshot,
 )
 from isomorph.lab.training.run.state import Run, check_files
+from isomorph.surgery import notes
 from refusals import refused
 from test_own_images import images
 from tiny_runs import same_snapshots, stopped_run
@@ -223,6 +224,10 @@ def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
         tiny(tmp_path / "on", **steady | dict(epochs=2)),
         show=False,
     )
+    falling = dict(optim=dict(lr=1e-3, schedule="constant", min_weight_decay=0.01))
+    iso.train(tiny(tmp_path / "falling", **falling, epochs=1), show=False)
+    longer = tiny(tmp_path / "falling", **falling, epochs=3)
+    refused("epochs was 1, is now 3", iso.train, longer, show=False)
     late = dict(lr=1e-3, warmup_iterations=8)
     refused(
         "warmup_iterations must be below the run's 8 steps",
@@ -342,3 +347,8 @@ def test_an_unfinished_run_is_continued_from_weights_that_it_has(tmp_path):
     refused("its run is not finished, and .*best.safetensors is there", check_files, recipe)
     (tmp_path / "model.safetensors").touch()
     assert weights_in(tmp_path) == tmp_path / "model.safetensors"
+
+
+def test_a_run_of_iterations_says_when_it_is_finished(tmp_path):
+    iso.train(tiny(tmp_path, optim=dict(lr=1e-3), iterations=6), show=False)
+    assert "of the finished run, after 2 of 2 epochs, 6 steps" in str(notes(open_trained(tmp_path)))

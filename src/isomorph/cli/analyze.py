@@ -89,6 +89,8 @@ def analyze(
         )
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
+    if test.split is not None and not (test.data or test.root):
+        raise UserError("--split is about the test images for CKA; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.checkpoints.open import import_function

@@ -78,8 +78,9 @@ def evaluate_(
         cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
     """
-    if classifier.suite and classifier.classes is not None:
-        raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
+    for option in ("classes", "split"):
+        if classifier.suite and getattr(classifier, option) is not None:
+            raise UserError(f"--{option} cannot be combined with --suite, whose images are fixed")
     if classifier.partial and not classifier.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
     opt.check_out(classifier.per_class, overwrite, suffixes=(".csv",), option="--per-class")
@@ -98,6 +99,8 @@ def evaluate_(
     if task is not None:
         if len(sizes) > 1:
             raise UserError("--size has several values; give this model one height and width")
+        if data is not None and load.root is not None and data not in task.sources:
+            raise UserError(f"--data {data} is a file or a folder of its own; leave --root out")
         data_options = data_options._replace(
             size=sizes[0] if sizes else None, root=training_root(net, data, load.root)
         )

@@ -111,7 +111,8 @@ def resize(
         height, width = training_config(net)["input_size"][-2:]
         largest = max(height, (size or (0, 0))[0]), max(width, (size or (0, 0))[1])
         show_step("comparing both models on images")
-        inputs = comparison_inputs(net, images, batch, [largest])[0]
+        count = images.max_images or batch  # one batch, however many
+        inputs = comparison_inputs(net, images, count, [largest])[0]
         report = iso.resize_patches(net, inputs, patch, size)  # type: ignore[arg-type]  # images
     iso.save(report.model, out)
     show(json_, {"out": str(out), "report": report.as_dict()}, f"{report}\nwrote {out}")

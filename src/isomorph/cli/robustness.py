@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, progress_bar, show
+from isomorph.errors import UserError
 
 
 @opt.group
@@ -91,6 +92,10 @@ def robustness(
         File for a page (.html) with charts of the results, next to those of --baseline if it is given.
     """
     opt.check_out(page, overwrite, suffixes=(".html",), option="--page")
+    given = {"root": load.root, "classes": of.classes, "split": of.split}
+    for option, value in given.items():
+        if of.folder and data is None and value is not None:
+            raise UserError(f"--{option} is about the clean images of --data; give --data too")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime

@@ -104,11 +104,11 @@ def _end_with_error(text: str, status: int) -> NoReturn:
 
 def _end_interrupted(command: str) -> NoReturn:
     ignore_interrupts()  # torchrun sends another one
-    resumes = "; the same command resumes from the last checkpoint, if there is one" * (
-        command == "train"
-    )
+    message = "interrupted"
+    if command == "train":
+        message += "; the same command resumes from the last checkpoint, if there is one"
     if is_main_process():
-        _print_error(f"interrupted{resumes}")
+        _print_error(message)
     sys.exit(INTERRUPTED)
 
 

@@ -14,10 +14,11 @@ from isomorph.cli.tables import tables
 from isomorph.errors import UserError, describe_value, invalid_fields, unknown_field
 from isomorph.json_values import flatten
 from isomorph.lab.recipes import load_recipe, recipe_values
-from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
+from isomorph.process import is_main_process
+from isomorph.terminal_tables import metric_table, print_table, print_text_table
 from isomorph.yaml_values import parse_value
 
-_SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
+_GRID_SIZE = re.compile(r"^(model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 14 or 14x12
 
 # Options of other commands, and the recipe fields that they are.
 _OTHER_NAMES = {
@@ -85,7 +86,7 @@ def train(
     ] = False,
     json_: opt.Json = False,
 ) -> None:
-    overrides = list(map(_spell_out_size, parse_overrides(fields)))
+    overrides = list(map(_spell_out_grid, parse_overrides(fields)))
     values = recipe_values(recipe)
     iterations = values.get("iterations")
     given = {assignment.partition("=")[0] for assignment in overrides}
@@ -103,6 +104,8 @@ def train(
     loaded = load_recipe(recipe, overrides)
     if dry_run:
         plan = try_recipe(loaded)
+        if not is_main_process():
+            return
         published = published_rows(recipe)
         if json_:
             show(json_, plan.as_dict() | {"published": published})
@@ -110,10 +113,12 @@ def train(
         head, source, *rest = plan.table()
         print_text_table([head, source, *[["published", text] for text in published], *rest])
         return
-    result = train_recipe(loaded)
-    if result.is_main:
-        print_table(metric_table("final", result.metrics))
-        say(f"wrote {result.folder / 'model.safetensors'}")
+    result = train_recipe(loaded, show=not json_)  # whose messages are on standard output
+    if not result.is_main:
+        return
+    path = result.folder / "model.safetensors"
+    facts = {"recipe": loaded.name, "out": str(path), **result.metrics}
+    show(json_, facts, metric_table("final", result.metrics), f"wrote {path}")
 
 
 def check_names(paths: Iterable[str]) -> None:
@@ -152,9 +157,9 @@ def check_values(assignments: Iterable[str]) -> None:
         raise invalid_fields("the recipe", problems)
 
 
-def _spell_out_size(assignment: str) -> str:
-    """Return an assignment with a size such as 96 or 96x128 as a list of two numbers, others as they are."""
-    match = _SIZE.match(assignment)
+def _spell_out_grid(assignment: str) -> str:
+    """Return an assignment with a grid such as 14 or 14x12 as a list of two numbers, others as they are."""
+    match = _GRID_SIZE.match(assignment)
     if match is None:
         return assignment
     name, height, width = match.groups()

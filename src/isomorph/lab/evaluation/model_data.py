@@ -119,7 +119,7 @@ def open_split(
     if test_fraction == 1:
         return _open(model, "test", data, root)
     if test_fraction is not None:
-        return _open(model, split, data, root, test_fraction % 1 or None)
+        return _open(model, split, data, root, test_fraction)
     fraction, images = spec_of(model).split
     if fraction:
         with suppress(UserError):  # other data, which cannot be split

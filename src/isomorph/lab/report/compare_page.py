@@ -200,7 +200,9 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
 def _result_row(log: RunLog, keys: Sequence[str]) -> list[str]:
     recipe = str(log.recipe.get("name", "-"))
     trained = sum(row.get("epoch") != 0 for row in log.epochs)
-    epochs = f"{trained} of {log.recipe.get('epochs', '?')}"
+    epochs = str(trained)
+    if not log.recipe.get("iterations"):
+        epochs = f"{trained} of {log.recipe.get('epochs', '?')}"
     last: dict[str, float] = {}
     seconds = 0.0
     for row in log.epochs:

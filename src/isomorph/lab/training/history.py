@@ -100,12 +100,15 @@ def gating_history(
 
 
 def _logged_gating(rows: Rows, measure: str) -> dict[str, Tensor]:
-    """Return a measure of every layer over the epochs of a log; NaN where it has null."""
-    values: dict[str, list[Any]] = {}
-    for row in rows:
+    """Return a measure of every layer over the epochs of a log; NaN where it has null, or lacks the layer."""
+    values: dict[str, np.ndarray] = {}
+    for number, row in enumerate(rows):
         for layer, measures in row["gating"].items():
-            values.setdefault(layer, []).append(measures[measure])
-    return {layer: torch.from_numpy(np.array(of, np.float32)) for layer, of in values.items()}
+            logged = np.array(measures[measure], np.float32)
+            if layer not in values:
+                values[layer] = np.full((len(rows), *logged.shape), np.nan, np.float32)
+            values[layer][number] = logged
+    return {layer: torch.from_numpy(array) for layer, array in values.items()}
 
 
 # One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.

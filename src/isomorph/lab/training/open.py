@@ -1,5 +1,6 @@
 """Opening a model by what a user names: its file, its name in timm, or the folder of its run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,16 +153,23 @@ def _read_run(path: Path, ema: bool) -> Contents:
         if name.startswith(prefix)
     }
     which = "averaged weights (EMA)" if averaged else "weights"
-    whole = (
-        "the finished run"
-        if progress["closed"] == recipe.get("epochs")
-        else "the run's last snapshot"
-    )
+    epochs = _epochs_of(found.values)
+    whole = "the run's last snapshot"
+    if progress["closed"] == epochs:
+        whole = "the finished run"
     note = (
-        f"{path}: {which} of {whole}, after {progress['closed']} of {recipe.get('epochs')} epochs, "
+        f"{path}: {which} of {whole}, after {progress['closed']} of {epochs} epochs, "
         f"{progress['step']} steps"
     )
     return Contents(path, state, found.values["model"], notes=(note,))
+
+
+def _epochs_of(values: JsonObject) -> Any:
+    """Return the number of epochs of a run; of one with a number of iterations, in which they end."""
+    iterations = values["recipe"].get("iterations")
+    if not iterations:
+        return values["recipe"].get("epochs")
+    return math.ceil(iterations / max(1, values["data"]["steps"]))
 
 
 def _encoder_prefix(recipe: JsonObject) -> str:

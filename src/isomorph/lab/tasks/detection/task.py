@@ -220,13 +220,16 @@ class Detection(Task):
         "data.classes",
         "data.test_crop",
         "data.crop_pct",
-        "data.images",
     )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.scale.parallel == "fsdp":
             raise ValueError("scale.parallel fsdp does not work for detection; leave it at ddp")
+        if self.options.teacher is not None and recipe.model.recast_epoch:
+            raise ValueError(
+                "model.recast_epoch does not work with task.teacher; leave it at 0 to recast at the start"
+            )
         if self.options.scales[0] > self.options.scales[1]:
             raise ValueError(
                 "task.scales must be the smallest and the largest scale, like [0.1, 2.0]"

@@ -168,6 +168,8 @@ class Diffusion(Task):
         "mask",
         "model.num_classes",
         "monitor_every",
+        "data.test_crop",
+        "data.crop_pct",
     )
     printed = {"denoising": ".5f"}
     test_loader: Any = staticmethod(build_test_loader)

@@ -165,7 +165,6 @@ class LanguageTask(Task):
         *Task.unused,
         "monitor_every",
         "drop_path",
-        "data.images",
         "data.classes",
         "data.size",
         "data.test_crop",

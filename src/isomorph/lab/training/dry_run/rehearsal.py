@@ -57,6 +57,8 @@ class DryRun:
     epochs: int
     steps: int
     """Training steps of the whole run."""
+    batch: int
+    """Images of a step: of data.batch_size, or fewer where the data has fewer."""
     images: int
     """Images that the whole run trains on, repeated ones included."""
     parameters: int
@@ -101,7 +103,7 @@ class DryRun:
                 table.append([name, line])
                 name = ""
 
-        batch = f"{recipe.data.batch_size:,} samples"
+        batch = f"{self.batch:,} samples"
         add("source", recipe.source or "-")
         add("expected", recipe.expected or "no published number")
         add("data", self.data)
@@ -124,7 +126,7 @@ class DryRun:
             "data": self.data,
             "epochs": self.epochs,
             "steps": self.steps,
-            "batch_size": self.recipe.data.batch_size,
+            "batch_size": self.batch,
             "parameters": self.parameters,
             "groups": [line.strip() for line in self.groups],
             "memory_gib": self.memory,
@@ -187,7 +189,7 @@ class SyntheticTask:
 
     def train_loader(self, recipe: Recipe, config: Any, train: Any, sampler: Any) -> Iterator[Any]:
         """Yield random batches for ever."""
-        samples = recipe.data.batch_size // recipe.scale.accumulate
+        samples = recipe.data.batch_size // sampler.parts.total
         model = self.model
         while True:
             device = torch.device("cpu")
@@ -234,6 +236,7 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
         data=f"{name}, {len(data):,} training samples",
         epochs=math.ceil(total / order.steps),
         steps=total,
+        batch=order.batch,
         images=total * order.batch,
         parameters=cost.parameters,
         groups=cost.groups,

@@ -209,6 +209,10 @@ class DataPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "DataPart":
+        if self.images and not self.streamed:
+            raise ValueError(
+                f"images is for a stream, and {self.source} is none; to train on fewer, give fraction"
+            )
         if self.streamed and (self.fraction < 1 or self.split or self.classes or self.test_images):
             raise ValueError(
                 f"{self.source} is a stream, without fraction, split, classes or test_images; use huggingface for these"

@@ -31,6 +31,14 @@ TEXTS = (
     "distill.teacher",
     "distill.weights",
     "mask.teacher",
+    "token_labels.maps",
+    "task.teacher",
+    "task.teacher_weights",
+    "task.tokenizer",
+    "task.train",
+    "task.train_images",
+    "task.test",
+    "task.test_images",
 )
 
 
@@ -55,6 +63,8 @@ def apply_overrides(values: Fields, assignments: list[str]) -> Fields:
     Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
     """
     result = copy.deepcopy(values)
+    if isinstance(result.get("data"), str):  # the name of a source, or a folder
+        result["data"] = DataPart.named(result["data"])
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
@@ -74,7 +84,8 @@ def apply_overrides(values: Fields, assignments: list[str]) -> Fields:
         if path in TEXTS and value is not None:
             value = text
         old = group.get(last, {})
-        if path == "data" and isinstance(value, str) and isinstance(old, dict):
+        is_name = value is not None and not isinstance(value, dict | list)
+        if path == "data" and is_name and isinstance(old, dict):
             value = old | DataPart.named(text)
         group[last] = value
     return result
@@ -101,15 +112,25 @@ def shorten_schedules(
         if is_given or not all(map(is_number, old)):
             continue
         scaled = [float(f"{span * length / usual:.4g}") for span in old]
-        if field == "model.recast_epoch" and (not value or length == 1):
-            least = 0  # from the start; else a recast stays in the middle of the run
         new = sorted({_rounded(span, least) for span in scaled})
+        if field == "model.recast_epoch":
+            new = [_shortened_recast(old[0], usual, length)]
         group[name] = new if isinstance(value, list) else new[0]
         if new != old:
             changes.append(f"{field} {_listed(old)} -> {_listed(new)}")
     if changes:
         return f"{length} of {usual} {unit}, so {', '.join(changes)}"
     return ""
+
+
+def _shortened_recast(epoch: float, usual: float, length: float) -> float:
+    """Return the epoch of a recast in a shorter run: as before from the start, in the middle, or at the end, never."""
+    if epoch <= 0:
+        return 0
+    if epoch >= usual:
+        return length
+    middle = max(1, round(epoch * length / usual))
+    return min(middle, length - 1)
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -401,38 +401,55 @@ class StepMonitor:
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
         run = self.run
-        recipe = self.run.recipe
-        step = self.run.progress.step
-        self.waited += waited
+        step = run.progress.step
         last = step % run.order.steps == 0 or step == run.iterations
-        logs = step % recipe.log_every == 0 or last
-        if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
-            row = monitor_row(run, images)
-            if row:
-                self.journal.write(
-                    "monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **row}
-                )
-        if logs or step % CHECK_EVERY == 0:
+        logs = step % run.recipe.log_every == 0 or last
+        checks = logs or step % CHECK_EVERY == 0
+        self.waited += waited
+        self._monitor(images)
+        if checks:
             total = _finite_total(run)
             if logs:
                 self._write_row(total)
-        elif run.runtime.world > 1 and not self.slow:
-            return  # processes agree on the steps above whether to save or stop
+        # several processes agree on the steps that are checked, and on all of them while these are slow
+        if run.runtime.world > 1 and not checks and not self.slow:
+            return
         _check_unreadable(run)
-        minutes = (time.perf_counter() - self.saved) / 60
-        due = minutes >= recipe.checkpoint_minutes and run.runtime.is_main and not last
-        since = self.agreed_at
-        self.agreed_at = time.perf_counter()
-        taken = (self.agreed_at - since) / (step - self.agreed_step)
-        number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
-        self.agreed_step = step
-        self.slow = slowest > 1
-        if number or anywhere_due:
+        signal_number, saves = self._agree(last)
+        if signal_number or saves:
             _finite_total(run)
             check_weights(run)
             save_snapshot(run)
             self.saved = time.perf_counter()
-            _raise_if_stopped(run, int(number))
+            _raise_if_stopped(run, signal_number)
+
+    def _monitor(self, images: Tensor) -> None:
+        run = self.run
+        step = run.progress.step
+        every = run.recipe.monitor_every
+        if not every or (step - 1) % every:
+            return
+        row = monitor_row(run, images)
+        if row:
+            self.journal.write(
+                "monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **row}
+            )
+
+    def _agree(self, last: bool) -> tuple[int, bool]:
+        """Return the signal that any process got, or 0, and whether a snapshot is due: the same in all processes."""
+        run = self.run
+        step = run.progress.step
+        now = time.perf_counter()
+        minutes = (now - self.saved) / 60
+        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.is_main and not last
+        seconds_a_step = (now - self.agreed_at) / (step - self.agreed_step)
+        number, anywhere_due, slowest = run.runtime.maximum(
+            self.request.number, due, seconds_a_step
+        )
+        self.agreed_at = now
+        self.agreed_step = step
+        self.slow = slowest > 1
+        return int(number), bool(anywhere_due)
 
     def _write_row(self, total: float) -> None:
         """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""

@@ -48,9 +48,12 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
         return None
     old = dict(snapshot.values["recipe"])
     new = json.loads(identity_json(recipe))
-    constant = recipe.optim.schedule == "constant" and recipe.iterations is None
-    if constant and old.get("epochs", 0) < recipe.epochs:
-        old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
+    optim = recipe.optim
+    steady = optim.schedule == "constant" and optim.min_weight_decay is None
+    if steady and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
+        old["epochs"] = (
+            recipe.epochs
+        )  # nothing follows their number: both runs are the same until then
     changed = changed_fields(old, new)
     if changed:
         weights = weights_in(folder)

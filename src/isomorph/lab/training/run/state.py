@@ -41,7 +41,6 @@ from isomorph.lab.training.run.snapshot import RunProgress
 from isomorph.lab.training.task import Mix, Task
 from isomorph.operations import copy_module
 from isomorph.surgery import notes
-from isomorph.surgery.anneal import annealed_layers
 from isomorph.surgery.recast import check_finite
 from isomorph.surgery.rule import record
 from isomorph.terminal_tables import Metrics
@@ -140,18 +139,21 @@ class Run:
         return model
 
     def _check_layers(self, model: nn.Module) -> None:
+        """Raise UserError for a network that cannot be annealed or monitored, as it is after its recast."""
         recipe = self.recipe
-        if recipe.anneal and self.progress.recast:
-            annealed_layers(model)
+        if not (recipe.anneal or recipe.monitor_every):
+            return
+        tried = copy_module(model)
+        if not self.progress.recast:
+            tried = apply_surgery(tried, recipe.model)
         if recipe.monitor_every:
             inputs = self.task.attention_inputs(self.config)
             if inputs is None:
                 raise UserError("monitor_every is for models of images; leave it out")
-            watched = model
-            if not self.progress.recast:
-                watched = apply_surgery(copy_module(model), recipe.model)
-            if not has_pyramids(watched):  # whose branches are monitored in any model
-                logit_stats(watched, inputs.to(self.runtime.device))
+            if not has_pyramids(tried):  # whose branches are monitored in any model
+                logit_stats(tried, inputs.to(self.runtime.device))
+        if recipe.anneal:
+            recipe.anneal.schedule(1).apply(tried, 0)
 
     def _assemble(self, model: nn.Module) -> None:
         recipe = self.recipe
