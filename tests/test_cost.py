@@ -162,3 +162,9 @@ def test_steps_of_training_are_timed_and_change_nothing(step):
     assert speeds["vit"].runs == 5
     for name, tensor in vit.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_frozen_model_has_no_step_of_training_to_time():
+    frozen = timm.create_model("cifar_resnet20").requires_grad_(False)
+    with pytest.raises(iso.UserError, match="no parameter that is trained"):
+        list(iso.cost_table({"m": frozen}, [(32, 32)], [2], seconds=0, peak=False, timed="train"))

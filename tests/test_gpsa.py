@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import references
 from isomorph.layers import GPSA, PSA, GPSA2d
@@ -199,3 +200,15 @@ class TestTorchCitizens(TorchCitizens):
         exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch).module()
         one_image = self.x[:1]
         torch.testing.assert_close(exported(one_image), self.layer(one_image))
+
+
+def test_psa_in_float16_trains_the_function_that_it_evaluates():
+    torch.manual_seed(0)
+    layer = PSA(16, 4, (14, 14))
+    nn.init.zeros_(layer.qk.weight)
+    x = torch.randn(2, 196, 16)
+    with torch.autocast("cpu", torch.float16):
+        trained = layer(x)
+        with torch.no_grad():
+            expected = layer(x)
+    assert (trained - expected).abs().max() < 2e-3 * expected.abs().max()

@@ -342,3 +342,28 @@ def test_refined_cross_attention_takes_masks(queries):
         parameter.add_(0.3 * torch.randn_like(parameter))
     out = new[0](target, memory, memory_key_padding_mask=padding)
     torch.testing.assert_close(out[:1], new[0](target[:1], memory[:1, :4]))
+
+
+def edited_layer(plain):
+    edited = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None)
+    noisy(edited.map_edit)
+    return edited
+
+
+def test_a_mask_of_pairs_is_one_also_for_as_many_images_as_tokens():
+    edited = edited_layer(Attention(C, 4, qkv_bias=True).double().eval())
+    (mask,) = regions(1, 9)
+    x = doubles(9, 9, C)
+    alone = [edited(image[None], attn_mask=mask) for image in x]
+    torch.testing.assert_close(edited(x, attn_mask=mask), torch.cat(alone))
+
+
+def test_a_finite_mask_of_torchs_attention_is_a_mask():
+    edited = edited_layer(nn.MultiheadAttention(C, 4, batch_first=True).double().eval())
+    (allowed,) = regions(1, 9)
+    x = doubles(2, 9, C)
+    outputs = []
+    for score in (-torch.inf, -1e9):
+        mask = torch.zeros(9, 9, dtype=torch.float64).masked_fill(~allowed, score)
+        outputs.append(edited(x, x, x, attn_mask=mask)[0])
+    torch.testing.assert_close(*outputs)

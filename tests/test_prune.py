@@ -20,6 +20,7 @@ from isomorph.layers import (
 )
 from isomorph.layers.gated.positions import window_centres
 from isomorph.surgery.prune import Prune
+from refusals import refused
 from test_gpsa import perturbed
 
 WHOLE = {
@@ -167,3 +168,19 @@ def test_the_command(tmp_path):
     assert first["becomes"] == "position"
     for before, after in (first["parameters"], out["macs"]):
         assert after < before
+
+
+@pytest.mark.parametrize("gate", [20.0, -20.0])
+def test_pyramids_in_gated_attention_are_named(gate):
+    wide = iso.recast(small_vit(), iso.LinearToPyramid(), "blocks.0.attn.qk")
+    wide.blocks[0].attn.set_gating(gate=gate)
+    refused("blocks.0.attn: its qk is a JointPyramid", iso.prune, wide)
+
+
+def test_frozen_queries_and_keys_stay_frozen():
+    layer = ViTGPSA(36, 6, (5, 7), True, 2)
+    layer.qk.requires_grad_(False)
+    layer.set_gating(gate=60.0)
+    pruned = iso.prune(nn.Sequential(layer))[0]
+    frozen = {name for name, p in pruned.named_parameters() if not p.requires_grad}
+    assert frozen == {f"{part}.{kind}" for part in "qk" for kind in ("weight", "bias")}

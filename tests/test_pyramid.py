@@ -468,3 +468,12 @@ def test_the_papers_own_form_is_the_same(module, shape):
     expected = step(closed, closed, x)
     same(step(branched, branched, x), expected)
     agree(branched, shape)
+
+
+@torch.no_grad()
+def test_the_branches_read_one_vector_too():
+    layer = PyramidLinear(8, 4).eval()
+    x = torch.randn(8)
+    expected = layer(x)
+    layer.form = "branches"
+    torch.testing.assert_close(layer(x), expected)

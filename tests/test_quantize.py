@@ -253,3 +253,10 @@ def test_reports_are_json_and_torch_draws_as_before(
         broken = copy.copy(report)
         vars(broken)["output_sqnr"] = value
         assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["output_sqnr"] is None
+
+
+def test_calibration_images_may_have_several_sizes_where_only_these_are_open(tmp_path):
+    model = timm.create_model("cifar_resnet20").eval()
+    images = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 48)]
+    report = iso.quantize(model, images, tmp_path / "int8.onnx", dynamic="size")
+    assert (tmp_path / "int8.onnx").is_file(), report

@@ -118,3 +118,13 @@ def test_layers_of_two_recasts_draw_other_values():
     assert drawn
     for name in drawn:
         assert not torch.equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("rule", [iso.LinearToPyramid(), iso.ConvToGPSA(init="exact")])
+@torch.no_grad()
+def test_strides_of_a_recast_convolution_are_removed_too(rule):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1)).eval()
+    x = torch.randn(2, 3, 8, 10)
+    expected = iso.unstride(net, "0")(x)
+    flat = iso.unstride(iso.recast(net, rule, "0"), "0")
+    torch.testing.assert_close(flat(x), expected, atol=1e-3, rtol=1e-3)

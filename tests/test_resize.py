@@ -128,3 +128,9 @@ def test_the_command_compares_as_many_images_as_asked(tmp_path, monkeypatch):
     source = str(tmp_path / "vit.safetensors")
     refused("stopped", resize, source, out=tmp_path / "x.safetensors", images=digits)
     assert compared == [5]
+
+
+def test_a_hook_on_the_patch_filters_is_not_lost():
+    vit = timm_vit()
+    vit.patch_embed.proj.register_forward_hook(print)
+    refused(r"patch_embed.proj has hooks \(print\)", iso.resize_patches, vit, X, 4)

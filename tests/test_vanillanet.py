@@ -234,3 +234,23 @@ def test_pyramids_take_the_place_of_the_two_convolutions(tmp_path):
     for row in rows:
         assert row.keys() == {"epoch", "step", "branch_similarity"}
     assert isinstance(iso.fuse(result.model.eval()).stages[0].pair, nn.Conv2d)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_pair_with_groups_fuses_to_one_convolution(groups):
+    first = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+    pair = AnnealedPair(first, nn.Conv2d(8, 16, 1), slope=1.0).eval()
+    pair.norm1.running_mean.normal_()
+    x = torch.randn(2, 8, 6, 6)
+    fused = pair.fuse()
+    assert type(fused) is nn.Conv2d
+    torch.testing.assert_close(fused(x), pair(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_network_that_training_annealed_gets_a_classifier_of_one_layer():
+    model = small(0.0)
+    iso.Anneal(steps=1).apply(model, step=1)
+    thin = iso.fuse(model.eval())
+    thin.reset_classifier(3)
+    assert type(thin.head) is nn.Linear

@@ -1,6 +1,7 @@
 """Attention in windows: the mask against a slow formula, the windows against the mask, in float64; what it refuses."""
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -354,3 +355,12 @@ def test_pruned_windows_stay_with_any_share():
     before = pruned(x)
     pruned.load_state_dict(pruned.state_dict() | {"blocks.0.attn.share": torch.ones(())})
     assert deviation(pruned(x), before) < 1e-12
+
+
+def test_pruned_windows_keep_the_configuration_of_their_model():
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1)
+    vit.config = vit.blocks[0].attn.config = SimpleNamespace()
+    new = iso.recast(vit, iso.AttentionToWindow(window=2), where="blocks.0.attn")
+    iso.Anneal(steps=1).apply(new, step=1)
+    pruned = iso.prune(new)
+    assert pruned.blocks[0].attn.config is pruned.config

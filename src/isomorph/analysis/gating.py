@@ -63,7 +63,10 @@ def gammas(model: nn.Module) -> dict[str, Tensor]:
     blocks = {name: module for name, module in modules if isinstance(module, InsertedBlock)}
     if not blocks:
         raise UserError("the model has no inserted block; insert one with iso.insert")
-    return {name.removesuffix(".inserted"): block.gamma.detach() for name, block in blocks.items()}
+    values = {}
+    for name, block in blocks.items():
+        values[name.removesuffix(".inserted")] = block.gamma.detach().clone()
+    return values
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:

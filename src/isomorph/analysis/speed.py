@@ -135,6 +135,11 @@ def measure_speeds(
             work: Callable[[], object] = partial(call_model, model, inputs)
             if training:
                 trained = [p for p in model.parameters() if p.requires_grad]
+                if not trained:
+                    raise UserError(
+                        f"{name or 'the model'} has no parameter that is trained, so a step of training cannot be "
+                        "timed; call model.requires_grad_(True)"
+                    )
                 work = partial(_training_step, model, torch.optim.AdamW(trained, lr=0.0), inputs)
             passes[name] = partial(_seconds, work, first_float(model).device)
             if passes[name]() <= seconds:  # a warm-up: one pass of a slow model

@@ -314,15 +314,18 @@ def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iter
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
     batches: list[Tensor] = []
-    for images in batches_of(loader, of_loader=True):
-        _check_images(images, shapes)
-        if isinstance(images, Tensor) and len(images):
-            batches.append(images.detach().cpu().float())
+    for given in batches_of(loader, of_loader=True):
+        _check_images(given, shapes)
+        if isinstance(given, Tensor) and len(given):
+            batches.append(given.detach().cpu().float())
     if not batches:
         raise UserError("the calibration batches are empty; give at least one image")
     if "batch" in shapes.dynamic:
         return batches
-    return list(torch.cat(batches).split(1))
+    images: list[Tensor] = []
+    for batch in batches:  # of other sizes, where these are open
+        images += batch.split(1)
+    return images
 
 
 def _check_images(images: object, shapes: ExportShapes) -> None:

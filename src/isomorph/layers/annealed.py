@@ -103,12 +103,29 @@ class AnnealedPair(nn.Sequential):
         layers = dict(self.named_children())
         act: Any = layers.pop("act")
         if act.is_identity:
+            layers["first"] = _without_groups(layers["first"])
             return _merge(layers.values())
         linear = list(layers.values())
         fused = OrderedDict(
             first=_merge(linear[:2]), act=copy.deepcopy(act), second=_merge(linear[2:])
         )
         return nn.Sequential(fused).eval()
+
+
+def _without_groups(layer: Any) -> Any:
+    """Return a convolution with groups as one without: its filters are 0 for the channels of other groups."""
+    groups = getattr(layer, "groups", 1)
+    if groups == 1:
+        return layer
+    dense = copy.deepcopy(layer)
+    by_group = layer.weight.unflatten(0, (groups, -1))  # (G, out / G, in / G, k, k)
+    weight = by_group.new_zeros(*by_group.shape[:2], groups, *by_group.shape[2:])
+    for group, filters in enumerate(by_group):
+        weight[group, :, group] = filters
+    weight = weight.flatten(2, 3).flatten(0, 1)  # (out, in, k, k)
+    dense.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    dense.groups = 1
+    return dense
 
 
 class SeriesActivation(nn.Sequential):

@@ -91,8 +91,11 @@ def attend_with_bias(
 def clear_tiny_weights(scores: Tensor) -> None:
     """Give weights 0 that are so near 0 that a CPU takes several times as long to multiply with them.
 
-    Their gradient, which is the weight times a difference, is 0 then too. Shape: (..., N), changed in place
+    Their gradient, which is the weight times a difference, is 0 then too. Those of float16, whose smallest numbers
+    count, stay. Shape: (..., N), changed in place
     """
+    if scores.dtype == torch.float16:
+        return
     reach = math.log(torch.finfo(scores.dtype).tiny) / 2
     tiny = scores < scores.amax(-1, keepdim=True) + reach
     scores.masked_fill_(tiny, -math.inf)

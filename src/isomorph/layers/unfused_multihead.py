@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import join_heads, scaled, softmax_map, split_heads
+from isomorph.layers.map_edit import BLOCKED_SCORE
 from isomorph.layers.modes import match_requires_grad
 
 
@@ -240,7 +241,9 @@ def allowed_by_masks(layer: Any, arguments: dict[str, Any]) -> Tensor | None:
             "an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)"
         )
     mask = joint_mask(attn_mask, arguments.get("key_padding_mask"), 1, layer.out_proj.weight.dtype)
-    return None if mask is None else mask > -torch.inf
+    if mask is None:
+        return None
+    return mask > BLOCKED_SCORE
 
 
 def multihead_reason(layer: nn.MultiheadAttention) -> str | None:

@@ -106,6 +106,8 @@ class VanillaNet(StagedNet):
         act = getattr(old, "act", None)
         if act is not None:
             self.slope = float(act.slope)
+        elif isinstance(old, nn.Linear):
+            self.slope = 1.0  # a pair became one layer, so its ReLU was the identity
         self.head = self.make_head().apply(_initialise)
         if isinstance(old, nn.Linear) and num_classes:
             self.head = self.head.eval().fuse()  # type: ignore[operator]

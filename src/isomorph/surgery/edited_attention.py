@@ -16,7 +16,13 @@ from isomorph.layers.attention_base import score_scale
 from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import MapCall, merge_queries
 from isomorph.layers.modes import first_float, noise
-from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
+from isomorph.operations import (
+    EditMaps,
+    MapLayout,
+    from_standard_map,
+    to_standard_map,
+    usual_layout,
+)
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import (
     NOTHING_KNOWN,
@@ -145,10 +151,10 @@ class EditedAttention(AlteredAttention):
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
         """Return the edited map, in the layout of the layer; `mask`: that of its fused attention."""
         layout = self.facts.layout(self) or usual_layout(maps, self.edited_heads)
-        if call.mask is None and mask is not None:
-            if layout != "heads" or maps.ndim != 4:
-                mask = to_standard_map(mask.expand_as(maps), layout, self.edited_heads)
-            call = call._replace(mask=mask)
+        if (
+            mask is not None
+        ):  # its axes are those of the map, where those of an argument are guessed
+            call = call._replace(mask=self._standard_mask(mask, maps, layout))
         if self.facts.interface and call.mask is not None:
             call = call._replace(mask=merge_queries(call.mask))
         standard = to_standard_map(maps, layout, self.edited_heads)  # (B, nh, Nq, Nk)
@@ -158,6 +164,14 @@ class EditedAttention(AlteredAttention):
                 f"{self.edited_heads}"
             )
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
+
+    def _standard_mask(self, mask: Tensor, maps: Tensor, layout: MapLayout) -> Tensor:
+        """Return a mask of fused attention with four axes. Shape: broadcast to maps -> to (B, nh, Nq, Nk)"""
+        if layout != "heads" or maps.ndim != 4:
+            return to_standard_map(mask.expand_as(maps), layout, self.edited_heads)
+        while mask.ndim < 4:
+            mask = mask[None]
+        return mask
 
     def plain(self) -> nn.Module:
         layer = super().plain()

@@ -76,7 +76,14 @@ class Prune(Rule):
         if hasattr(site.module, "around"):  # a block is inserted after it
             return site.module.around(self)
         method = getattr(site.module, _METHODS[self.becomes])
-        return method(math.inf) if self.becomes == "attention" else method()
+        try:
+            if self.becomes == "attention":
+                return method(math.inf)
+            return method()
+        except UserError:
+            raise
+        except ValueError as error:  # a projection is no linear layer
+            raise UserError(str(error)) from None
 
 
 def _select_prunable(model: nn.Module, where: Where) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from isomorph.spec import ImageSize
 from isomorph.spec import image_size as height_and_width
 from isomorph.surgery.calls import call_model, check_not_empty
 from isomorph.surgery.comparison import class_agreement, relative_difference
+from isomorph.surgery.plain_layers import check_attached
 from isomorph.surgery.recast import check_model
 
 
@@ -200,6 +201,7 @@ def for_sizes(
             by_timm.set_input_size(img_size=image, patch_size=patch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"timm cannot set this size: {first_line(error)}") from error
+    check_attached("patch_embed.proj", layer, by_timm.patch_embed.proj)
     new: Any = copy_module(by_timm)
     with torch.no_grad():
         new.patch_embed.proj.weight.copy_(resize_filters(layer.weight, patch))

@@ -10,13 +10,19 @@ from timm.layers import BlurPool2d
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
+from isomorph.layers import PyramidConv2d
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
+from isomorph.layers.same_padding import SamePadding
 from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.recast import apply_rule
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
 from isomorph.surgery.site import Site, Where
+
+# Layers whose stride becomes 1, with what pads before one.
+_CONVOLUTIONS = nn.Conv2d | TapHeads | PyramidConv2d | SamePadding
 
 
 @dataclass(frozen=True)
@@ -48,16 +54,20 @@ class Unstride(Rule):
         self.check(site)
         stage = copy.deepcopy(site.module)
         for name, part in list(stage.named_modules()):
-            if isinstance(part, nn.Conv2d) and _is_strided(part):
+            if not _is_strided(part):
+                continue
+            if isinstance(part, _CONVOLUTIONS):
                 part.stride = (1, 1)
-            elif _is_strided(part) and not name:
+                if isinstance(part, PyramidConv2d):
+                    part.window = part.window._replace(stride=(1, 1))
+            elif not name:
                 return nn.Identity()
-            elif _is_strided(part):
+            else:
                 stage.set_submodule(name, nn.Identity())
         return stage
 
 
-def _is_strided(module: nn.Module, kinds: Any = nn.Conv2d | nn.AvgPool2d) -> bool:
+def _is_strided(module: nn.Module, kinds: Any = _CONVOLUTIONS | nn.AvgPool2d) -> bool:
     return isinstance(module, kinds) and module.stride not in (1, (1, 1))
 
 

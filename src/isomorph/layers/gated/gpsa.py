@@ -177,10 +177,13 @@ class GPSA(TokenHeads):
         )
         layer = layer.to(self.v.weight)
         if self.prefix_tokens:
+            plain_linears(self, ("qk",))
             for kind, joint in self.qk.named_parameters():
                 queries, keys = joint.chunk(2)
-                getattr(layer.q, kind).copy_(queries)
-                getattr(layer.k, kind).copy_(keys)
+                for part, rows in ((layer.q, queries), (layer.k, keys)):
+                    parameter = getattr(part, kind)
+                    parameter.copy_(rows)
+                    parameter.requires_grad_(joint.requires_grad)
             copy_parts(self, layer, ("q_norm", "k_norm"))
         layer.position.copy_(self.position)
         copy_parts(self, layer, ("v", "proj", "proj_drop"))

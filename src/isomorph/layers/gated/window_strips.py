@@ -276,7 +276,9 @@ class AttendStrips(SavesInputs):
                 assert d_v is not None
                 d_by_tile.append(_collect(torch.stack(d_queries), by_tile.shape[2:]))
                 _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])
-        d_q = _from_tiles(torch.stack(d_by_tile).unflatten(0, by_tile.shape[:2]))
+        d_q = torch.zeros_like(q)
+        if d_by_tile:  # not of an empty batch
+            d_q = _from_tiles(torch.stack(d_by_tile).unflatten(0, by_tile.shape[:2]))
         d_filters = _filters_from_parts(torch.stack(d_taps), shared.heads)
         if not shared.offsets:
             return d_q, d_keys_values, d_filters, None, None, None, None, None

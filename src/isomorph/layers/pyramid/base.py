@@ -397,7 +397,9 @@ class Pyramid(Parallel):
 
     def run_branches(self, x: Tensor) -> Tensor:
         """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
-        tokens = x.flatten(0, -2) if self.window is None else x
+        tokens = x
+        if self.window is None:
+            tokens = x.reshape(-1, x.shape[-1])
         terms = [branch(tokens) for branch in self.branches]
         if self.skip is not None:
             terms.append(self.skip(tokens))
@@ -411,6 +413,8 @@ class Pyramid(Parallel):
         The moments of C channels cost C^2 per token, the statistics of the outputs a few operations for each of them.
         """
         if not self.is_one_unit or self.window is not None or not on_cpu(x):
+            return False
+        if x.numel() == 0:  # which torch's kernel for statistics does not take
             return False
         return self.out_features <= self.in_features and sync_group(self) is None
 

@@ -1,9 +1,8 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
-import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from isomorph.layers.window import (
     limit_bias,
 )
 from isomorph.operations import FollowMaps, FusedCall, TensorVersion, value_of
+from isomorph.surgery.altered import copy_as
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import AnyAttentionRule
@@ -187,7 +187,7 @@ class WindowAttention(AlteredAttention):
 
     def to_windows(self) -> nn.Module:
         """Return the layer that computes windows alone, whatever its share."""
-        layer: Any = copy.deepcopy(self)
+        layer: Any = copy_as(cast(Any, self), cast(Any, type(self)))
         layer.pruned = True
         layer.set_share(0.0)
         if layer.fused_scale is not None:
