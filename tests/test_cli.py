@@ -128,6 +128,7 @@ BAD = {
     "evaluate cut.safetensors": "truncated",
     "evaluate {w} --data imagefolder --root images": "cannot read images/airplane/broken.png",
     "evaluate few.safetensors --data digits": "has 3 classes, the data has 10",
+    "evaluate {w} --data digits --rfc-fill black": "give --rfc too",
     "evaluate {w} --suite imagenet --split 0.2": "--split cannot be combined with --suite",
     "robustness {w} --folder images --classes 5": "--classes is about the clean images",
     "analyze {w} --image images/airplane/broken.png --split 0.2": "--split is about the test images",

@@ -12,7 +12,9 @@ from PIL.PngImagePlugin import PngInfo
 from timm.data import resolve_data_config
 
 import isomorph as iso
+from isomorph.lab.data.formats.naming import image_files
 from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.formats.tar import _shards_by_split
 from isomorph.lab.data.loaders import eval_loader, train_loader, train_transform, transformed
 from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.lab.data.sources import Source, class_fraction, read_image
@@ -296,3 +298,13 @@ class TestReceptiveFieldCalibration:
             torch.testing.assert_close(
                 next(iter(eval_loader(source, self.config, rfc=rfc)))[0], cropped
             )
+
+
+def test_hidden_folders_hold_no_images_and_no_shards(tmp_path):
+    names = ("1.png", "a/2.png", ".checkpoints/1.png", "train-0.tar", ".trash/train-1.tar")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "folder.png").mkdir()
+    assert image_files(tmp_path) == [tmp_path / "1.png", tmp_path / "a" / "2.png"]
+    assert _shards_by_split(tmp_path)["train"] == [tmp_path / "train-0.tar"]

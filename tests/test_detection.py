@@ -483,3 +483,15 @@ def test_a_network_with_a_teacher_is_recast_at_the_start():
     guided = TINY["task"] | {"teacher": "resnet18"}
     late = TINY | {"task": guided, "model": NETWORK | {"recast_epoch": 1}}
     refused("recast_epoch does not work with task.teacher", validate, late)
+
+
+def test_images_are_those_of_the_split_of_the_annotation_file(tmp_path):
+    splits = ("train", "val", "test")
+    for split in splits:
+        (tmp_path / split).mkdir()
+        white_square().save(tmp_path / split / "0.png")
+        (tmp_path / f"{split}.json").write_text(json.dumps(coco()))
+    for split in splits:
+        name = f"{split}.json"
+        source = detection_data.open_annotated(tmp_path, "test", masks=True, annotations=name)
+        assert source.path(0).parent.name == split

@@ -1,6 +1,7 @@
 """Denoising diffusion: noise schedule, loss, sampling, distances of images, runs that resume, and the commands."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from isomorph.lab.tasks.diffusion.image_distance import (
     image_distances,
     open_real_images,
 )
-from isomorph.lab.tasks.diffusion.sampling import denoise, next_images, spaced_times
+from isomorph.lab.tasks.diffusion.sampling import denoise, next_images, spaced_times, write_folder
 from isomorph.lab.tasks.diffusion.task import DenoisingLoss, denoising_errors
 from isomorph.lab.training.task import task_of
 from refusals import refused
@@ -318,3 +319,21 @@ def test_a_grid_a_folder_and_their_distance(run, tmp_path, capsys):
 def test_crops_of_test_images_are_refused():
     given = ["data.test_crop=whole"]
     refused("data.test_crop does not apply to diffusion", iso.load_recipe, "ddpm_digits", given)
+
+
+def test_a_link_and_the_working_folder_are_replaced(tmp_path, monkeypatch):
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    write_folder(images, tmp_path / "link")
+    assert len(list(real.iterdir())) == 2
+    monkeypatch.chdir(real)
+    write_folder(images[:1], Path())
+    assert len(list(real.iterdir())) == 1
+
+
+def test_a_folder_without_splits_has_neither_a_root_nor_test_images(tmp_path):
+    folder = str(write_images(tmp_path / "one", 6, 0))
+    refused("leave the root", open_real_images, folder, "train", tmp_path)
+    refused("leave `test` out", open_real_images, folder, "test")

@@ -19,12 +19,14 @@ from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
 from isomorph.errors import NotFinite
 from isomorph.lab.distributed import ALONE, REPEATED, Runtime
+from isomorph.lab.evaluation.model_data import record_root
 from isomorph.lab.tasks.language import glue
 from isomorph.lab.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.lab.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
 from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.recipe.tasks import find_task
 from isomorph.lab.training.task import EvaluationOptions, task_of
+from refusals import refused
 from tiny_runs import same_snapshots, stopped_run
 
 transformers = pytest.importorskip("transformers")
@@ -250,6 +252,21 @@ class TestRuns:
             json_=False,
         )
         assert "accuracy (%)" in capsys.readouterr().out
+
+    def test_it_is_tested_on_the_text_of_its_run(self, pretrained, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("ISOMORPH_DATA", raising=False)
+        model = open_given(str(pretrained), CheckpointOptions())
+        assert iso.evaluate(model)["sequences"] == 8
+
+    def test_a_changed_text_of_its_run_is_refused(self, root, tmp_path, pretrained):
+        grown = tmp_path / "text.txt"
+        grown.write_text((root / "text.txt").read_text() + "\n" + "a b c d e f g h i " * 40)
+        model = iso.load(pretrained / "model.safetensors")
+        record_root(model, {"data": {"root": str(grown)}})
+        refused("in training, so the part", iso.evaluate, model, grown)
+        record_root(model, {"data": {"root": str(root)}})
+        assert iso.evaluate(model, grown)["sequences"] > 8  # another text
 
     def test_a_regression_and_a_split(self, root, tmp_path):
         values = fine_tuning(root, "stsb")

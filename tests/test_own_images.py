@@ -14,10 +14,17 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
 from isomorph.errors import DataWarning
+from isomorph.lab.data.corruptions.corrupt import fingerprint
 from isomorph.lab.data.label_maps import LabelMapSource
 from isomorph.lab.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
 from isomorph.lab.evaluation.classes import check_same_classes
-from isomorph.lab.evaluation.model_data import open_test_images
+from isomorph.lab.evaluation.model_data import (
+    open_split,
+    open_test_images,
+    record_root,
+    training_root,
+    write_csv,
+)
 from isomorph.lab.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.lab.tasks.detection.data import open_annotated as open_boxes
 from isomorph.lab.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
@@ -276,3 +283,55 @@ def test_a_fraction_for_testing_is_above_0_and_up_to_1(fraction, tmp_path):
     photos = images(tmp_path / "photos")
     message = "must be above 0 and below 1"
     refused(message, iso.evaluate, network(), str(photos), test_fraction=fraction)
+
+
+def test_a_folder_that_lost_a_class_is_tested_on_what_training_left_out(tmp_path):
+    photos = images(tmp_path / "photos")
+    shutil.rmtree(photos / "pear")
+    with pytest.warns(DataWarning, match="has 10 images, that of training had 15"):
+        assert len(open_test_images(network(split=(0.4, 15)), str(photos), None)) < 10
+
+
+def test_a_grown_folder_of_which_training_took_the_first_classes(tmp_path):
+    photos = images(tmp_path / "photos")
+    Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
+    model = network(CLASSES[:2], split=(0.4, 15))
+    with pytest.warns(DataWarning, match="that of training had 15"):
+        assert len(open_test_images(model, str(photos), None, classes=2)) < 11
+
+
+def test_a_grown_folder_of_a_network_without_classes(tmp_path):
+    photos = images(tmp_path / "photos")
+    Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
+    model = timm.create_model("cifar_resnet20", num_classes=0)
+    record_data(model, {"source": "imagefolder", "split": (0.4, 15)})
+    with pytest.warns(DataWarning, match="that of training had 15"):
+        assert len(open_split(model, "test", None, photos)) < 16
+
+
+def test_the_data_of_a_run_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    images(tmp_path / "photos")
+    model = network()
+    record_root(model, {"data": {"root": "~/photos"}})
+    assert training_root(model, None, None) == tmp_path / "photos"
+
+
+def test_images_without_a_label_do_not_count():
+    pictures = [Image.new("RGB", (8, 8))] * 3
+    source = iso.data.Source(pictures, [0, 1, -1], ["apple", "pear"])
+    assert iso.evaluate(network(("pear", "apple")), source)["images"] == 2
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    write_csv(tmp_path / "c.csv", [{"class": "caf\udce9", "images": 1}])
+    assert "caf\\udce9" in (tmp_path / "c.csv").read_text("utf-8")
+    source = iso.data.Source([Image.new("RGB", (8, 8))], [0], ["caf\udce9"])
+    assert len(fingerprint(source)) == 16
+
+
+def test_what_macos_adds_to_an_archive_is_no_class(tmp_path):
+    photos = images(tmp_path / "photos")
+    (photos / "__MACOSX").mkdir()
+    Image.new("RGB", (8, 8)).save(photos / "__MACOSX" / "1.png")
+    assert len(iso.data.open_source(photos, "test")) == 15

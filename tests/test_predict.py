@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from command_line import isomorph
+from isomorph.cli.evaluate import _planned_files
+from refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +62,10 @@ def test_errors(photo, arguments, message):
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(photo.parent.iterdir()) == before
+
+
+def test_no_further_file_replaces_the_image(tmp_path):
+    image = tmp_path / "x-mask.png"
+    Image.new("RGB", (4, 4)).save(image)
+    files = {".png": 1, "-mask.png": 2}
+    refused("is the image itself", _planned_files, files, tmp_path / "x.png", image, True)

@@ -260,3 +260,14 @@ def test_calibration_images_may_have_several_sizes_where_only_these_are_open(tmp
     images = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 48)]
     report = iso.quantize(model, images, tmp_path / "int8.onnx", dynamic="size")
     assert (tmp_path / "int8.onnx").is_file(), report
+
+
+def test_the_command_measures_both_models_at_the_given_size(tmp_path):
+    small = dict(img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=10)
+    iso.save(timm.create_model("vit_tiny_patch16_224", **small), tmp_path / "vit.safetensors")
+    options = (
+        "--data digits --images 8 --max-images 20 --weights-only --size 24 --out q.onnx --json"
+    )
+    run = isomorph("quantize", "vit.safetensors", *options.split(), folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["accuracy"]["float"]["images"] == 20

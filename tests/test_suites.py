@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import multiprocessing
 import tarfile
 
 import numpy as np
@@ -16,7 +17,7 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.lab.data.imagenet_labels import imagenet_labels
 from isomorph.lab.evaluation import Sweep, evaluate_suites, open_suites
-from isomorph.lab.evaluation.model_data import run_sweep
+from isomorph.lab.evaluation.model_data import run_sweep, with_model_labels
 from refusals import refused
 
 LABELS = imagenet_labels()
@@ -247,3 +248,22 @@ def test_several_suites_one_table(tmp_path, capsys):
     assert [row["size"] for row in found["rows"]] == [[8, 8]] * 3 + [[16, 12]] * 3
     table = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
     assert {row["suite"] for row in table} == {"imagenet", "imagenet-r"}
+
+
+def test_a_thousand_folders_named_by_label_numbers_have_these_labels():
+    names = sorted(map(str, range(1000)))
+    source = iso.data.Source([pixels(0)] * 1000, range(1000), names)
+    assert with_model_labels(source, Reads()).labels.tolist() == list(map(int, names))
+
+
+def test_the_workers_of_a_point_end_with_it(tmp_path):
+    by_wnid(tmp_path / "sketch", [3, 500])
+    sets = open_suites(["imagenet-sketch"], tmp_path, partial=True)
+    running = []
+
+    def progress(batches, title, total):
+        running.append(len(multiprocessing.active_children()))
+        return batches
+
+    run_sweep(Reads(), sets, Sweep([(4, 4), (8, 6), (8, 8)]), workers=1, progress=progress)
+    assert running == [0, 0, 0]

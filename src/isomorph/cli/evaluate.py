@@ -81,6 +81,8 @@ def evaluate_(
     for option in ("classes", "split"):
         if classifier.suite and getattr(classifier, option) is not None:
             raise UserError(f"--{option} cannot be combined with --suite, whose images are fixed")
+    if classifier.rfc_fill != "zero" and not classifier.rfc:
+        raise UserError("--rfc-fill is the padding of --rfc; give --rfc too")
     if classifier.partial and not classifier.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
     opt.check_out(classifier.per_class, overwrite, suffixes=(".csv",), option="--per-class")
@@ -261,7 +263,7 @@ def predict(
     prediction = task.predict(net, image)
     files: dict[Path, Any] = {}
     if out:
-        files = _planned_files(prediction.files, out, overwrite)
+        files = _planned_files(prediction.files, out, image, overwrite)
     for path, value in files.items():
         _write(path, value)
     written = list(map(str, files))
@@ -272,13 +274,19 @@ def predict(
     show(json_, values, table, *(f"wrote {path}" for path in written))
 
 
-def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
+def _planned_files(
+    values: dict[str, Any], out: Path, image: Path, overwrite: bool
+) -> dict[Path, Any]:
     kinds = [ending for ending in values if ending.startswith(".")]
     if out.suffix not in kinds:
         raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
     files = {}
     for ending, value in values.items():
         path = out.with_name(out.stem + ending)
+        if path.exists() and path.samefile(image):
+            raise UserError(
+                f"{path}, which --out {out} writes too, is the image itself; give another file"
+            )
         opt.check_out(path, overwrite, suffixes=(path.suffix,))
         files[path] = value
     return files

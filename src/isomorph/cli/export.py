@@ -124,6 +124,7 @@ def quantize(
     opt.check_out(out, overwrite, model, (".onnx",))
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
+        from isomorph.models.input_sizes import fit_to_size
     with spinner("quantize") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
@@ -141,7 +142,10 @@ def quantize(
             overwrite=overwrite,
             progress=show_step,
         )
-    before = _accuracy(net, tested, "float")
+    fitted = net
+    if size:
+        fitted = fit_to_size(net, size)
+    before = _accuracy(fitted, tested, "float")
     after = _accuracy(iso.deployment.open_artefact(out), tested, "int8")
     facts = report.as_dict() | {"accuracy": {"float": before, "int8": after}}
     table = []

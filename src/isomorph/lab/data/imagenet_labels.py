@@ -10,7 +10,7 @@ import numpy as np
 from timm.data import ImageNetInfo
 
 from isomorph.errors import UserError
-from isomorph.lab.data.sources import Source, image_name, with_changes
+from isomorph.lab.data.sources import Source, image_name, renumbered, with_changes
 
 # written by benchmarks/imagenet_labels.py
 LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
@@ -66,7 +66,8 @@ def imagenet_classes(
     Shape: class_indices (k,) labels of the suite's classes, None for all; -> (len(source.classes),)
     Raises: UserError for a class that the suite does not have.
     """
-    names = {int(index): source.classes[index] for index in np.unique(source.labels)}
+    present = np.unique(source.labels[source.labels >= 0])
+    names = {int(index): source.classes[index] for index in present}
     labels = np.full(len(source.classes), -1)
     if not names:
         raise UserError(f"{title} has no images")
@@ -97,7 +98,8 @@ def imagenet_classes(
 
 def with_imagenet_labels(source: Source, title: str) -> Source:
     """Replace the labels by ImageNet-1k's, matched by class name. Raises: UserError for another class."""
-    labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
+    numbers = imagenet_classes(source, "ImageNet-1k", None, title)
+    labels = renumbered(source.labels, numbers)  # (n,)
     return with_changes(source, labels=labels, classes=imagenet_labels().wnids)
 
 

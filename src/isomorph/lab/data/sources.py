@@ -308,6 +308,14 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
     return source.subset(np.sort(np.concatenate(chosen)))
 
 
+def renumbered(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return the new number of every label; -1, which is none, stays. Shape: (n,), (classes,) -> (n,)"""
+    new = np.full(len(labels), -1, np.int64)
+    known = labels >= 0
+    new[known] = numbers[labels[known]]
+    return new
+
+
 def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:
     """Split a source in two, for training and for testing, with about the same fraction of every class for testing.
 

@@ -26,6 +26,7 @@ from isomorph.lab.data.sources import (
     Source,
     first_classes,
     random_indices,
+    renumbered,
     spaced_indices,
     with_changes,
 )
@@ -46,6 +47,7 @@ from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
 from isomorph.terminal_tables import Row, Rows
 
+_IMAGENET_CLASSES = 1000
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
 
@@ -74,8 +76,11 @@ def training_root(model: nn.Module, data: str | None, root: Path | None) -> Path
     if data or root:
         return root
     own: Any = record(model).data_root
-    if own and Path(own).is_dir():
-        return Path(own)
+    if not own:
+        return None
+    place = Path(own).expanduser()
+    if place.exists():
+        return place
     return None
 
 
@@ -127,7 +132,7 @@ def open_split(
             _, now = part.split or (0, 0)
             if now == images:
                 return part
-            if part.classes == tuple(map(composed, label_names(model))):
+            if _may_be_that_of_training(part, model, data):
                 warnings.warn(
                     f"the folder has {now} images, that of training had {images}: those that "
                     f"test_fraction={fraction:g} gives to {split}ing are used ({len(part)}); test_fraction=1 takes all",
@@ -136,6 +141,15 @@ def open_split(
                 )
                 return part
     return _open(model, split, data, root)
+
+
+def _may_be_that_of_training(part: Source, model: nn.Module, data: str | None) -> bool:
+    """True for a folder with the model's classes, some of them, or more, of which it may know the first."""
+    trained = set(map(composed, label_names(model)))
+    if not trained:  # a network without classes
+        return data is None
+    present = set(part.classes)
+    return present <= trained or trained <= present
 
 
 def _open(
@@ -170,14 +184,16 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
     data's, or a name stands for several.
     """
     own = tuple(map(composed, label_names(model))) or _names_in_config(model, source.classes)
-    if not own or own == source.classes:
+    if not own:
+        return _by_label_number(source)
+    if own == source.classes:
         return source
     unknown = [name for name in source.classes if name not in own]
     if not unknown:
         _check_unique("the model", own, source.classes)
         _check_unique("the data", source.classes, source.classes)
         numbers = np.asarray([own.index(name) for name in source.classes])
-        return with_changes(source, labels=numbers[source.labels], classes=own)
+        return with_changes(source, labels=renumbered(source.labels, numbers), classes=own)
     some_known = len(unknown) < len(source.classes)
     stored = getattr(source.images, "images", source.images)
     if some_known or isinstance(stored, ImageFiles | TarImages):
@@ -191,6 +207,17 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
             f"({shorten(source.classes)}); {todo}"
         )
     return source
+
+
+def _by_label_number(source: Source) -> Source:
+    """Give a source whose 1000 classes are named by ImageNet's label numbers these as labels; others stay."""
+    if len(source.classes) != _IMAGENET_CLASSES or not all(map(str.isdecimal, source.classes)):
+        return source
+    numbers = np.asarray(list(map(int, source.classes)))
+    if sorted(numbers.tolist()) != list(range(_IMAGENET_CLASSES)):
+        return source
+    classes = tuple(map(str, range(_IMAGENET_CLASSES)))
+    return with_changes(source, labels=renumbered(source.labels, numbers), classes=classes)
 
 
 def _check_unique(whose: str, names: Sequence[str], used: Iterable[str]) -> None:
@@ -326,7 +353,8 @@ def run_sweep(
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}
     rows: Rows = []
     class_rows: Rows = []
-    for size, ratio, test_set, loader in jobs:
+    while jobs:
+        size, ratio, test_set, loader = jobs.pop(0)  # the processes of a loader end with it
         title = "evaluating"
         if test_set.title:
             title += f" {test_set.title}"
@@ -421,7 +449,8 @@ def measure_costs(
 def write_csv(path: Path, rows: Rows) -> None:
     """Write rows as CSV with the columns of all of them; a size is written as 224x320."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(path, "w", newline="") as file:
+    # names of folders that are not UTF-8 have no other form
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for row in rows:

@@ -157,7 +157,8 @@ def fingerprint(source: Source) -> str:
     """Return a hash of a source: of labels, ids, classes, and the pixels of its first, middle and last image."""
     if not len(source):
         raise UserError("there is nothing to evaluate: the source has no image")
-    digest = hashlib.sha256("\n".join(source.classes).encode())
+    names = "\n".join(source.classes)
+    digest = hashlib.sha256(names.encode("utf-8", "surrogatepass"))
     digest.update(
         np.asarray(source.labels, np.int64).tobytes() + np.asarray(source.ids, np.int64).tobytes()
     )

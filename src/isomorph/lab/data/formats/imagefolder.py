@@ -210,7 +210,7 @@ def _images_below(
         return
     with os.scandir(top / below) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith((".", "__MACOSX")):
                 continue
             if entry.is_dir():
                 yield from _images_below(top, f"{below}{entry.name}/", left_out, above | {place})

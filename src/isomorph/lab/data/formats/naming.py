@@ -98,8 +98,20 @@ def count_left_out(name: str, left_out: Counter[str]) -> None:
 
 def image_files(folder: Path) -> list[Path]:
     """Return the image files in a folder and the folders in it, sorted, without hidden ones."""
-    paths = sorted(folder.rglob("*"))
-    return [path for path in paths if is_image_name(path.name) and not path.name.startswith(".")]
+    paths = []
+    for path in sorted(folder.rglob("*")):
+        if (
+            is_image_name(path.name)
+            and not is_hidden(path.relative_to(folder))
+            and not path.is_dir()
+        ):
+            paths.append(path)
+    return paths
+
+
+def is_hidden(path: Path) -> bool:
+    """True for a file or folder that begins with a dot, or that macOS adds to archives, and for what is inside."""
+    return any(part.startswith((".", "__MACOSX")) for part in path.parts)
 
 
 def read_text(path: Path) -> str:

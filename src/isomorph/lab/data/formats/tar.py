@@ -27,6 +27,7 @@ from isomorph.lab.data.formats.naming import (
     check_one_split,
     composed,
     count_left_out,
+    is_hidden,
     is_image_name,
     named_for,
     names_a_split,
@@ -453,7 +454,10 @@ def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
 
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
-    shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
+    shards = []
+    for path in sorted(root.rglob("*.tar")):
+        if not is_hidden(path.relative_to(root)):
+            shards.append(path)
     words = {path: split_words(str(path.relative_to(root))) for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}

@@ -20,7 +20,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms.v2 import functional as V
 
 from isomorph.errors import UserError, optional_module
-from isomorph.lab.data.formats.naming import composed
+from isomorph.lab.data.formats.naming import composed, split_words
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.tasks.image_sets import ImageSet, file_inside, normalised, resize_masks
 from isomorph.spec import ImageSize
@@ -425,14 +425,24 @@ def open_annotated(
     if images:
         folders = [root / images]
     else:
-        names = (*IMAGE_FOLDERS[split], "images", ".")
-        folders = [root / name for name in names if (root / name).is_dir()]
+        folders = _image_folders(root, split, path)
     for record in content.images:
         file_inside(folders[0], record.file, str(path))
     first = content.images[0].file
     folder = next((folder for folder in folders if (folder / first).is_file()), folders[0])
     records = _with_names_on_disk(content.images, folder, path)
     return DetectionSource(path, content._replace(images=records), folder, masks)
+
+
+def _image_folders(root: Path, split: str, annotations: Path) -> list[Path]:
+    """Return the folders that may hold the images, first those that are named for the split of the annotations."""
+    words = split_words(annotations.stem)
+    alike = []
+    for name in (*IMAGE_FOLDERS["train"], *IMAGE_FOLDERS["test"]):
+        if words and split_words(name) == words:
+            alike.append(name)
+    names = dict.fromkeys([*alike, *IMAGE_FOLDERS[split], "images", "."])
+    return [root / name for name in names if (root / name).is_dir()]
 
 
 def _with_names_on_disk(

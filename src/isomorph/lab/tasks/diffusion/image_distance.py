@@ -206,9 +206,14 @@ def open_real_images(
     """
     if _has_splits(data):
         source = open_source(data, split, root)
-    else:
-        source = open_folder(Path(data))
-    return spaced_images(source, max_images)
+        return spaced_images(source, max_images)
+    if root is not None:
+        raise UserError(f"{data} is a folder of its own; leave the root {root} out")
+    if split == "test":
+        raise UserError(
+            f"{data} has no test images of its own, and all of its images would be taken; leave `test` out"
+        )
+    return spaced_images(open_folder(Path(data)), max_images)
 
 
 def _has_splits(data: str) -> bool:

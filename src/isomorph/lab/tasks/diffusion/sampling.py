@@ -246,6 +246,8 @@ def write_folder(images: Tensor, folder: Path) -> None:
     Raises: UserError when it cannot be written, or a folder of this name, which is replaced, holds other files.
     """
     check_replaceable(folder)
+    if folder.is_dir() and not must_be_new(folder):
+        folder = folder.resolve()  # of a link, and of "."
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)

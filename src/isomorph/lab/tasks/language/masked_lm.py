@@ -16,6 +16,7 @@ from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import with_changes
 from isomorph.lab.distributed import REPEATED, Runtime, derive_seed
+from isomorph.lab.evaluation.model_data import training_root
 from isomorph.lab.tasks.language.glue import open_root, training_sentences
 from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, Tokens, divide, read_texts
 from isomorph.lab.training.dry_run.synthetic import SyntheticData, synthetic_data
@@ -233,8 +234,18 @@ class MaskedLM(LanguageTask):
         part, sequences = spec_of(model).split
         if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
+        elif part and whole and _is_training_text(model, root):
+            raise UserError(
+                f"{root} has {len(packed)} sequences, and had {sequences} in training, so the part that training "
+                "left out is not known; give the text as it was, or another one"
+            )
         packed.fixed = True
         return packed
+
+
+def _is_training_text(model: nn.Module, root: Path) -> bool:
+    own = training_root(model, None, None)
+    return own is not None and own.resolve() == root.resolve()
 
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
