@@ -16,6 +16,7 @@ from isomorph.operations import see, tensors_in
 from isomorph.slow_work import SlowWork
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
+from refusals import refused
 from test_fuse_norms import Net, conv
 
 X = torch.randn(2, 4, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -564,3 +565,93 @@ def test_slices_of_a_sequence_keep_their_values():
     assert "merged into what reads them, so that they give what they get: 2" in str(report)
     assert equal(thin(X), model(X))
     assert not equal(thin[:3](X), model[:3](X))
+
+
+class Masked(nn.Module):
+    """A mask of scores that is saved, as in GPT's code."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.register_buffer("mask", torch.full((72, 72), -torch.inf).triu(1))
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).flatten(2) @ self.mask.softmax(-1)
+
+
+@torch.no_grad()
+def test_a_saved_mask_of_infinities_is_no_merged_weight():
+    model = made(Masked())
+    model.mask.copy_(torch.full((72, 72), -torch.inf).triu(1))
+    new = iso.fuse(model, X)
+    assert isinstance(new.norm, nn.Identity)
+    assert equal(new(X), model(X))
+
+
+class SavesHead(nn.Module):
+    """Saves what it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).relu())
+
+    def state_dict(self, *args, **kwargs):
+        full = super().state_dict(*args, **kwargs)
+        return {name: x for name, x in full.items() if name.startswith("head.")}
+
+    def load_state_dict(self, state, strict=True, assign=False):
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+@torch.no_grad()
+def test_a_state_dict_that_leaves_layers_out():
+    model = made(SavesHead())
+    new = iso.fuse(model, X)
+    assert isinstance(new.norm, nn.Identity)
+    assert equal(new(X), model(X))
+
+
+class Both(nn.Sequential):
+    def forward(self, x):
+        y = self[0](x)
+        return y + self[1](y)
+
+
+class SharedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm2d(4)
+        self.parts = nn.ModuleList()
+        for _ in range(2):
+            self.parts.append(nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), norm))
+
+    def forward(self, x):
+        return self.parts[0](x) + self.parts[1](x)
+
+
+@pytest.mark.filterwarnings("ignore:fuse merged no norms")  # no example: nothing is compared
+@pytest.mark.parametrize("shared", [False, True])
+@torch.no_grad()
+def test_a_new_bias_stays_where_another_reads_the_norm_or_the_layer(shared):
+    model = nn.Sequential(Both(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)))
+    where = "0.0"
+    if shared:
+        model = SharedNorm()
+        where = "parts.?.0"
+    wide = iso.recast(model.eval(), iso.LinearToPyramid(), where)
+    for name, parameter in wide.named_parameters():
+        if name.endswith("bias"):
+            parameter.add_(0.5)
+    wide = copy.deepcopy(wide)
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(iso.fuse(wide)(x), wide(x), atol=1e-4, rtol=1e-4)
+
+
+def test_a_lazy_norm_without_weights_is_named():
+    refused("lazy layer", iso.fuse, nn.Sequential(nn.LazyBatchNorm2d(affine=False)))

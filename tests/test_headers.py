@@ -65,6 +65,15 @@ FORGERIES = {
         base(img_size=[10**30, 3]),
         "base.img_size 10000000000000000000[.]{3} must be a number of at most 16,777,216",
     ),
+    "huge block": (
+        rule(
+            "Insert",
+            ("layer3.0.act1",),
+            block="isomorph.layers.map_attention.MapAttention",
+            channels=2**20,
+        ),
+        r"its header asks for [\d,]+ numbers",
+    ),
     "many blocks": (base(depth=10**6), "base.depth 1000000 must be a number of at most 1,000"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
     "another file within": (
@@ -218,3 +227,12 @@ def test_a_header_names_no_folder_of_images(tmp_path):
     ):
         record_data(model, {"source": source})
         assert default_data(model) == taken
+
+
+def test_edits_of_a_base_are_checked_for_their_size(tmp_path):
+    fields = {"form": "layer", "outputs": 2**50, "bias": False}
+    edit = {"rule": "Merge", "fields": fields, "names": ["0"]}
+    module = {"class": "torch.nn.Sequential"}
+    path = forged(tmp_path / "m.safetensors", "none", [edit], {}, module=module)
+    base = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    refused("its header asks for", iso.load, path, base=base)

@@ -563,3 +563,47 @@ def test_a_timm_model_of_ones_own_function_is_saved_with_its_edits(tmp_path, mon
     x = torch.randn(1, 3, 32, 32)
     iso.save(new, file)
     assert torch.equal(open_own(file, arch="with_own_attention:build")(x), new(x))
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+
+def test_precisions_of_a_file(tmp_path):
+    model = Spectral()
+    iso.save(model, tmp_path / "c.safetensors")
+    assert torch.equal(iso.load(tmp_path / "c.safetensors", base=Spectral()).filter, model.filter)
+    flat = save(tmp_path / "flat.pth", {**nn.Linear(2, 2).state_dict(), "epoch": 3})
+    refused(r"1 unexpected \(epoch\)", iso.load, flat, base=nn.Linear(2, 2))
+    base = nn.Linear(2, 2).bfloat16()
+    base.register_buffer("freq", torch.rand(2), persistent=False)
+    iso.save(base, tmp_path / "b.safetensors")
+    assert iso.load(tmp_path / "b.safetensors", base=base).freq.dtype == torch.float32
+
+
+def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
+    path = save(tmp_path / "small.pth", {"weight": torch.zeros(1).expand(2, 10**13)})
+    refused("more than fit into", iso.load, path, base=nn.Linear(2, 2))
+
+
+class Counts(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_what_a_file_cannot_hold_is_one_line(tmp_path):
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("mask", torch.eye(2).to_sparse())
+    for model, said in (
+        (Counts(2, 2), "_extra_state is a dict"),
+        (nn.Linear(2, 2, device="meta"), "weight has no values"),
+        (sparse, "mask is sparse"),
+    ):
+        refused(said, iso.save, model, tmp_path / "m.safetensors")
+        assert not (tmp_path / "m.safetensors").exists()

@@ -1,5 +1,7 @@
 """What `recast` selects, shares, keeps and rejects; the way back, strides and annealing."""
 
+import threading
+
 import pytest
 import timm
 import torch
@@ -128,3 +130,57 @@ def test_strides_of_a_recast_convolution_are_removed_too(rule):
     expected = iso.unstride(net, "0")(x)
     flat = iso.unstride(iso.recast(net, rule, "0"), "0")
     torch.testing.assert_close(flat(x), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_frozen_norms_in_a_block_stay_in_eval_mode():
+    cnn = timm.create_model("cifar_resnet20").train()
+    norms = [name for name, m in cnn.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    for name in norms:
+        cnn.get_submodule(name).eval()
+    new = iso.insert(cnn, iso.layers.MapAttention, "layer3.1")
+    assert new.layer3[1].training
+    assert not any(new.get_submodule(name).training for name in norms)
+
+
+class FreezesNorm(nn.Module):
+    """Its `train` returns nothing, as in code of detectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+def test_a_train_that_returns_nothing(tmp_path):
+    model = FreezesNorm()
+    model.eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert iso.verify(model, iso.recast(model, iso.ConvToGPSA(), "conv"), x).passed
+    iso.save(model, tmp_path / "m.safetensors")
+    again = iso.load(tmp_path / "m.safetensors", base=FreezesNorm())
+    torch.testing.assert_close(again(x), model(x))
+    iso.fuse(model, x)
+    iso.export(model, tmp_path / "m.pt2", size=8)
+
+
+def test_what_is_attached_to_parameters_is_kept_or_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight._no_weight_decay = True
+    model[0].bias.register_hook(lambda gradient: gradient * 0)
+    new = iso.recast(model, iso.LinearToPyramid(), "1")
+    assert new[0].weight._no_weight_decay
+    (note,) = iso.surgery.notes(new)
+    assert note == "hooks on gradients are not copied (0.bias): register them on the copy"
+
+
+def test_a_model_with_a_lock_is_one_line():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.lock = threading.Lock()
+    refused("cannot be copied .*lock.*take files", iso.recast, model, iso.LinearToPyramid(), "0")

@@ -719,3 +719,28 @@ def test_another_path_in_float32_is_not_rounding():
     with pytest.raises(iso.UserError, match="NOT equal") as caught:
         iso.verify(model, new, torch.randn(2, 6, 16))
     assert "code for float32 alone" in str(caught.value)
+
+
+def test_the_edits_of_another_branch_count():
+    cnn = timm.create_model("cifar_resnet20").eval()
+    first = iso.recast(cnn, iso.LinearToPyramid(), "linear")
+    second = iso.recast(cnn, iso.ConvToGPSA(), "layer3.0.conv2")
+    report = iso.verify(first, second, torch.randn(1, 3, 32, 32))
+    assert report.atol == iso.ConvToGPSA().atol
+    assert [row.name for row in report.targets] == ["layer3.0.conv2"]
+
+
+class MaskFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x):
+        hidden = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) > 3
+        return self.attn(key_padding_mask=hidden, query=x, key=x, value=x, need_weights=False)[0]
+
+
+def test_a_mask_may_be_the_first_argument():
+    model = MaskFirst().eval()
+    new = iso.recast(model, iso.AttentionToLinears(), "attn")
+    assert iso.verify(model, new, torch.randn(2, 5, 16)).passed

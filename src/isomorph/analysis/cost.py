@@ -27,7 +27,7 @@ from isomorph.errors import UserError, one_line
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, in_eval_mode
 from isomorph.surgery.calls import Inputs, call_model
 
 # size of the smaller of the two counted batches: enough for BatchNorm in training mode
@@ -89,7 +89,7 @@ def has_pyramids(model: nn.Module) -> bool:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    return copy_module(model).to("meta").eval()
+    return in_eval_mode(copy_module(model).to("meta"))
 
 
 @torch.no_grad()

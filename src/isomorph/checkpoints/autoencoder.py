@@ -22,6 +22,7 @@ from isomorph.checkpoints.model import (
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.operations import in_eval_mode
 from isomorph.surgery.rule import edits
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
@@ -122,4 +123,4 @@ def load_autoencoder(
         model_state[name if is_of_decoder else f"encoder.{name}"] = tensor
     check_state_fits(model, model_state, path)
     cast_like(model, model_state).load_state_dict(model_state)
-    return model.eval()
+    return in_eval_mode(model)

@@ -131,7 +131,20 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
         raise UserError(
             f"checkpoint {path} holds tensors without names; save model.state_dict(), which names them"
         )
-    return _choose_tensors(path, checkpoint, ema)
+    contents = _choose_tensors(path, checkpoint, ema)
+    _check_count(path, contents.tensors)
+    return contents
+
+
+def _check_count(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError if tensors have far more numbers than their file has bytes: views of a few, or sparse ones."""
+    count = sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
+    size = path.stat().st_size
+    if count > max(10 * size, 2**20):
+        raise UserError(
+            f"cannot read checkpoint {path}: its tensors have {count:,} numbers, more than fit into {size:,} bytes; "
+            "save dense tensors, each with .contiguous()"
+        )
 
 
 def _choose_tensors(path: Path, checkpoint: Mapping[str, Any], ema: bool) -> Contents:

@@ -18,7 +18,7 @@ from isomorph.errors import UnknownModel, UserError
 from isomorph.models import create, require_registered
 from isomorph.models.input_sizes import describe_images, training_config
 from isomorph.models.model_kwargs import check_model_kwargs
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, in_eval_mode
 from isomorph.spec import layer_names
 from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes
@@ -112,7 +112,7 @@ def _with_layers_of(model: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
     """Return the model, or its reparameterized form if the tensors are those of that form."""
     if tensors.keys() == model.state_dict().keys() or not Reparameterize().accepts(Site(model)):
         return model
-    reparameterized = apply_edit(copy_module(model).eval(), Edit(Reparameterize(), ("",)))
+    reparameterized = apply_edit(in_eval_mode(copy_module(model)), Edit(Reparameterize(), ("",)))
     return reparameterized if tensors.keys() == reparameterized.state_dict().keys() else model
 
 

@@ -8,6 +8,8 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
+from isomorph.surgery.calls import cast
 from isomorph.surgery.insert import temporary_blocks
 from isomorph.surgery.modules import lies_within, list_names, parent_name
 from isomorph.surgery.recast import check_model
@@ -292,15 +295,10 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
-    num_stored = _count_numbers(contents.tensors)
     try:
         with torch.device("meta"):
             num_built = _count_numbers(build().state_dict())
-        if num_built > max(5 * num_stored, _ALWAYS_ALLOWED_NUMEL):
-            raise UserError(
-                f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds "
-                f"{num_stored:,}: give another architecture"
-            )
+        _check_number(contents, num_built, plan)
         return build()
     except UserError:
         raise
@@ -308,6 +306,33 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
         raise UserError(
             f"cannot rebuild {contents.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
+
+
+def check_size_of_edits(
+    contents: Contents, base: nn.Module, all_edits: Sequence[Edit], plan: str = "its header"
+) -> None:
+    """Check on the meta device that a file's edits do not make a base much larger than the file.
+
+    Raises: UserError if they do.
+    """
+    num_built = 0
+    # an edit that needs values cannot be tried, and says itself what is wrong
+    with suppress(Exception), torch.device("meta"):
+        twin = copy_module(base).to("meta")
+        for edit in all_edits:
+            twin = apply_edit(twin, edit)
+            num_built = max(num_built, _count_numbers(twin.state_dict()))
+    _check_number(contents, num_built, plan)
+
+
+def _check_number(contents: Contents, num_built: int, plan: str) -> None:
+    """Raise UserError for a model of many more numbers than its file has."""
+    num_stored = _count_numbers(contents.tensors)
+    if num_built > max(5 * num_stored, _ALWAYS_ALLOWED_NUMEL):
+        raise UserError(
+            f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds "
+            f"{num_stored:,}: give another architecture"
+        )
 
 
 def _count_numbers(tensors: Mapping[str, Any]) -> int:
@@ -407,10 +432,29 @@ def save(model: nn.Module, path: str | Path, base: Base | None = None) -> None:
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
     _check_state_names(model)
+    _check_storable(model)
     header = describe_model(model, base)
     tensors = model.state_dict()
     warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
+
+
+def _check_storable(model: nn.Module) -> None:
+    """Raise UserError for what a state dict has and a safetensors file cannot hold."""
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise UserError(
+                f"{name} is a {kind}, and a safetensors file holds tensors alone; let get_extra_state() return a tensor"
+            )
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} has no values (device meta); load weights into the model first"
+            )
+        if tensor.layout != torch.strided:
+            raise UserError(
+                f"{name} is sparse, which a safetensors file cannot hold; make it dense with to_dense()"
+            )
 
 
 def _check_state_names(model: nn.Module) -> None:
@@ -588,13 +632,22 @@ def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
-    """Give the floating-point tensors of a model the dtypes of those in a state, or all of them its only dtype."""
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        return model.to(dtypes.pop())
+    """Give the floating-point tensors of a model the dtypes of those in a state, or all of them its only dtype.
+
+    A model that has these dtypes stays as it is, with buffers that are not saved.
+    """
+    stored = {name: tensor for name, tensor in state.items() if _is_real(tensor)}
+    own = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in state and tensor.is_floating_point():
-            tensor.data = tensor.data.to(state[name].dtype)
+        if name in stored and tensor.is_floating_point():
+            own.append((name, tensor))
+    if own and all(tensor.dtype == stored[name].dtype for name, tensor in own):
+        return model
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if len(dtypes) == 1:
+        return model._apply(partial(cast, dtype=dtypes.pop()))
+    for name, tensor in own:
+        tensor.data = tensor.data.to(stored[name].dtype)
     return model
 
 

@@ -20,6 +20,7 @@ from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, build_foreign
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
     cast_like,
+    check_size_of_edits,
     describe_base,
     load_state,
     read_parts,
@@ -30,7 +31,7 @@ from isomorph.checkpoints.model import (
 from isomorph.checkpoints.paths import HUB, is_function
 from isomorph.errors import UserError, first_line, names_class
 from isomorph.models import create, require_registered
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, in_eval_mode
 from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, update_record
 
@@ -121,7 +122,7 @@ def open_contents(
             raise
         raise UserError(f"{error}{_hint_of_base(contents, model)}") from None
     add_notes(model, *contents.notes)
-    return model.eval()
+    return in_eval_mode(model)
 
 
 def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
@@ -148,13 +149,17 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
         raise UserError(
             f"base has other edits than {contents.path}; give the module as it was before it was recast"
         )
+    new_edits = header.edits[len(base_edits) :]
+    check_size_of_edits(contents, base, new_edits)
     try:
-        for edit in header.edits[len(base_edits) :]:
+        for edit in new_edits:
             model = apply_edit(model, edit)
     except UserError as error:
         raise UserError(
             f"base {type(model).__name__} does not fit {contents.path}: {error}"
         ) from None
+    except (RuntimeError, TypeError) as error:  # of fields that no layer can have
+        raise UserError(f"cannot rebuild {contents.path}: {first_line(error)}") from error
     if header.data:
         record_data(model, header.data)
     return cast_like(model, contents.tensors)
@@ -227,7 +232,7 @@ def build_by_function(name: str, arguments: Mapping[str, Any]) -> nn.Module:
             f"{name} returns {type(model).__name__}, not a torch.nn.Module; give a function that does"
         )
     update_record(model, is_of_function=True)
-    return model.eval()
+    return in_eval_mode(model)
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:

@@ -32,7 +32,7 @@ from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, in_eval_mode
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
 from isomorph.surgery.comparison import (
@@ -176,7 +176,7 @@ def check_path(path: Any, call: str) -> Path:
 @torch.no_grad()
 def check_output(model: nn.Module, shapes: ExportShapes) -> None:
     """Raise UserError for a model that returns something else than one tensor, or another at each call."""
-    plain = copy_module(model).cpu().float().eval()
+    plain = in_eval_mode(copy_module(model).cpu().float())
     first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
     if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
         raise UserError(
@@ -243,7 +243,7 @@ def _compare(
 ) -> VerifyReport:
     """Return the deviation from the model on the inputs to check; infinite on a near size that cannot be run."""
     artefact = load_artefact(contents, kind)
-    plain = copy_module(model).cpu().float().eval()
+    plain = in_eval_mode(copy_module(model).cpu().float())
     exact = copy_module(plain).double()
     rows: list[Difference] = []
     for shape, inputs in shapes.examples():

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from isomorph.deployment.onnx_operations import module_of
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
-from isomorph.operations import copy_module, unwrap
+from isomorph.operations import copy_module, in_eval_mode, unwrap
 from isomorph.process import replaced_attribute
 from isomorph.surgery import FuseReport, fuse_with_report
 
@@ -44,7 +44,7 @@ _GROWTH = 2
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
     """Return a copy to export (fused, eval mode, CPU, float32, no gradients) and what was fused."""
-    plain = copy_module(unwrap(model)).cpu().float().eval().requires_grad_(False)
+    plain = in_eval_mode(copy_module(unwrap(model)).cpu().float()).requires_grad_(False)
     prepared, report = fuse_with_report(plain, shapes.examples()[0][1], only_forward=True)
     return prepared.requires_grad_(False), report
 

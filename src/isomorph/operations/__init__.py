@@ -17,6 +17,7 @@ from isomorph.operations.values import TensorVersion, leaves, parts_of, tensors_
 from isomorph.operations.wrapped_models import (
     copy_module,
     hooks_on,
+    in_eval_mode,
     is_compiled,
     records_outputs,
     unwrap,
@@ -39,6 +40,7 @@ __all__ = [
     "from_standard_map",
     "hooks_on",
     "images_per_chunk",
+    "in_eval_mode",
     "is_compiled",
     "leaves",
     "left_no_trace",

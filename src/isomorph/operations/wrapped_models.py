@@ -4,7 +4,7 @@ import copy
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timm.utils.model_ema import ModelEmaV2, ModelEmaV3
@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from isomorph.errors import UserError, first_line
 
+Model = TypeVar("Model", bound=nn.Module)
 Wrappers = tuple[type[nn.Module], ...]
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -138,18 +139,36 @@ def _copies_of_empty_containers(model: nn.Module) -> dict[int, Any]:
     return copies
 
 
+def in_eval_mode(model: Model) -> Model:
+    """Put a model into eval mode and return it: the `train` of some classes returns nothing."""
+    model.eval()
+    return model
+
+
 @torch.inference_mode(False)  # the copy can be trained
 def copy_module(model: nn.Module) -> nn.Module:
     """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
     try:
         new = copy.deepcopy(model, _copies_of_empty_containers(model))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = first_line(error).partition(". ")[0]
-        raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
+        advice = _PERMANENT_HINT
+        if isinstance(error, TypeError):
+            advice = "take files, threads and locks out of its attributes first"
+        raise UserError(f"the model cannot be copied ({reason}); {advice}") from None
     modes = {name: module.training for name, module in model.named_modules()}
     # a feature extractor of torchvision is copied in train mode
     for name, copied in new.named_modules():
         mode = modes.get(name, copied.training)
         if mode != copied.training:
             copied.train(mode)
+    _copy_attributes(model, new)
     return new
+
+
+def _copy_attributes(model: nn.Module, copied: nn.Module) -> None:
+    """Give the parameters of a copy the attributes of the model's, of which torch copies the values alone."""
+    copies = dict(copied.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in copies and vars(parameter):
+            vars(copies[name]).update(vars(parameter))

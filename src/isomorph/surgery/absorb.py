@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import ModuleCall, copy_module, observing
+from isomorph.operations import ModuleCall, copy_module, in_eval_mode, observing
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.comparison import relative_difference
@@ -255,7 +255,7 @@ def layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
 @torch.no_grad()
 def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) -> None:
     """Raise UserError if the models differ in float64, on images of the example's size."""
-    exact = copy_module(model).cpu().double().eval()
+    exact = in_eval_mode(copy_module(model).cpu().double())
     generator = torch.Generator().manual_seed(0)
     shape = (2, rule.raw_channels, *example.shape[2:])
     raw = rule.scale * torch.rand(shape, generator=generator, dtype=torch.float64)

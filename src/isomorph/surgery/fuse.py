@@ -19,7 +19,13 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, batches_of, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
-from isomorph.surgery.modules import lies_within, outermost_modules, parent_name
+from isomorph.surgery.modules import (
+    copy_tensors,
+    lies_within,
+    outermost_modules,
+    parent_name,
+    tensors_by_name,
+)
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
@@ -95,7 +101,7 @@ def _move_biases(model: nn.Module) -> None:
         if pair is None:
             continue
         layer, norm = pair
-        if parents[layer] == 1:
+        if parents[layer] == 1 and parents[norm] == 1:
             norm.running_mean.sub_(layer.bias.detach())
             layer.bias = None
             layer.has_new_bias = False
@@ -103,8 +109,7 @@ def _move_biases(model: nn.Module) -> None:
 
 def _new_bias_and_norm(unit: nn.Module) -> tuple[Any, Any] | None:
     """Return the only linear layer of a unit, if its bias is new, and the BatchNorm that the unit runs after it."""
-    has_known_forward = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
-    if not has_known_forward:
+    if not _runs_in_turn(unit):
         return None
     linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
     if len(linear) != 1 or not getattr(linear[0], "has_new_bias", False):
@@ -113,6 +118,13 @@ def _new_bias_and_norm(unit: nn.Module) -> tuple[Any, Any] | None:
         if layer is linear[0] and isinstance(norm, _BatchNorm) and norm.running_mean is not None:
             return layer, norm
     return None
+
+
+def _runs_in_turn(unit: nn.Module) -> bool:
+    """True for a unit that runs its children one after the other, as far as its class is known."""
+    if type(unit).__module__.startswith("timm."):
+        return True
+    return isinstance(unit, nn.Sequential) and type(unit).forward is nn.Sequential.forward
 
 
 def _is_isomorphs(kind: Any) -> bool:
@@ -232,7 +244,7 @@ def fuse_with_report(
         exact = _fused(copy_module(exact), names) if names else exact
         merged = merge(exact, calls, across)
         new = _replay(new, merged.edits)
-        new.load_state_dict(merged.model.state_dict())
+        copy_tensors(merged.model, new)
         left |= merged.report.left
         report = replace(
             merged.report,
@@ -248,7 +260,7 @@ def fuse_with_report(
         left = {
             name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)
         }
-    _check_rounded(new)
+    _check_rounded(new, plain)
     if left:
         name, reason = next(iter(left.items()))
         add_notes(
@@ -293,18 +305,19 @@ def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
     return model
 
 
-def _check_rounded(model: nn.Module) -> None:
-    """Raise NotFinite for merged weights that the model's precision cannot hold."""
-    for name, tensor in model.state_dict().items():
-        if (
-            isinstance(tensor, torch.Tensor)
-            and not tensor.is_meta
-            and not torch.isfinite(tensor).all()
-        ):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise NotFinite(
-                f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
-            )
+def _check_rounded(model: nn.Module, original: nn.Module) -> None:
+    """Raise NotFinite for merged weights that the model's precision cannot hold, but not for a mask with -inf."""
+    before = tensors_by_name(original)
+    for name, tensor in tensors_by_name(model).items():
+        if tensor.is_meta or torch.isfinite(tensor).all():
+            continue
+        old = before.get(name)
+        if old is not None and not torch.isfinite(old).all():
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise NotFinite(
+            f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
+        )
 
 
 def _reference_calls(

@@ -12,7 +12,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.operations import ModuleCall, copy_module, leaves, observing, tensors_in
+from isomorph.operations import ModuleCall, copy_module, in_eval_mode, leaves, observing, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     call_model,
@@ -39,7 +39,7 @@ from isomorph.surgery.comparison import (
 )
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.surgery.rule import edits
+from isomorph.surgery.rule import edits, edits_since
 from isomorph.surgery.verify_report import Difference
 
 # Precision of each mode of `_in_mode`; others are in float32.
@@ -79,14 +79,14 @@ class ModelPair:
 
     def __init__(self, original: nn.Module, recast: nn.Module, atol: float) -> None:
         def prepared(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-            return (
-                copy_module(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
-            )
+            copied = copy_module(model)._apply(partial(cast, dtype=dtype))
+            return in_eval_mode(copied).requires_grad_(False)
 
         self.models = {
             t: (prepared(original, t), prepared(recast, t)) for t in (torch.float32, torch.float64)
         }
-        self.edited = edited_names(recast, len(edits(original)))
+        number_shared = len(edits(recast)) - len(edits_since(recast, original))
+        self.edited = edited_names(recast, number_shared)
         self.atol = atol
         # Classes of outputs that are not compared.
         self.others: set[str] = set()
@@ -290,8 +290,11 @@ class ModelPair:
             # it has no use for the grid that a hook passes to gated attention
             if type(module) is Attention:
                 kwargs.pop("grid_size", None)
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            largest = tensors[0].abs().max().item() if tensors else 0.0
+            largest = 0.0
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+                    largest = x.abs().max().item()
+                    break
             row = _compare_module(
                 name, module, call.output, module(*args, **kwargs), self.atol, largest
             )

@@ -1,8 +1,9 @@
-"""Names of a model's modules: listed in messages, and those inside others."""
+"""A model's modules and tensors by name: listed in messages, those inside others, copied."""
 
 from collections.abc import Callable, Collection, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def list_names(names: Sequence[str], most: int = 3) -> str:
@@ -25,6 +26,21 @@ def lies_within(path: str, names: Collection[str]) -> bool:
             return False
         path = parent_name(path)
     return True
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers under all their names, also those that a state_dict leaves out."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+@torch.no_grad()
+def copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Give a model the parameters and buffers of another of the same form."""
+    tensors = tensors_by_name(source)
+    for name, tensor in (*target.named_parameters(), *target.named_buffers()):
+        tensor.copy_(tensors[name])
 
 
 def outermost_modules(

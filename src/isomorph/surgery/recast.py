@@ -37,11 +37,12 @@ def check_model(model: Any) -> nn.Module:
         raise UserError(
             "the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace"
         )
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
             raise UserError(
                 f"{name} has no shape yet (lazy layer); run the model once on an input first"
             )
+    for name, parameter in model.named_parameters():
         if parameter.is_inference() and not torch.is_inference_mode_enabled():
             raise UserError(
                 f"{name} was made under torch.inference_mode, so nothing can be trained or compared; "
@@ -281,6 +282,11 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
         elif not is_trained:
             parameter.requires_grad_(False)
     replacement.train(original.training)  # LeViT's returns None
+    modes = {name: module.training for name, module in original.named_modules()}
+    for name, part in replacement.named_modules():  # such as a norm inside that is frozen
+        is_trained = modes.get(name, part.training)
+        if is_trained != part.training:
+            part.train(is_trained)
     return replacement
 
 
@@ -346,7 +352,10 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
             if site is None:
                 rule = type(edit.rule).__name__
                 raise UserError(f"the model has no module {name}, which {rule} should recast")
-            with float32_on(site.module):
+            owner = site.module
+            if next(owner.parameters(), None) is None:
+                owner = model  # a layer without weights does not say where it is
+            with float32_on(owner):
                 try:
                     replacement = edit.rule.build(site)
                 except UserError as error:

@@ -39,6 +39,7 @@ from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.comparison import relative_difference
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 from isomorph.surgery.merge_plan import MergePlan, plan_merges
+from isomorph.surgery.modules import copy_tensors
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
@@ -294,7 +295,7 @@ class ReferenceCalls:
 
         `exact` is the model in float64, and gets the weights of `model`, which are rounded to its precision.
         """
-        exact.load_state_dict(model.state_dict())
+        copy_tensors(model, exact)
         forwards = [call for call in self.calls if call.entry == FORWARD]
         call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
         try:

@@ -11,6 +11,7 @@ from torch import nn
 
 from isomorph.errors import UserError, did_you_mean
 from isomorph.operations import copy_module, is_compiled, unwrap, wrappers_of
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.site import Site
 
 
@@ -329,7 +330,13 @@ def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
     >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
     [('linear',)]
     """
-    return edits(model)[len(edits(base)) :]
+    own = edits(model)
+    shared = 0
+    for edit, other in zip(own, edits(base), strict=False):
+        if edit != other:
+            break
+        shared += 1
+    return own[shared:]
 
 
 def notes(model: nn.Module) -> tuple[str, ...]:
@@ -350,7 +357,17 @@ def add_notes(model: nn.Module, *sentences: str) -> None:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of the model inside wrappers, with a note if it was compiled. Raises: UserError as `unwrap`."""
-    new = copy_module(unwrap(model))
+    plain = unwrap(model)
+    new = copy_module(plain)
+    hooked = []
+    for name, parameter in plain.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            hooked.append(name)
+    if hooked:
+        add_notes(
+            new,
+            f"hooks on gradients are not copied ({list_names(hooked)}): register them on the copy",
+        )
     if is_compiled(model):
         add_notes(new, "the model was compiled and its copy is not: compile the copy")
     return new

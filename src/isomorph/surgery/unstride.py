@@ -14,7 +14,7 @@ from isomorph.layers import PyramidConv2d
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.layers.same_padding import SamePadding
-from isomorph.operations import ModuleCall, observing
+from isomorph.operations import ModuleCall, in_eval_mode, observing
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.recast import apply_rule
 from isomorph.surgery.reference_calls import own_example
@@ -106,7 +106,7 @@ def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
         try:
             run_model(new, example)
         except DoesNotRun as error:
-            own = copy_model(model).eval()
+            own = in_eval_mode(copy_model(model))
             with suppress(DoesNotRun):  # the model itself may not take the size in its config
                 run_model(own, example)
                 raise UserError(

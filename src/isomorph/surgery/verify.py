@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.operations import copy_module, count_calls, tensors_in
+from isomorph.operations import copy_module, count_calls, in_eval_mode, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     batches_of,
@@ -161,7 +161,7 @@ def _compare_int8(
     original: nn.Module, recast: nn.Module, batches: Sequence[Inputs]
 ) -> VerifyReport:
     """Compare a file with rounded weights by how close it was to its model when it was made."""
-    model = copy_module(original)._apply(partial(cast, dtype=torch.float32)).eval()
+    model = in_eval_mode(copy_module(original)._apply(partial(cast, dtype=torch.float32)))
     pairs = []
     rows = []
     for batch in batches:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import copy_module
+from isomorph.operations import copy_module, in_eval_mode
 from isomorph.surgery.absorb import layers_that_read
 from isomorph.surgery.calls import run_model, to_model
 from isomorph.surgery.port.report import PortReport
@@ -78,7 +78,7 @@ def fit_size(source: nn.Module, target: nn.Module, images: Tensor) -> FittedPair
 @torch.no_grad()
 def _error_on(images: Tensor, model: nn.Module) -> str | None:
     """Return why a model does not run on images, None for one that does."""
-    plain = copy_module(model).eval()
+    plain = in_eval_mode(copy_module(model))
     try:
         run_model(plain, to_model(images[:1], plain))
     except UserError as error:

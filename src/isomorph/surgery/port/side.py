@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.operations import copy_module, leaves
+from isomorph.operations import copy_module, in_eval_mode, leaves
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.port.compare import TOLERANCE
 from isomorph.surgery.port.graph import Graph
@@ -92,7 +92,7 @@ class Side:
 
 def _exact_copy(model: nn.Module) -> nn.Module:
     """Return a copy in float64, in eval mode, whose operations are not in place."""
-    exact = copy_module(model).eval().requires_grad_(False)
+    exact = in_eval_mode(copy_module(model)).requires_grad_(False)
     exact = exact.to(torch.device("cpu")).double()
     for module in exact.modules():
         if getattr(module, "inplace", None) is True:
