@@ -204,3 +204,16 @@ def test_a_layer_that_a_later_recast_adds_has_no_gates_before(tmp_path):
     assert history.centres["a"].isnan().sum() == 2
     logs = iso.report.read_run_logs([tmp_path])
     iso.report.compare_sections(logs, {logs[0].name: history})
+
+
+def test_an_annealed_run_logs_the_network_that_it_starts_from(tmp_path):
+    model = dict(name="cifar_resnet20", recast=dict(where=WHERE, init="paper"))
+    iso.train(tiny(tmp_path, model=model, anneal=dict(epochs=1, start=[5, 6])), show=False)
+    row = read_log(tmp_path / "log.jsonl")[0]
+    assert row["gating"][WHERE]["gates"] == [0.998] * 9
+    assert row["gating"][WHERE]["spans"] == [0.2] * 9
+
+
+def test_an_anneal_ends_within_the_run(tmp_path):
+    refused("model.recast_epoch 2", recipe, tmp_path, 2, anneal=dict(epochs=2))
+    recipe(tmp_path, 1, anneal=dict(epochs=2))

@@ -380,3 +380,8 @@ def test_alignment_is_the_papers():
     assert torch.equal(
         student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask
     )
+
+
+def test_patches_are_not_dropped_twice():
+    vit = timm.create_model(PLAIN, **SMALL, patch_drop_rate=0.5)
+    refused("patch_drop_rate", MaskedAutoencoder, vit, 1, 16, 4)

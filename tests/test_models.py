@@ -15,6 +15,7 @@ from isomorph.lab.training.optim import learning_rate_scales, scaled_groups
 from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.models.tcnn import checkpoint_filter_fn
+from refusals import refused
 
 CIFAR = ((20, 269_722, 5), (56, 853_018, 17))
 T_RESNETS = {  # parameters of the CNN, blocks of its last stage, millions in T-CNN Table 2
@@ -406,3 +407,21 @@ def test_pretrained_weights_load_strictly(public_weights):
     iso.verify(model, twin, x)
     fine_tune = timm.create_model("cifar_resnet20", pretrained=True, num_classes=3, in_chans=1)
     assert fine_tune(torch.randn(2, 1, 32, 32)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("depth", [25, 2])
+def test_depths_that_no_cifar_resnet_has(depth):
+    refused(r"must be 6 n \+ 2", timm.create_model, "cifar_resnet20", depth=depth)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("refined_vit_s", {"attn_layer": "diff"}),
+        ("refined_vit_s_released", {"attn_layer": "diff"}),
+        ("convit_s", {"attn_layer": "diff"}),
+        ("convit_s", {"proj_bias": False}),
+    ],
+)
+def test_attention_that_its_blocks_do_not_have_is_refused(name, arguments):
+    refused(f"{next(iter(arguments))}.* is not supported", timm.create_model, name, **arguments)

@@ -531,3 +531,62 @@ def test_command_line(tmp_path):
         "rows"
     ]
     assert next(row for row in rows if row["runs"])["runs"][0]["measured"]["top1"] == 50.0
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("TDRL Table 7", 3), ("T-CNN Table 4", 8), ("T-CNN Table 3", 8), ("Refiner Table 13", 7)],
+)
+def test_rows_of_one_label_are_all_in_the_chart(name, count):
+    table = find_table(name)
+    (chart,) = published_charts(name, table.charts, table.rows)
+    assert sum(map(len, chart.series.values())) == count
+
+
+def test_a_run_of_iterations_in_progress_is_not_the_row(tmp_path):
+    folder = write_run(tmp_path / "run", "vitdet_tdrl_ti", {"epoch": 10, "box_ap": 30.0})
+    (folder / "steps.jsonl").write_text(json.dumps({"epoch": 10, "step": 18320}) + "\n")
+    table = filled("TDRL Table 2", folder)
+    (result,) = next(row for row in table.rows if row.runs).runs
+    assert result.differs == "at step 18,320 of 184,375"
+
+
+def test_calibrated_top1_is_that_of_imagenet(tmp_path):
+    path = tmp_path / "rfc.json"
+    row = {"suite": "imagenet", "top1": 85.9, "images": 50_000, "rfc": 1.13}
+    other = {"suite": "imagenet-a", "top1": 30.0, "images": 7_500, "rfc": 1.13}
+    result = {"model": "runs/refined_vit_l_448", "rows": [row, other], "cost": []}
+    path.write_text(json.dumps(result))
+    table = table_with_evaluations(find_table("Refiner Table 5"), read_evaluations([path]))
+    measured = [result.measured for row in table.rows for result in row.runs]
+    assert measured
+    assert all(values == {"rfc_top1": 85.9} for values in measured)
+
+
+def test_measured_points_have_measured_coordinates(tmp_path):
+    model = "runs/tcnn_resnetrs50"
+    suites = tmp_path / "s.json"
+    row = {"suite": "imagenet", "top1": 80.0, "images": 50_000, "size": [224, 224]}
+    suites.write_text(json.dumps({"model": model, "rows": [row], "cost": []}))
+    corrupted = tmp_path / "c.json"
+    cells = {"suite": "imagenet-c", "cells": [], "images": 50_000, "mean_top1": 47.0, "mce": 66.0}
+    corrupted.write_text(json.dumps({"model": model} | cells))
+    for files, points in (([corrupted], None), ([suites, corrupted], {"c": (80.0, 47.0)})):
+        table = table_with_evaluations(find_table("T-CNN Table 2"), read_evaluations(files))
+        chart = published_charts(table.name, table.charts, table.rows)[0]
+        assert chart.series.get("T-CNNs, measured") == points
+    head, *body = published_table(table.columns, table.rows)
+    line = next(line for line in body if line[head.index("run")] != "-")
+    assert line[head.index("hours")] == "-"  # an evaluation trains nothing
+
+
+def test_the_mean_is_of_all_runs_that_count(tmp_path):
+    row = {"epoch": 1, "accuracy": 10.0}
+    folders = [write_run(tmp_path / "a_trial", "glue_mnli", row, overrides=["epochs=1"])]
+    for task in ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb"):
+        key = {"cola": "matthews", "stsb": "spearman"}.get(task, "accuracy")
+        row = {"epoch": RECIPES[f"glue_{task}"]["epochs"], key: 70.0}
+        folders.append(write_run(tmp_path / task, f"glue_{task}", row))
+    table = filled("Refiner Table 6", *folders)
+    means = [row for row in table.rows if row.values["part"] == "average" and row.runs]
+    assert [result.measured["score"] for result in means[0].runs] == [70.0]

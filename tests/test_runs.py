@@ -352,3 +352,9 @@ def test_an_unfinished_run_is_continued_from_weights_that_it_has(tmp_path):
 def test_a_run_of_iterations_says_when_it_is_finished(tmp_path):
     iso.train(tiny(tmp_path, optim=dict(lr=1e-3), iterations=6), show=False)
     assert "of the finished run, after 2 of 2 epochs, 6 steps" in str(notes(open_trained(tmp_path)))
+
+
+def test_a_model_from_within_an_epoch_has_its_place(tmp_path):
+    stopped_run(tmp_path / "run", 1, TINY)
+    ((epoch, _),) = saved_models(tmp_path / "run")
+    assert 0 < epoch < 1

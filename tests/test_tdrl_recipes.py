@@ -10,12 +10,17 @@ from torch import nn
 import isomorph as iso
 from isomorph.lab.recipes import RECIPES
 from isomorph.lab.training.build import build_model
-from isomorph.lab.training.optim import build_optimizer, set_weight_decay
+from isomorph.lab.training.optim import (
+    build_optimizer,
+    learning_rate_scales,
+    set_weight_decay,
+)
 from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.lab.training.run.loop import train_step
 from isomorph.lab.training.run.state import Run
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
+from tiny_runs import tiny
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 FINE_TUNED = [
@@ -134,3 +139,32 @@ def test_the_network_sees_the_smaller_images(tmp_path):
     assert seen == [12] * half + [24] * half
     assert decays == sorted(decays, reverse=True)
     assert decays[0] == 0.05
+
+
+def test_a_public_classifier_is_kept_and_a_new_one_starts_as_told(monkeypatch):
+    def create(name, pretrained=False, **arguments):
+        return timm.create_model(name, **arguments)  # as if its weights were there
+
+    monkeypatch.setattr("isomorph.lab.training.build.create", create)
+    part = ModelPart(name="cifar_resnet20", pretrained=True, head_std=2e-5)
+    assert build_model(part, 10).linear.weight.std() > 1e-2
+    assert build_model(part, 7).linear.weight.std() < 3e-5
+
+
+def test_the_classifier_starts_as_told_after_maes_rule():
+    part = ModelPart(name="tdrl_vit_ti", kwargs=SMALL, weight_init="mae", head_std=2e-5)
+    assert build_model(part, 7).head.weight.std() < 3e-5
+
+
+def test_smaller_images_are_tried_before_the_run(tmp_path):
+    kwargs = dict(img_size=16, patch_size=4, depth=1, embed_dim=12, num_heads=2)
+    vit = dict(name="vit_tiny_patch16_224", kwargs=kwargs)
+    small = dict(small_sizes=[12], small_epochs=[1])
+    refused("augment.small_sizes", Run, tiny(tmp_path, model=vit, augment=small))
+
+
+@pytest.mark.parametrize("name", ["tdrl_vit_ti", "tdrl_vit_ti_distilled"])
+def test_the_last_norm_has_the_rate_of_the_head(name):
+    scales = learning_rate_scales(timm.create_model(name, **SMALL), 0.5)
+    assert scales["norm.weight"] == scales["head.weight"] == 1
+    assert scales["blocks.1.norm2.weight"] == 0.5

@@ -66,7 +66,7 @@ class BlockwiseViT(AnySizeViT):
     """
 
     # Arguments of VisionTransformer that the blocks do not have.
-    unsupported: tuple[str, ...] = ("patch_drop_rate",)
+    unsupported: tuple[str, ...] = ("patch_drop_rate", "attn_layer")
 
     def __init__(self, **kwargs: Any) -> None:
         for name in self.unsupported:

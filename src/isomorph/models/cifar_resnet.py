@@ -12,6 +12,7 @@ from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.models.base import (
     StagedNet,
     State,
@@ -194,10 +195,11 @@ def create_cifar_resnet(
         file = folder / "weights" / f"cifar10_resnet{depth}.safetensors"
         if file.is_file():
             local["file"] = str(file)
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1:
+        raise UserError(f"depth {depth} must be 6 n + 2, with n blocks a stage: 8, 14, 20, 26, ...")
     features = dict(out_indices=(0, 1, 2, 3))
-    return build_variant(
-        kind, name, pretrained, features, local, blocks=(depth - 2) // 6, **arguments
-    )
+    return build_variant(kind, name, pretrained, features, local, blocks=blocks, **arguments)
 
 
 VARIANTS = {

@@ -91,7 +91,14 @@ class ConViT(BlockwiseViT):
         that GPSA does not support.
     """
 
-    unsupported = ("patch_drop_rate", "attn_drop_rate", "reg_tokens", "qk_norm", "scale_attn_norm")
+    unsupported = (
+        "patch_drop_rate",
+        "attn_drop_rate",
+        "reg_tokens",
+        "qk_norm",
+        "scale_attn_norm",
+        "attn_layer",
+    )
 
     def __init__(
         self,
@@ -105,6 +112,10 @@ class ConViT(BlockwiseViT):
     ) -> None:
         depth = kwargs.get("depth", 12)
         heads = kwargs.get("num_heads", 12)
+        if local_up_to_layer and not kwargs.get("proj_bias", True):
+            raise UserError(
+                "proj_bias=False is not supported by ConViT, whose GPSA has this bias; leave it out"
+            )
         if local_attention not in LOCAL_ATTENTION:
             raise UserError(
                 f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}",

@@ -113,6 +113,10 @@ def _check_encoder(encoder: nn.Module) -> None:
             f"masked pre-training hides patches, but {', '.join(needing_grid)} needs the whole grid; "
             "pre-train the plain ViT, then recast it"
         )
+    if not isinstance(encoder.patch_drop, nn.Identity):
+        raise UserError(
+            "masked pre-training hides patches itself and ignores patch_drop_rate; leave it out, or change mask.ratio"
+        )
     if encoder.pos_embed is None:
         raise UserError(
             f"masked pre-training needs a position embedding, which this {kind} does not have; set pos_embed"

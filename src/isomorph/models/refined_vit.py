@@ -273,7 +273,7 @@ class ReleasedRefinedViT(DenseHeadViT):
     """
 
     shares_maps = True
-    unsupported = ("patch_drop_rate", "qk_norm", "scale_attn_norm", "init_values")
+    unsupported = ("patch_drop_rate", "qk_norm", "scale_attn_norm", "init_values", "attn_layer")
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
         def block(depth: int, **block_kwargs: Any) -> ReleasedBlock:

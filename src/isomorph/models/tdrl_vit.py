@@ -82,6 +82,10 @@ class TDRLViT(AnySizeViT):
                 return True
         return False
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names for layer decay; the last norm has the head's rate, as in MAE's code."""
+        return {**super().group_matcher(coarse), "blocks": r"^blocks\.(\d+)"}
+
 
 class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
     """TDRL-ViT with DeiT's distillation token and head; in eval mode logits are the mean of both (TDRL section 4.1)."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -188,7 +189,9 @@ def table_with_runs(table: PublishedTable, logs: Sequence[RunLog]) -> PublishedT
     for log in logs:
         for index in _rows_of(table, log):
             published = load_recipe(str(rows[index].recipe))
-            differs = describe_differences(log.recipe, published, _trained_epochs(log))
+            differs = describe_differences(
+                log.recipe, published, _trained_epochs(log), _trained_steps(log)
+            )
             placed.setdefault(index, []).append(RunResult.of(log, table.columns, differs))
     for index, results in placed.items():
         rows[index] = replace(rows[index], runs=tuple(results))
@@ -246,6 +249,11 @@ def _trained_epochs(log: RunLog) -> int:
     return max(epochs, default=0)
 
 
+def _trained_steps(log: RunLog) -> int | None:
+    steps = [row["step"] for row in log.steps if isinstance(row.get("step"), int)]
+    return max(steps, default=None)
+
+
 def _with_means(rows: Sequence[TableRow]) -> Iterator[TableRow]:
     """Fill the rows `mean` with the mean of what the rows of the same label measured, if all of them were."""
     for row in rows:
@@ -255,8 +263,9 @@ def _with_means(rows: Sequence[TableRow]) -> Iterator[TableRow]:
         others = [other for other in rows if other.label == row.label and other is not row]
         scores = []
         for other in others:
-            if other.runs and not other.runs[0].differs and "score" in other.runs[0].measured:
-                scores.append(other.runs[0].measured["score"])
+            counted = [run for run in other.runs if not run.differs and "score" in run.measured]
+            if counted:
+                scores.append(fmean(run.measured["score"] for run in counted))
         runs: tuple[RunResult, ...] = ()
         if len(scores) == len(others):
             runs = (RunResult("mean", {"score": sum(scores) / len(scores)}),)

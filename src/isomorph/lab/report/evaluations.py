@@ -89,6 +89,8 @@ def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
         size = row["size"][0] if row.get("size") else None
         rfc = row.get("rfc")
         if rfc:
+            if column != "top1":  # the papers calibrate on ImageNet alone
+                continue
             column = "rfc_top1"
         empty = {"measured": {}, "size": size, "rfc": rfc, "differs": ""}
         point = points.setdefault((size, rfc), empty)

@@ -1,6 +1,6 @@
 """A published table or figure: what the paper has next to what runs measured, as text and as charts."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -8,6 +8,7 @@ from typing import Any
 
 from isomorph.json_values import JsonObject, is_number
 from isomorph.lab.report.charts import Chart, Line, Panel, Points, Scatter
+from isomorph.lab.report.evaluations import SUITE_COLUMNS
 from isomorph.lab.report.run_files import RunLog
 from isomorph.terminal_tables import Row, Table, interval_text
 
@@ -88,6 +89,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "mask_ap": ("mask_ap",),
     "epoch_seconds": ("seconds",),
 }
+
+# Columns of what a run or an evaluation measures, for which the paper's number never stands in.
+_MEASURABLE = {*MEASURED, *SUITE_COLUMNS.values(), "rfc_top1"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,10 @@ def _result_cells(result: RunResult, measurable: Sequence[str]) -> list[str]:
         if values:
             note = f"{note}: {', '.join(values)}"
         numbers = ["-"] * len(numbers)
-    return [result.run, *numbers, str(result.epochs or "-"), f"{result.hours:.2f}", note]
+    hours = "-"
+    if result.hours:
+        hours = f"{result.hours:.2f}"
+    return [result.run, *numbers, str(result.epochs or "-"), hours, note]
 
 
 def _measured_text(result: RunResult, column: str) -> str:
@@ -262,15 +269,24 @@ def published_charts(
 
 
 def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) -> Points:
-    """Return {series: {label: (x, y)}} of the rows that have both."""
-    points: Points = {}
+    """Return {series: {name: (x, y)}} of the rows that have both; a label of several rows gets its x."""
+    found: dict[str, list[tuple[str, float, float]]] = {}
     for row in rows:
         series = str(row.values.get(chart.get("by", ""), "rows"))
         for label, values in _values(row, chart["y"], measured):
             x = values.get(chart["x"])
             y = values.get(chart["y"])
             if is_number(x) and is_number(y):
-                points.setdefault(series, {})[label] = (float(x), float(y))
+                found.setdefault(series, []).append((label, float(x), float(y)))
+    points: Points = {}
+    for series, own in found.items():
+        labels = Counter(label for label, _, _ in own)
+        points[series] = {}
+        for label, x, y in own:
+            name = label
+            if labels[label] > 1:
+                name = f"{label} ({x:g})"
+            points[series][name] = (x, y)
     return points
 
 
@@ -279,9 +295,16 @@ def _values(row: TableRow, y: str, measured: bool) -> Iterator[tuple[str, Mappin
     if not measured:
         yield row.label, row.values
         return
-    for result in row.runs:
-        if not result.differs:
-            yield result.run, {**row.values, y: None, **result.measured, "time": result.hours}
+    counted = [result for result in row.runs if not result.differs]
+    known: dict[str, Any] = {}
+    for column, value in row.values.items():
+        if column not in _MEASURABLE:
+            known[column] = value
+    for result in counted:  # accuracy and robustness are in different files
+        known |= result.measured
+    for result in counted:
+        if y in result.measured:
+            yield result.run, {**known, **result.measured, "time": result.hours or None}
 
 
 def _mean_line(points: Iterable[tuple[float, float]]) -> Line:

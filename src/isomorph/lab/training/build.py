@@ -33,6 +33,7 @@ from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.layers.pyramid.inits import init_as_mae
 from isomorph.models import create
 from isomorph.models.input_sizes import training_config
+from isomorph.spec import spec_of
 from isomorph.surgery import notes, recast, unstride
 from isomorph.surgery.rule import add_notes, update_record
 from isomorph.surgery.site import nearest_names
@@ -63,7 +64,7 @@ def build_model(
         start = describe_loaded_weights(model, part.weights, new)
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
-    if part.head_std is not None:
+    if part.head_std is not None and not _has_public_classifier(model, part):
         start_classifiers(model, part.head_std)
     if part.name and part.weights and not part.is_of_function:
         model, start = _load_weights(model, part, recast_now)
@@ -71,8 +72,17 @@ def build_model(
         model = apply_surgery(model, part, recast_now)
     if part.weight_init and not (part.weights or part.pretrained):
         init_as_mae(model)
+        if part.head_std is not None:
+            start_classifiers(model, part.head_std)  # MAE's rule has drawn them too
     update_record(model, start="; ".join(filter(None, [start, *notes(model)])))
     return model
+
+
+def _has_public_classifier(model: nn.Module, part: ModelPart) -> bool:
+    """True if the model has the classifier of its public weights: one for as many classes as they tell apart."""
+    if not part.pretrained or part.weights is not None:
+        return False
+    return spec_of(model).config.get("num_classes") == getattr(model, "num_classes", None)
 
 
 @torch.no_grad()

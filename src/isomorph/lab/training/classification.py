@@ -61,9 +61,11 @@ class Classification(Task):
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
-        check_image_size(
-            model, config["input_size"], recipe.model.name or str(recipe.model.weights)
-        )
+        name = recipe.model.name or str(recipe.model.weights)
+        check_image_size(model, config["input_size"], name)
+        channels = config["input_size"][0]
+        for side in recipe.augment.small_sizes or ():
+            check_image_size(model, (channels, side, side), f"{name}, with augment.small_sizes,")
 
     def mix(self, recipe: Recipe, model: nn.Module) -> Mix | None:
         augment = recipe.augment

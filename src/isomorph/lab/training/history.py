@@ -13,6 +13,7 @@ from isomorph.analysis import GatingHistory, track, track_gating
 from isomorph.analysis.cost import count_macs, count_parameters
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions
 from isomorph.errors import UserError
+from isomorph.json_values import JsonObject
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.training.open import needs_options, open_trained
@@ -42,7 +43,7 @@ def saved_models(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a run")
-    epochs = []
+    epochs: list[tuple[float, Path]] = []
     for path in folder.iterdir():
         match = re.fullmatch(r"epoch-(\d+)\.safetensors", path.name)
         if match:
@@ -50,8 +51,9 @@ def saved_models(
     epochs.sort()
     snapshot = newest_snapshot(folder)
     last = epochs[-1][0] if epochs else 0
-    if snapshot and snapshot.values["progress"]["closed"] > last:
-        epochs.append((snapshot.values["progress"]["closed"], folder))
+    reached = _reached_epoch(snapshot.values) if snapshot else 0
+    if reached > last:
+        epochs.append((reached, folder))
     if not epochs:
         raise UserError(
             f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch"
@@ -65,6 +67,17 @@ def saved_models(
             damaged.append(str(error))
         else:
             yield epoch, model
+
+
+def _reached_epoch(values: JsonObject) -> float:
+    """Return the epoch after which a snapshot was saved, a fraction within an epoch."""
+    progress = values["progress"]
+    steps = values["data"]["steps"]
+    if (
+        progress["step"] <= progress["closed"] * steps
+    ):  # the last epoch of `iterations` may be short
+        return progress["closed"]
+    return progress["step"] / steps
 
 
 def _open(path: Path, options: ModelOptions) -> nn.Module:

@@ -64,10 +64,12 @@ def _follows_rate(name: str, mine: JsonObject, theirs: JsonObject) -> bool:
     return math.isclose(own_ratio, published_ratio, rel_tol=1e-9)
 
 
-def describe_differences(own: JsonObject, published: Recipe, trained: int | None = None) -> str:
+def describe_differences(
+    own: JsonObject, published: Recipe, trained: int | None = None, steps: int | None = None
+) -> str:
     """Return what a run has otherwise than a published recipe, like "CIFAR-10, 2 of 300 epochs"; empty for nothing.
 
-    `own` is the recipe that the run wrote, `trained` the number of epochs that it has finished.
+    `own` is the recipe that the run wrote, `trained` and `steps` are the epochs and steps that it has finished.
     """
     fields = differing_fields(own, published)
     parts = []
@@ -88,12 +90,20 @@ def describe_differences(own: JsonObject, published: Recipe, trained: int | None
         if more > 0:
             text += f" and {more} more field{'s' if more > 1 else ''}"
         parts.append(text)
-    length = own.get("epochs")
-    if (
-        not own.get("iterations")
-        and trained is not None
-        and isinstance(length, int)
-        and trained < length
-    ):
-        parts.append(f"at epoch {trained} of {length}")
+    unfinished = _unfinished(own, trained, steps)
+    if unfinished:
+        parts.append(unfinished)
     return ", ".join(parts)
+
+
+def _unfinished(own: JsonObject, trained: int | None, steps: int | None) -> str:
+    """Return how far a run is that has not reached its end; empty for one that has, or where it is not known."""
+    iterations = own.get("iterations")
+    if iterations:
+        if steps is None or steps >= iterations:
+            return ""
+        return f"at step {steps:,} of {iterations:,}"
+    length = own.get("epochs")
+    if trained is None or not isinstance(length, int) or trained >= length:
+        return ""
+    return f"at epoch {trained} of {length}"

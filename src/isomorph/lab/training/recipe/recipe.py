@@ -131,8 +131,12 @@ class Recipe(Part):
             yield f"optim.name {self.optim.name} does not work with fsdp; set scale.parallel ddp, or choose adamw"
         if self.augment.repeats > 1 and self.data.streamed:
             yield f"augment.repeats does not work with {self.data.source}, a stream; leave it at 1"
-        if self.anneal and self.anneal.epochs > self.epochs:
-            yield f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}"
+        after = self.model.recast_epoch
+        if self.anneal and self.anneal.epochs > self.epochs - after:
+            length = f"epochs {self.epochs}"
+            if after:
+                length += f" - model.recast_epoch {after}"
+            yield f"anneal.epochs {self.anneal.epochs:g} must be at most {length}"
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
         if len(objectives) > 1:
             yield f"{' and '.join(objectives)} exclude each other; give one of them"

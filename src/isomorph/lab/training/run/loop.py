@@ -132,6 +132,10 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
 
 def _log_start(run: Run, journal: Journal) -> None:
     """Evaluate the model before training, where its start says something: it has gates, or trained weights."""
+    anneal = run.recipe.anneal
+    if anneal and run.progress.recast:
+        for model in run.models:  # as the first step does
+            anneal.schedule(run.order.steps).apply(model, 0)
     row = gating_row(run)
     if not row and not run.has_weights:
         return
