@@ -195,6 +195,21 @@ class TestSummaries:
         assert entropy(torch.tensor([1.5, -0.5])).isnan()
         refused("there is no batch", iso.analysis.attention_entropy, model, [])
 
+    @pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
+    def test_queries_that_attend_to_nothing(self, masked):
+        from isomorph.analysis.attention_logits import summarise_scores
+
+        bias = torch.zeros(1, 1, 5, 5)
+        bias[..., 3:] = masked
+        bias[:, :, 3:] = masked
+        zeros = torch.zeros(1, 2, 5, 3)
+        applied = AppliedAttention(zeros, zeros, bias)
+        top, peak, found = summarise_scores(applied)
+        entropies = torch.special.entr(applied.map().nan_to_num()).sum(-1).mean((0, 2))
+        torch.testing.assert_close(found, entropies)
+        torch.testing.assert_close(peak, torch.full((2,), 1 / 3))
+        assert top.tolist() == [0, 0]
+
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.attention_logits import summarise_scores
 

@@ -131,3 +131,11 @@ def test_biases_alone_stay_trained(rule):
     assert all(name.endswith(".bias") for name in of_layers)
     if is_joint:
         assert trained(iso.revert(new)) == ["blocks.0.attn.qkv.bias"]
+
+
+def test_a_causal_hint_without_its_mask_is_refused():
+    attention = nn.Sequential(nn.MultiheadAttention(12, 4, batch_first=True))
+    new = iso.recast(attention, iso.AttentionToLinears(), "0")
+    x = torch.randn(2, 5, 12)
+    with pytest.raises(ValueError, match="attn_mask"):
+        new[0](x, x, x, is_causal=True)

@@ -180,3 +180,21 @@ def test_output_that_nobody_reads_ends_quietly():
     os.close(writing)
     assert ended.returncode == 141
     assert ended.stderr == ""
+
+
+def test_the_model_of_a_run_is_not_replaced(tmp_path, weights):
+    (tmp_path / "run").mkdir()
+    model = tmp_path / "run" / "model.safetensors"
+    model.write_bytes(weights.read_bytes())
+    said = refused("fuse", tmp_path / "run", "--out", model, "--overwrite")
+    assert "is the model that is changed" in said
+    assert model.read_bytes() == weights.read_bytes()
+
+
+def test_max_images_without_images_is_an_error(tmp_path, folder, weights):
+    image = folder / "images/airplane/broken.png"
+    said = refused("analyze", weights, "--image", image, "--max-images", 64)
+    assert "--max-images is about the test images for CKA" in said
+    (tmp_path / "run").mkdir()
+    said = refused("compare", tmp_path / "run", "--max-images", 64)
+    assert "--max-images is about the images of --along" in said

@@ -73,6 +73,7 @@ def test_a_vit_recast_by_every_rule(rule):
         (PyramidConv2d(6, 4, 3, padding=1), (0, 6, 5, 4), (0, 4, 5, 4)),
         (PyramidConv2d(6, 6, 3, 2, 1, groups=3, rectify="batchnorm"), (0, 6, 5, 4), (0, 6, 3, 2)),
         (PyramidConv2d(6, 4), (0, 6, 5, 4), (0, 4, 5, 4)),
+        (PyramidLinear(6, 4, form="branches"), (0, 3, 6), (0, 3, 4)),
         (PyramidLinear(6, 4, layout="naive-W1"), (0, 3, 6), (0, 3, 4)),
         (WindowGPSA2d(6, 4, 3, padding=1), (0, 6, 20, 24), (0, 4, 20, 24)),
     ],

@@ -334,6 +334,8 @@ def test_verify_takes_size_and_pixels_from_the_file(suffix, options, size, tmp_p
     equal = isomorph("verify", tmp_path / "a.safetensors", file)
     assert equal.stdout.startswith("equal within 1e-05"), equal.stderr
     assert f"input 2x3x{size}" in equal.stdout
+    named = isomorph("verify", tmp_path / "a.safetensors", file, "--size", size)
+    assert named.stdout.startswith("equal within 1e-05"), named.stderr
 
 
 def test_verify_takes_the_size_of_another_program_s_file(tmp_path):
@@ -508,3 +510,17 @@ def test_a_file_of_a_model_without_a_number_of_classes_is_evaluated(tmp_path, su
         r"size 16\.5 must be a height and a width", iso.evaluate, net, tmp_path / "data", size=16.5
     )
     refused("is not a model", iso.verify, net, torch.zeros(1, 3, 16, 16), net)
+
+
+class TakesTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 8)
+
+    def forward(self, x, y):
+        return self.conv(x) + y
+
+
+def test_a_model_of_two_inputs_is_an_error_of_one_line(tmp_path):
+    with pytest.raises(iso.UserError, match="required positional"):
+        iso.export(TakesTwo(), tmp_path / "x.pt2", size=8)

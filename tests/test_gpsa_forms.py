@@ -205,3 +205,14 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(content):
     for query in (-1, queries):
         with pytest.raises(ValueError, match=f"query {query} must be from 0 to 19"):
             layer.attention(x, query=query)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"), [("PositionalConv2d", 1), ("GPSA2d", 8), ("WindowGPSA2d", 8)]
+)
+def test_autocast_leaves_float64_as_it_is(kind, groups):
+    layer = getattr(iso.layers, kind)(8, 8, 3, padding=1, groups=groups).double()
+    x = torch.randn(2, 8, 7, 7, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), expected)

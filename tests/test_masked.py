@@ -385,3 +385,8 @@ def test_alignment_is_the_papers():
 def test_patches_are_not_dropped_twice():
     vit = timm.create_model(PLAIN, **SMALL, patch_drop_rate=0.5)
     refused("patch_drop_rate", MaskedAutoencoder, vit, 1, 16, 4)
+
+
+def test_a_width_without_positions_is_refused():
+    small = SMALL | dict(embed_dim=30)
+    refused("embed_dim 30", MaskedAutoencoder, timm.create_model(PLAIN, **small), 1, 16, 4)

@@ -651,3 +651,15 @@ def test_a_target_file_that_names_no_model_gets_advice_that_works(tmp_path):
     done = isomorph("port", "cifar_resnet20", file, "--out", tmp_path / "new.safetensors")
     assert done.returncode == 2
     assert "its weights are not read: give a model of timm" in done.stderr.splitlines()[-1]
+
+
+def test_the_shift_between_sizes_is_that_of_eval_mode():
+    notes = []
+    for training in (False, True):
+        torch.manual_seed(0)
+        source = give_random_weights(timm_vit(drop_rate=0.5))
+        source.train(training)
+        target = timm_vit(img_size=48).eval()
+        notes.append(iso.port_weights(source, target, images(32)).notes[-1])
+    assert "move by" in notes[0]
+    assert notes[0] == notes[1]

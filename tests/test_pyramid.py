@@ -477,3 +477,9 @@ def test_the_branches_read_one_vector_too():
     expected = layer(x)
     layer.form = "branches"
     torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("layout", ["P-W2S", "naive-W1"])
+def test_a_single_token_has_no_variance(layout):
+    with pytest.raises(ValueError, match="more than 1 value"):
+        PyramidLinear(6, 4, layout)(torch.randn(6))

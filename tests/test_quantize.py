@@ -271,3 +271,13 @@ def test_the_command_measures_both_models_at_the_given_size(tmp_path):
     run = isomorph("quantize", "vit.safetensors", *options.split(), folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["accuracy"]["float"]["images"] == 20
+
+
+def test_thorough_of_an_int8_file_needs_a_tolerance(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten())
+    images = torch.randn(4, 3, 8, 8)
+    iso.quantize(net, [images], tmp_path / "q.onnx", size=8, weights_only=True)
+    int8 = iso.deployment.open_artefact(tmp_path / "q.onnx")
+    assert iso.verify(net, int8, images).passed
+    with pytest.raises(iso.UserError, match="leave thorough=True out"):
+        iso.verify(net, int8, images, thorough=True)

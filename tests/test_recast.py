@@ -1,5 +1,6 @@
 """What `recast` selects, shares, keeps and rejects; the way back, strides and annealing."""
 
+import copy
 import threading
 
 import pytest
@@ -168,6 +169,10 @@ def test_a_train_that_returns_nothing(tmp_path):
     torch.testing.assert_close(again(x), model(x))
     iso.fuse(model, x)
     iso.export(model, tmp_path / "m.pt2", size=8)
+    for timed in ("inference", "train"):
+        (row,) = iso.cost_table({"m": model}, [(8, 8)], [2], seconds=0, timed=timed)
+        assert row["macs"] == 4 * 3 * 9 * 64
+        assert "problem" not in row
 
 
 def test_what_is_attached_to_parameters_is_kept_or_named():
@@ -184,3 +189,28 @@ def test_a_model_with_a_lock_is_one_line():
     model = nn.Sequential(nn.Linear(4, 4))
     model.lock = threading.Lock()
     refused("cannot be copied .*lock.*take files", iso.recast, model, iso.LinearToPyramid(), "0")
+
+
+def test_a_convolution_with_a_norm_has_its_mode_and_reads_one_map():
+    conv = nn.Conv2d(3, 8, 3).eval()
+    x = torch.randn(2, 3, 8, 8)
+    layer = iso.layers.ConvNorm.from_conv(conv)
+    torch.testing.assert_close(layer(x), conv(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(x[0]), conv(x[0]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.fuse()(x), conv(x), atol=1e-5, rtol=1e-5)
+    layer.norm.train()
+    refused("eval mode", layer.fuse)
+
+
+def test_checkpointing_runs_a_cumulative_average_as_before():
+    cnn = timm.create_model("cifar_resnet20")
+    model = iso.recast(cnn, iso.LinearToPyramid(), where="layer3.0.conv?").train()
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.momentum = None
+    twin = copy.deepcopy(model)
+    twin.set_grad_checkpointing()
+    x = torch.randn(4, 3, 32, 32)
+    for net in (model, twin):
+        net(x).square().sum().backward()
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other)

@@ -198,3 +198,12 @@ class TestEverywhere(TorchCitizens):
             sizes = ({0: torch.export.Dim("B")},)
             exported = torch.export.export(layer, (self.x,), dynamic_shapes=sizes).module()
             torch.testing.assert_close(exported(more), layer(more), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_returned_maps_are_those_that_are_applied(name):
+    layer = build(name)
+    x = doubles(2, 9, DIM)
+    y, maps = layer(x, return_maps=True)
+    torch.testing.assert_close(y, layer(x))
+    torch.testing.assert_close(maps, layer.attention(x))

@@ -254,3 +254,22 @@ def test_a_network_that_training_annealed_gets_a_classifier_of_one_layer():
     thin = iso.fuse(model.eval())
     thin.reset_classifier(3)
     assert type(thin.head) is nn.Linear
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rule", "where"),
+    [
+        (iso.ConvToGPSA(), "0.second"),
+        (iso.ConvToConvNorm(), ("0.first", "0.second")),
+        (iso.LinearToPyramid(), "0.first"),
+    ],
+)
+def test_a_pair_fuses_what_its_layers_have_become(rule, where):
+    pair = AnnealedPair(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1), slope=1.0)
+    net = iso.recast(nn.Sequential(pair).eval(), rule, where)
+    for parameter in net.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(net[0].fuse()(x), net(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(iso.fuse(net, norms=False)(x), net(x), atol=1e-4, rtol=1e-4)

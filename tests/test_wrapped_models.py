@@ -131,3 +131,15 @@ def test_files_and_measurements_are_those_of_the_model_inside(how, tmp_path):
         assert iso.export(wrapped, tmp_path / "m.pt2", size=(32, 32)).deviation.passed
     if how != "in place":  # it is compiled when it runs
         assert iso.evaluate(wrapped, SOURCE) == iso.evaluate(tcnn, SOURCE)
+
+
+def test_names_of_branches_and_windows_are_those_without_wrappers():
+    cnn = timm.create_model("cifar_resnet20")
+    wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S", init="paper"), where="linear")
+    x = torch.randn(2, 3, 32, 32)
+    assert list(iso.analysis.branch_similarity(torch.compile(wide), x)) == ["linear"]
+    small = dict(img_size=56, embed_dim=12, depths=(2,), num_heads=(2,))
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **small)
+    x = torch.randn(1, 3, 56, 56)
+    plain = iso.analysis.attention_windows(swin, x)
+    assert list(iso.analysis.attention_windows(torch.compile(swin), x)) == list(plain)

@@ -70,13 +70,11 @@ def summarise_scores(scores: AppliedAttention) -> Tensor:
     queries = scores.shape[0]
     for start in range(0, queries, _QUERIES_PER_CHUNK):
         logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
-        total = logits.logsumexp(-1)  # (B, nh, n)
-        # 0 * -inf where a mask excludes a key
-        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()
-        entropies.append((total - weighted.sum(-1)).sum(2))
-        highest = logits.amax(-1)
-        tops.append(highest.amax(-1))
-        peaks.append((highest - total).exp().amax(-1))
+        excludes_all = (logits == -torch.inf).all(-1, keepdim=True)  # (B, nh, n, 1)
+        weights = torch.softmax(logits, -1).masked_fill(excludes_all, 0)
+        entropies.append(torch.special.entr(weights).sum((2, 3)))
+        tops.append(logits.amax((2, 3)))
+        peaks.append(weights.amax((2, 3)))
     largest = torch.stack(tops).amax(0).mean(0)  # (nh,)
     sharpest = torch.stack(peaks).amax(0).mean(0)
     entropy = torch.stack(entropies).sum(0).mean(0) / queries

@@ -11,6 +11,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.moments import measure_moments
+from isomorph.operations import unwrap
 from isomorph.surgery.modules import outermost_modules
 
 
@@ -31,6 +32,7 @@ def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     >>> tuple(iso.analysis.branch_similarity(wide, torch.randn(4, 3, 32, 32))["linear"].shape)
     (3, 3)
     """
+    model = unwrap(model, to_copy=False)
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid))
     if not layers:
         raise UserError(

@@ -68,7 +68,9 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
 
 def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = False) -> MacCount:
     """Return the multiply-accumulates of a forward pass, in eval or training mode, per image and per pass."""
-    return _count_at_two_batches(_meta_copy(model).train(training), input_size)
+    counted = _meta_copy(model)
+    counted.train(training)
+    return _count_at_two_batches(counted, input_size)
 
 
 def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
@@ -139,7 +141,8 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        output = call_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
+        model.train()
+        output = call_model(model, inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
     return sum(saved.values()) // batch_size
 
 
@@ -166,8 +169,9 @@ def peak_bytes(
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
+        model.train(training)
         with torch.set_grad_enabled(training):
-            output = call_model(model.train(training), inputs)
+            output = call_model(model, inputs)
             if training:
                 propagate_back(output)
 

@@ -81,8 +81,9 @@ def propagate_back(output: Any) -> None:
 
 def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
     optimizer.zero_grad()
+    model.train()
     with torch.enable_grad():
-        propagate_back(call_model(model.train(), inputs))
+        propagate_back(call_model(model, inputs))
     optimizer.step()
 
 

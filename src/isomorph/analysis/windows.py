@@ -109,6 +109,7 @@ def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, WindowMember
     >>> windows["layers.0.blocks.0.attn"].grid, tuple(windows["layers.0.blocks.0.attn"].members.shape)
     ((56, 56), (64, 49))
     """
+    model = unwrap(model, to_copy=False)
     cutting: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if _plain_kind(module) or _partition(module):

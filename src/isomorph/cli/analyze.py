@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isomorph.lab.report.page_models import PageModel
     from isomorph.lab.report.run_files import AccuracyPoint, RunLog
 
+_MAX_IMAGES = 256  # of which features or attention are measured, by default
 _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")  # which decide the pixels that a model gets
 
 
@@ -34,7 +35,7 @@ class ImageOptions:
     root
         Folder of that data.
     max_images
-        Number of images for CKA.
+        Number of images for CKA, by default 256.
     evolution
         With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
         linear CKA, mean of 10 random batches of 32 images).
@@ -43,7 +44,7 @@ class ImageOptions:
     data: opt.Data = None
     root: Path | None = None
     split: opt.Split = None
-    max_images: Annotated[int, opt.whole(4, 10**7)] = 256
+    max_images: Annotated[int, opt.whole(4, 10**7)] | None = None
     evolution: opt.Flag = False
 
 
@@ -91,6 +92,8 @@ def analyze(
         raise UserError("--evolution compares features of test images; give --data or --root too")
     if test.split is not None and not (test.data or test.root):
         raise UserError("--split is about the test images for CKA; give --data or --root too")
+    if test.max_images is not None and not (test.data or test.root):
+        raise UserError("--max-images is about the test images for CKA; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.checkpoints.open import import_function
@@ -207,7 +210,7 @@ def open_test_loaders(
         return {}, "", {}
     first = models[0].model
     source = open_test_images(first, test.data, test.root, test_fraction=test.split)
-    chosen = sample_images(source, test.max_images)
+    chosen = sample_images(source, test.max_images or _MAX_IMAGES)
     sampled = f"{len(chosen)} images of {test.data or default_data(first)}, drawn at random"
     evolutions = {}
     if test.evolution:
@@ -253,12 +256,12 @@ class AlongOptions:
     root
         Folder of that data; by default the one in each run's recipe.
     max_images
-        Number of images for --along, drawn at random, the same for all runs.
+        Number of images for --along, drawn at random, the same for all runs; by default 256.
     """
 
     data: opt.Data = None
     root: Path | None = None
-    max_images: opt.Count = 256
+    max_images: opt.Count | None = None
 
 
 @opt.command
@@ -298,6 +301,10 @@ def compare_(
         raise UserError(
             "--data and --root choose the images of --along; give --along nonlocality or entropy too"
         )
+    if test.max_images is not None and not along:
+        raise UserError(
+            "--max-images is about the images of --along; give --along nonlocality or entropy too"
+        )
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.cli.open_models import library_options
@@ -315,9 +322,8 @@ def compare_(
     with spinner("measuring") as show_step:
         if along:
             histories = _measure_along(logs, along, test, options, device, show_step)
-    sampled = (
-        f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
-    )
+    count = test.max_images or _MAX_IMAGES
+    sampled = f"{count} test images of {test.data or 'the data of each run'}, drawn at random"
     sections = compare_sections(logs, gating_histories(logs, options), histories, sampled, points)
     if not sections:
         raise UserError(
@@ -368,7 +374,7 @@ def _open_images(log: "RunLog", test: AlongOptions) -> Any:
     source = open_source(name, "test", root and Path(root), data.get("split"))
     if data.get("classes"):
         source = first_classes(source, data["classes"])
-    return sample_images(source, test.max_images)
+    return sample_images(source, test.max_images or _MAX_IMAGES)
 
 
 def _measure_along(

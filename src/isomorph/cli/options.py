@@ -291,6 +291,14 @@ def loading() -> Iterator[None]:
         raise_on_interrupt()
 
 
+def _is_read_from(out: Path, source: Path) -> bool:
+    """True for the file that a model is read from, also for the model in the folder of a run."""
+    if not out.exists():
+        return False
+    files = (source, source / "model.safetensors")
+    return any(file.exists() and out.samefile(file) for file in files)
+
+
 def check_out(
     out: Path | None,
     overwrite: bool,
@@ -306,7 +314,7 @@ def check_out(
         return
     if out.suffix not in suffixes:
         raise UserError(f"{option} {out} must end in {' or '.join(suffixes)}")
-    if source and os.path.exists(source) and out.exists() and out.samefile(source):
+    if source and _is_read_from(out, Path(source)):
         raise UserError(f"{option} {out} is the model that is changed; give another file")
     if not out.is_dir():
         require_new(out, overwrite, option)

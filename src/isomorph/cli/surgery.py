@@ -62,9 +62,9 @@ def verify(
     first = open_given(original, opening, among=both)
     if Path(other).suffix in opt.EXPORTED:
         second: Any = open_artefact(other, to_compare=True)
-        if size is None and second.own_size:
-            size = [second.own_size]
+        if second.own_size:
             first = as_exported(first, second)
+            size = size or [second.own_size]
     else:
         second = open_given(other, opening, among=both)
     if atol is None and getattr(second, "fidelity", None) is not None:

@@ -99,10 +99,17 @@ class AnnealedPair(nn.Sequential):
 
     @torch.no_grad()
     def fuse(self) -> nn.Module:
-        """Return a module that computes the same in eval mode, fused in float64. Raises: UserError in train mode."""
-        layers = dict(self.named_children())
-        act: Any = layers.pop("act")
-        if act.is_identity:
+        """Return a module that computes the same in eval mode, fused in float64. Raises: UserError in train mode.
+
+        What its layers were recast as is fused first; a second layer that is not linear stays a layer of its own.
+        """
+        layers: dict[str, Any] = {}
+        for name, layer in self.named_children():
+            fuse = getattr(layer, "fuse", None)
+            layers[name] = fuse() if callable(fuse) else layer
+        act = layers.pop("act")
+        is_linear = isinstance(layers["second"], nn.Conv2d | nn.Linear)
+        if act.is_identity and is_linear:
             layers["first"] = _without_groups(layers["first"])
             return _merge(layers.values())
         linear = list(layers.values())
@@ -115,7 +122,7 @@ class AnnealedPair(nn.Sequential):
 def _without_groups(layer: Any) -> Any:
     """Return a convolution with groups as one without: its filters are 0 for the channels of other groups."""
     groups = getattr(layer, "groups", 1)
-    if groups == 1:
+    if groups == 1 or not isinstance(layer, nn.Conv2d):
         return layer
     dense = copy.deepcopy(layer)
     by_group = layer.weight.unflatten(0, (groups, -1))  # (G, out / G, in / G, k, k)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from isomorph.errors import UserError
+from isomorph.layers.grid import batched
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL
 
 
@@ -44,15 +45,16 @@ class ConvNorm(nn.Conv2d):
                 norm.bias.copy_(conv.bias)
         new.__class__ = ConvNorm
         new.bias = None
-        new.norm = norm.requires_grad_(conv.weight.requires_grad)
+        new.norm = norm.requires_grad_(conv.weight.requires_grad).train(conv.training)
         return new
 
+    @batched
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x))
 
     def fuse(self) -> nn.Conv2d:
         """Return the convolution with the norm's running statistics merged into it, computed in float64."""
-        if self.training:
+        if self.training or self.norm.training:
             raise UserError(NEEDS_EVAL)
         conv: Any = copy.deepcopy(self).double()
         conv.__class__ = nn.Conv2d

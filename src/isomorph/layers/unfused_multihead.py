@@ -34,6 +34,10 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise ValueError(
+                "is_causal is a hint about attn_mask, which is None; give the mask too"
+            )
         batched = query.ndim == 3
         tokens: Any = (query, key, value)
         if not batched:

@@ -211,19 +211,20 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
 
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
-    """Keep BatchNorms from updating their statistics; they run the same operators, which checkpointing compares."""
-    saved: list[tuple[_BatchNorm, float | None, Tensor]] = []
+    """Let BatchNorms update copies of their statistics; they run the same operators, which checkpointing compares."""
+    saved: list[tuple[_BatchNorm, dict[str, Tensor | None]]] = []
     for norm in module.modules():
-        if isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None:
-            saved.append((norm, norm.momentum, norm.num_batches_tracked))
-            norm.momentum = 0.0
-            norm.num_batches_tracked = norm.num_batches_tracked.clone()
+        if not isinstance(norm, _BatchNorm) or norm.num_batches_tracked is None:
+            continue
+        saved.append((norm, dict(norm._buffers)))
+        for name, buffer in norm._buffers.items():
+            if buffer is not None:
+                norm._buffers[name] = buffer.clone()
     try:
         yield
     finally:
-        for norm, momentum, batches in saved:
-            norm.momentum = momentum
-            norm.num_batches_tracked = batches
+        for norm, buffers in saved:
+            norm._buffers.update(buffers)
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:

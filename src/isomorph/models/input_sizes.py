@@ -185,7 +185,7 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     try:
         with eval_mode(model):
             model(torch.zeros(1, *size, device="cpu").to(first_float(model)))
-    except (RuntimeError, AssertionError, ValueError) as error:
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         return one_line(error)
     return ""
 

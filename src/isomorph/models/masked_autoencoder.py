@@ -121,6 +121,11 @@ def _check_encoder(encoder: nn.Module) -> None:
         raise UserError(
             f"masked pre-training needs a position embedding, which this {kind} does not have; set pos_embed"
         )
+    if encoder.embed_dim % 4:
+        raise UserError(
+            f"masked pre-training has sine-cosine positions, and embed_dim {encoder.embed_dim} is not a multiple of 4; "
+            "change it"
+        )
     stem = encoder.patch_embed
     proj = getattr(stem, "proj", None)
     if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(

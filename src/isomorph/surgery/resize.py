@@ -211,10 +211,10 @@ def for_sizes(
 def shift_between(
     original: nn.Module, resized: nn.Module, images: Tensor, size: ImageSize
 ) -> OutputShift | None:
-    """Return by how much outputs move from a model to one for images of another size; None without logits."""
+    """Return by how much outputs move, in eval mode, to a model for images of another size; None without logits."""
     try:
-        logits = _single_tensor(call_model(original, images))
-        return _shift(logits, _single_tensor(call_model(resized, _resized(images, size))))
+        logits = _logits(original, images)
+        return _shift(logits, _logits(resized, _resized(images, size)))
     except UserError:
         return None
 

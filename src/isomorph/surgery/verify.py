@@ -116,6 +116,11 @@ def compare_outputs(
     original, recast = check_model(original), check_model(recast)
     batches = _check_batches(inputs, atol)
     if atol is None and getattr(recast, "fidelity", None) is not None:
+        if thorough:
+            raise UserError(
+                "an int8 file is compared on images like those that it was calibrated on alone; leave thorough=True "
+                "out, or give `atol` too"
+            )
         return _compare_int8(original, recast, batches)
     if atol is None:
         own_edits = edits_since(recast, original)

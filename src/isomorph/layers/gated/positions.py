@@ -40,8 +40,10 @@ def is_autocast_on(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products with x are computed."""
-    return torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else x.dtype
+    """Return the dtype in which matrix products with x are computed; autocast leaves float64 as it is."""
+    if x.dtype == torch.float64 or not is_autocast_on(x):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:

@@ -405,7 +405,9 @@ class Pyramid(Parallel):
             terms.append(self.skip(tokens))
         total = sum(terms[1:], terms[0])
         y = total * self.output_scale if self.norm is None else self.norm(total)
-        return y.view(*x.shape[:-1], -1) if self.window is None else y
+        if self.window is not None:
+            return y
+        return y.reshape(*x.shape[:-1], self.out_features)
 
     def costs_less_by_outputs(self, x: Tensor) -> bool:
         """True on a CPU for one unit alone that does not widen its input.
@@ -423,7 +425,7 @@ class Pyramid(Parallel):
         layer: Any
         norm: Any
         layer, norm = self.chains[0]
-        y = linear_batch_norm(x.flatten(0, -2), layer, norm)
+        y = linear_batch_norm(x.reshape(-1, x.shape[-1]), layer, norm)
         if self.output_scale != 1:
             y = y * self.output_scale
         return y.view(*x.shape[:-1], self.out_features)

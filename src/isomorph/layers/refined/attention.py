@@ -120,7 +120,11 @@ class RefinedAttention(AttentionBase):
         **options: Any,
     ) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
-        return self.refined_maps(q, k, token_mask, **options) @ v
+        return self.weigh_values(self.refined_maps(q, k, token_mask, **options), v)
+
+    def weigh_values(self, maps: Tensor, v: Tensor) -> Tensor:
+        """Shape: maps (B, H, N, N), v (B, H, N, hd) -> (B, H, N, hd)"""
+        return maps @ v
 
     def forward(
         self,
@@ -135,7 +139,7 @@ class RefinedAttention(AttentionBase):
         q, k, v = self.queries_keys_values(x, self.forms_maps)
         if return_maps:
             maps = self._run(self.refined_maps, q, k, token_mask, **kw)
-            return self.project_output(maps @ v, x), maps
+            return self.project_output(self.weigh_values(maps, v), x), maps
         mixed = self._run(self.attend, q, k, v, token_mask, **kw)
         return self.project_output(mixed, x)
 
@@ -219,19 +223,10 @@ class ExpandedAttention(RefinedAttention):
             width, dim_out, bias=kwargs.get("proj_bias", True), **factory_kwargs(kwargs)
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        token_mask: Tensor | None,
-        **options: Any,
-    ) -> Tensor:
-        """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
-        maps = self.refined_maps(q, k, token_mask).unflatten(
-            1, (self.num_heads, -1)
-        )  # (B, H, ratio, N, N)
-        return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
+    def weigh_values(self, maps: Tensor, v: Tensor) -> Tensor:
+        """Shape: maps (B, ratio H, N, N), v (B, H, N, hd) -> by every map of its head (B, ratio H, N, hd)"""
+        by_head = maps.unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
+        return (by_head @ v[:, :, None]).flatten(1, 2)
 
     def reduce_projection(self, plain: Attention) -> None:
         """Set plain attention's projection to the sum of this one's parts of each head."""
