@@ -358,7 +358,7 @@ def test_a_shared_last_module_and_a_model_that_counts_its_children_are_refused()
     message = "1.1, the last module of 1, is used elsewhere too"
     refused(message, iso.insert, nn.Sequential(*stages), conv_block, "1", X)
     network = nn.Sequential(nn.Conv2d(3, 8, 1), TwoChildren(), nn.ReLU())
-    refused("does not run with a further child in 1", iso.insert, network, conv_block, "1", X)
+    refused("does not run with a child added to 1", iso.insert, network, conv_block, "1", X)
 
 
 def test_gammas_are_those_of_the_time_of_the_call():

@@ -15,6 +15,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.cli import main
+from isomorph.errors import DataWarning
 from isomorph.lab.data.imagenet_labels import imagenet_labels
 from isomorph.lab.evaluation import Sweep, evaluate_suites, open_suites
 from isomorph.lab.evaluation.model_data import run_sweep, with_model_labels
@@ -253,7 +254,9 @@ def test_several_suites_one_table(tmp_path, capsys):
 def test_a_thousand_folders_named_by_label_numbers_have_these_labels():
     names = sorted(map(str, range(1000)))
     source = iso.data.Source([pixels(0)] * 1000, range(1000), names)
-    assert with_model_labels(source, Reads()).labels.tolist() == list(map(int, names))
+    with pytest.warns(DataWarning, match="are read as ImageNet's label numbers"):
+        labels = with_model_labels(source, Reads()).labels
+    assert labels.tolist() == list(map(int, names))
 
 
 def test_the_workers_of_a_point_end_with_it(tmp_path):

@@ -9,7 +9,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
-from isomorph.surgery.calls import cast
+from isomorph.surgery.calls import cast_model
 from isomorph.surgery.insert import temporary_blocks
 from isomorph.surgery.modules import lies_within, list_names, parent_name
 from isomorph.surgery.recast import check_model
@@ -432,16 +431,16 @@ def save(model: nn.Module, path: str | Path, base: Base | None = None) -> None:
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
     _check_state_names(model)
-    _check_storable(model)
-    header = describe_model(model, base)
     tensors = model.state_dict()
+    _check_storable(tensors)
+    header = describe_model(model, base)
     warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
 
 
-def _check_storable(model: nn.Module) -> None:
+def _check_storable(state: Mapping[str, Any]) -> None:
     """Raise UserError for what a state dict has and a safetensors file cannot hold."""
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise UserError(
@@ -645,7 +644,7 @@ def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
         return model
     dtypes = {tensor.dtype for tensor in stored.values()}
     if len(dtypes) == 1:
-        return model._apply(partial(cast, dtype=dtypes.pop()))
+        return cast_model(model, dtypes.pop())
     for name, tensor in own:
         tensor.data = tensor.data.to(stored[name].dtype)
     return model

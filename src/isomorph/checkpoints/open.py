@@ -140,9 +140,8 @@ def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
 
 def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
     """Return a copy of a base in the precision of a file, with the edits and the images that its header records."""
-    model = copy_module(base)
     if not contents.is_own:
-        return cast_like(model, contents.tensors)
+        return cast_like(copy_module(base), contents.tensors)
     header = read_parts(contents)
     base_edits = edits(base)
     if base_edits != header.edits[: len(base_edits)]:
@@ -150,7 +149,9 @@ def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
             f"base has other edits than {contents.path}; give the module as it was before it was recast"
         )
     new_edits = header.edits[len(base_edits) :]
-    check_size_of_edits(contents, base, new_edits)
+    if new_edits:
+        check_size_of_edits(contents, base, new_edits)
+    model = copy_module(base)  # after the check, which makes a copy too
     try:
         for edit in new_edits:
             model = apply_edit(model, edit)

@@ -211,19 +211,24 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
 
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorms update copies of their statistics; they run the same operators, which checkpointing compares."""
-    saved: list[tuple[_BatchNorm, dict[str, Tensor | None]]] = []
+    """Keep BatchNorms from updating their statistics; they run the same operators, which checkpointing compares."""
+    saved: list[tuple[_BatchNorm, float | None, dict[str, Tensor | None]]] = []
     for norm in module.modules():
         if not isinstance(norm, _BatchNorm) or norm.num_batches_tracked is None:
             continue
-        saved.append((norm, dict(norm._buffers)))
-        for name, buffer in norm._buffers.items():
-            if buffer is not None:
-                norm._buffers[name] = buffer.clone()
+        saved.append((norm, norm.momentum, dict(norm._buffers)))
+        norm.num_batches_tracked = norm.num_batches_tracked.clone()
+        if norm.momentum is not None:
+            norm.momentum = 0.0
+        elif norm.running_mean is not None and norm.running_var is not None:
+            # of a cumulative average, which no momentum keeps
+            norm.running_mean = norm.running_mean.clone()
+            norm.running_var = norm.running_var.clone()
     try:
         yield
     finally:
-        for norm, buffers in saved:
+        for norm, momentum, buffers in saved:
+            norm.momentum = momentum
             norm._buffers.update(buffers)
 
 

@@ -167,8 +167,11 @@ def copy_module(model: nn.Module) -> nn.Module:
 
 
 def _copy_attributes(model: nn.Module, copied: nn.Module) -> None:
-    """Give the parameters of a copy the attributes of the model's, of which torch copies the values alone."""
+    """Give the parameters of a copy the attributes that torch did not copy; those that it copied stay."""
     copies = dict(copied.named_parameters())
     for name, parameter in model.named_parameters():
-        if name in copies and vars(parameter):
-            vars(copies[name]).update(vars(parameter))
+        if name not in copies:
+            continue
+        own = vars(copies[name])
+        for attribute, value in vars(parameter).items():
+            own.setdefault(attribute, value)

@@ -205,6 +205,11 @@ def check_not_empty(inputs: Inputs) -> None:
         )
 
 
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give the numbers of a model a precision in place, complex ones the matching one; return it."""
+    return model._apply(partial(cast, dtype=dtype))
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a floating-point or complex tensor in the given precision, another as it is."""
     if x.is_complex():

@@ -151,9 +151,8 @@ class EditedAttention(AlteredAttention):
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
         """Return the edited map, in the layout of the layer; `mask`: that of its fused attention."""
         layout = self.facts.layout(self) or usual_layout(maps, self.edited_heads)
-        if (
-            mask is not None
-        ):  # its axes are those of the map, where those of an argument are guessed
+        # its axes are those of the map, where those of an argument are guessed
+        if mask is not None:
             call = call._replace(mask=self._standard_mask(mask, maps, layout))
         if self.facts.interface and call.mask is not None:
             call = call._replace(mask=merge_queries(call.mask))

@@ -60,7 +60,7 @@ class FuseReport:
             lines.append(
                 f"  replaced by the one layer left in them: {list_names(list(self.wholes))}"
             )
-        for between, names in names_by_text(self.across).items():
+        for between, names in _names_by_text(self.across).items():
             if names != [between]:
                 lines.append(
                     f"  merged across {between}, which gives or gets other values now: {list_names(names)}"
@@ -78,10 +78,10 @@ class FuseReport:
 
 def describe_left(left: Mapping[str, str]) -> list[str]:
     """Return a line for each reason why norms or layers stay: left bn1 and bn2: the reason."""
-    return [f"left {list_names(names)}: {reason}" for reason, names in names_by_text(left).items()]
+    return [f"left {list_names(names)}: {reason}" for reason, names in _names_by_text(left).items()]
 
 
-def names_by_text(texts: Mapping[str, str]) -> dict[str, list[str]]:
+def _names_by_text(texts: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the names that have each text."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, text in texts.items():

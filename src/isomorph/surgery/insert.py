@@ -412,7 +412,7 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
         reason = first_line(error)[:160]
         if not running:
             raise UserError(
-                f"the model does not run with a further child in {', '.join(calls)}: {reason}; insert after others"
+                f"the model does not run with a child added to {', '.join(calls)}: {reason}; insert after other modules"
             ) from None
         path, x, _ = running[0]
         raise UserError(f"the block does not fit {tuple(x.shape)} after {path}: {reason}") from None

@@ -18,6 +18,7 @@ from isomorph.surgery.calls import (
     call_model,
     cast,
     cast_floats,
+    cast_model,
     copy_inputs,
     describe_shape,
     map_floats,
@@ -79,7 +80,7 @@ class ModelPair:
 
     def __init__(self, original: nn.Module, recast: nn.Module, atol: float) -> None:
         def prepared(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-            copied = copy_module(model)._apply(partial(cast, dtype=dtype))
+            copied = cast_model(copy_module(model), dtype)
             return in_eval_mode(copied).requires_grad_(False)
 
         self.models = {

@@ -82,7 +82,7 @@ class Prune(Rule):
             return method()
         except UserError:
             raise
-        except ValueError as error:  # a projection is no linear layer
+        except ValueError as error:  # a projection is not a linear layer
             raise UserError(str(error)) from None
 
 

@@ -320,9 +320,8 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     plain = check_model(model)
     selection = _select(plain, rule, where, exclude)
     root = Site(plain)
-    for name in selection.accepted:
-        site = root.at(name)
-        check_finite(site.module, site.path)
+    for path in dict.fromkeys(root.at(name).path for name in selection.accepted):
+        check_finite(plain.get_submodule(path), path)
     new = apply_edit(copy_model(model), Edit(rule, tuple(selection.accepted)))
     skipped = [f"{name} ({reason})" for name, reason in selection.rejected.items()]
     if skipped:

@@ -13,8 +13,8 @@ from isomorph.operations import copy_module, count_calls, in_eval_mode, tensors_
 from isomorph.surgery.calls import (
     Inputs,
     batches_of,
-    cast,
     cast_floats,
+    cast_model,
     check_not_empty,
     describe_shape,
     first_of,
@@ -118,7 +118,7 @@ def compare_outputs(
     if atol is None and getattr(recast, "fidelity", None) is not None:
         if thorough:
             raise UserError(
-                "an int8 file is compared on images like those that it was calibrated on alone; leave thorough=True "
+                "an int8 file is compared only on images like those that it was calibrated on; leave thorough=True "
                 "out, or give `atol` too"
             )
         return _compare_int8(original, recast, batches)
@@ -166,7 +166,7 @@ def _compare_int8(
     original: nn.Module, recast: nn.Module, batches: Sequence[Inputs]
 ) -> VerifyReport:
     """Compare a file with rounded weights by how close it was to its model when it was made."""
-    model = in_eval_mode(copy_module(original)._apply(partial(cast, dtype=torch.float32)))
+    model = in_eval_mode(cast_model(copy_module(original), torch.float32))
     pairs = []
     rows = []
     for batch in batches:

@@ -216,6 +216,12 @@ def _by_label_number(source: Source) -> Source:
     numbers = np.asarray(list(map(int, source.classes)))
     if sorted(numbers.tolist()) != list(range(_IMAGENET_CLASSES)):
         return source
+    warnings.warn(
+        "folders 0 to 999 are read as ImageNet's label numbers; save a model that was trained on another order with "
+        "its label_names",
+        DataWarning,
+        stacklevel=2,
+    )
     classes = tuple(map(str, range(_IMAGENET_CLASSES)))
     return with_changes(source, labels=renumbered(source.labels, numbers), classes=classes)
 

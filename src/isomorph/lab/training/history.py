@@ -73,10 +73,10 @@ def _reached_epoch(values: JsonObject) -> float:
     """Return the epoch after which a snapshot was saved, a fraction within an epoch."""
     progress = values["progress"]
     steps = values["data"]["steps"]
-    if (
-        progress["step"] <= progress["closed"] * steps
-    ):  # the last epoch of `iterations` may be short
-        return progress["closed"]
+    closed = progress["closed"]
+    # the last epoch of a run of `iterations` may be short
+    if progress["step"] <= closed * steps:
+        return closed
     return progress["step"] / steps
 
 

@@ -67,7 +67,7 @@ class ChainSizes(NamedTuple):
 
 
 def equal_values(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Shape: -> (size,)"""
+    """Return a vector of equal values. Shape: -> (size,)"""
     return torch.full((size,), value, dtype=dtype, device=device)
 
 

@@ -313,7 +313,8 @@ def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | Non
     maps: Tensor | None = None
     if arguments["need_weights"]:
         q, k, v = heads
-        maps = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1)  # (B, nh, Nq, Nk)
+        scaled = q * q.shape[-1] ** -0.5
+        maps = (scaled @ k.mT).softmax(-1)  # (B, nh, Nq, Nk)
         out = maps @ v
         if arguments["average_attn_weights"]:
             maps = maps.mean(1)

@@ -18,6 +18,7 @@ from isomorph.lab.data.formats.naming import (
     check_known_classes,
     composed,
     count_left_out,
+    is_hidden,
     is_image_name,
     named_for,
     names_a_split,
@@ -210,7 +211,7 @@ def _images_below(
         return
     with os.scandir(top / below) as entries:
         for entry in entries:
-            if entry.name.startswith((".", "__MACOSX")):
+            if is_hidden(entry.name):
                 continue
             if entry.is_dir():
                 yield from _images_below(top, f"{below}{entry.name}/", left_out, above | {place})

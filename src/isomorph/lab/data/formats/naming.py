@@ -100,18 +100,16 @@ def image_files(folder: Path) -> list[Path]:
     """Return the image files in a folder and the folders in it, sorted, without hidden ones."""
     paths = []
     for path in sorted(folder.rglob("*")):
-        if (
-            is_image_name(path.name)
-            and not is_hidden(path.relative_to(folder))
-            and not path.is_dir()
-        ):
+        if is_hidden(*path.relative_to(folder).parts) or path.is_dir():
+            continue
+        if is_image_name(path.name):
             paths.append(path)
     return paths
 
 
-def is_hidden(path: Path) -> bool:
-    """True for a file or folder that begins with a dot, or that macOS adds to archives, and for what is inside."""
-    return any(part.startswith((".", "__MACOSX")) for part in path.parts)
+def is_hidden(*names: str) -> bool:
+    """True if a name, of the parts of a path, begins with a dot or is one that macOS adds to archives."""
+    return any(name.startswith((".", "__MACOSX")) for name in names)
 
 
 def read_text(path: Path) -> str:
@@ -206,7 +204,7 @@ def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
 
 
 def _is_visible(entry: os.DirEntry[str], suffix: str) -> bool:
-    if entry.name.startswith((".", "__MACOSX")):
+    if is_hidden(entry.name):
         return False
     if suffix == "/":
         return entry.is_dir()

@@ -185,7 +185,7 @@ def _iter_members(
                     f"{entry.name} is a link to {entry.linkname}, not an image; pack it by `tar "
                     "--dereference --hard-dereference`"
                 )
-            if not entry.isreg() or any(part.startswith(".") for part in parts):
+            if not entry.isreg() or is_hidden(*parts):
                 continue
             if entry.issparse():
                 raise tarfile.ReadError(
@@ -456,7 +456,7 @@ def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = []
     for path in sorted(root.rglob("*.tar")):
-        if not is_hidden(path.relative_to(root)):
+        if not is_hidden(*path.relative_to(root).parts):
             shards.append(path)
     words = {path: split_words(str(path.relative_to(root))) for path in shards}
     if not any(words.values()):

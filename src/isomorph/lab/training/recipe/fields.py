@@ -211,7 +211,7 @@ class DataPart(Part):
     def check_fields(self) -> "DataPart":
         if self.images and not self.streamed:
             raise ValueError(
-                f"images is for a stream, and {self.source} is none; to train on fewer, give fraction"
+                f"images is for a stream, and {self.source} is not one; to train on fewer images, give fraction"
             )
         if self.streamed and (self.fraction < 1 or self.split or self.classes or self.test_images):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Assignments `field=value` to the fields of recipes, and schedules for a shorter run."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ SCHEDULES: dict[str, int | None] = {
     "optim.milestones": None,
     "anneal.epochs": None,
     "augment.small_epochs": None,
-    "model.recast_epoch": 1,
+    "model.recast_epoch": None,
     "evaluate_every": 1,
     "keep_every": 1,
 }
@@ -112,9 +113,10 @@ def shorten_schedules(
         if is_given or not all(map(is_number, old)):
             continue
         scaled = [float(f"{span * length / usual:.4g}") for span in old]
-        new = sorted({_rounded(span, least) for span in scaled})
         if field == "model.recast_epoch":
             new = [_shortened_recast(old[0], usual, length)]
+        else:
+            new = sorted({_rounded(span, least) for span in scaled})
         group[name] = new if isinstance(value, list) else new[0]
         if new != old:
             changes.append(f"{field} {_listed(old)} -> {_listed(new)}")
@@ -124,12 +126,16 @@ def shorten_schedules(
 
 
 def _shortened_recast(epoch: float, usual: float, length: float) -> float:
-    """Return the epoch of a recast in a shorter run: as before from the start, in the middle, or at the end, never."""
+    """Return the epoch of a recast in a run of `length` instead of `usual` epochs.
+
+    A recast at the start stays there, one at the end too, which is none; any other stays between them. It is rounded
+    down, so that an anneal after it still fits.
+    """
     if epoch <= 0:
         return 0
     if epoch >= usual:
         return length
-    middle = max(1, round(epoch * length / usual))
+    middle = max(1, math.floor(epoch * length / usual))
     return min(middle, length - 1)
 
 

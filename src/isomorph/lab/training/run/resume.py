@@ -51,9 +51,8 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
     optim = recipe.optim
     steady = optim.schedule == "constant" and optim.min_weight_decay is None
     if steady and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
-        old["epochs"] = (
-            recipe.epochs
-        )  # nothing follows their number: both runs are the same until then
+        # nothing depends on the number of epochs: both runs are the same until then
+        old["epochs"] = recipe.epochs
     changed = changed_fields(old, new)
     if changed:
         weights = weights_in(folder)
