@@ -10,6 +10,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.lab.training.run.loop import slow_average, unmoved_gates
+from refusals import refused
 
 
 def vit():
@@ -111,3 +112,9 @@ def test_a_run_says_that_its_gates_did_not_move(tmp_path, capsys):
     said = "".join(capsys.readouterr())
     assert "the gates did not move (by 0.000 at most)" in said
     assert "ema 0.9999 is too slow for 2 steps" in said
+
+
+@pytest.mark.parametrize("part", ["start", "stop"])
+@pytest.mark.parametrize("gating", [20.0, (1.0,), "ab c"])
+def test_an_anneal_takes_pairs(part, gating):
+    refused(f"{part} .* of the anneal must be", lambda: iso.Anneal(10, **{part: gating}))

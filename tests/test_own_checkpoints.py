@@ -600,10 +600,20 @@ class Counts(nn.Linear):
 def test_what_a_file_cannot_hold_is_one_line(tmp_path):
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("mask", torch.eye(2).to_sparse())
+    double = nn.Linear(2, 2)
+    double.register_buffer("freqs", torch.ones(2, dtype=torch.complex128))
     for model, said in (
+        (double, "freqs has dtype complex128"),
         (Counts(2, 2), "_extra_state is a dict"),
         (nn.Linear(2, 2, device="meta"), "weight has no values"),
         (sparse, "mask is sparse"),
     ):
         refused(said, iso.save, model, tmp_path / "m.safetensors")
         assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_extra_state_is_loaded(tmp_path):
+    model = Counts(2, 2)
+    path = save(tmp_path / "c.pth", model.state_dict())
+    assert torch.equal(iso.load(path, base=Counts(2, 2)).weight, model.weight)
+    assert iso.load_weights(Counts(2, 2), path) == []

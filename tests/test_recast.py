@@ -214,3 +214,43 @@ def test_checkpointing_runs_a_cumulative_average_as_before():
         net(x).square().sum().backward()
     for one, other in zip(model.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_module_in_train_mode_inside_a_model_in_eval_mode_stays_so():
+    small = dict(img_size=32, depth=2, attn_drop_rate=0.2)
+    vit = timm.create_model("vit_tiny_patch16_224", **small).eval()
+    vit.blocks[0].attn.attn_drop.train()
+    vit.blocks[1].attn.train()
+    new = iso.recast(vit, iso.AttentionToRefined(), "blocks.*.attn")
+    assert new.blocks[0].attn.attn_drop.training
+    assert not new.blocks[0].attn.training
+    assert new.blocks[1].attn.training
+
+
+def test_gradient_hooks_are_named_beside_a_wrapped_part():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].bias.register_hook(lambda gradient: gradient * 0)
+    model[1] = nn.DataParallel(model[1])
+    notes = iso.surgery.notes(iso.recast(model, iso.LinearToPyramid(), "1"))
+    assert any("hooks on gradients are not copied (0.bias)" in note for note in notes)
+
+
+class Aux(nn.Module):
+    """A norm that runs in train mode alone, as of auxiliary heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.aux = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.aux(self.norm(x)) if self.training else self.norm(x)
+
+
+def test_a_norm_that_no_batch_calls_keeps_its_statistics():
+    model = Aux()
+    model.aux.running_mean.fill_(5.0)
+    batches = [torch.randn(8, 3, 4, 4) + 2]
+    new = iso.recalibrate(model, batches, keep_function=False)
+    assert (new.aux.running_mean == 5).all()
+    assert (new.norm.running_mean > 1).all()

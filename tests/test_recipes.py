@@ -422,6 +422,8 @@ WRONG = {
     "loss=sigmoid token_labels={}": "token_labels",
     "mask={} distill.teacher=a": "distill and mask",
     "mask={} augment.mixup=0.8": "augment.mixup",
+    "mask={} augment.smoothing=0.1": "without labels; leave augment.smoothing",
+    "mask={} loss=sigmoid": "leave augment.smoothing at 0 and loss",
     "data.source=huggingface-stream data.fraction=0.5": "huggingface-stream is a stream",
     "data.images=1000": "images is for a stream",
     "optim.lr": "'optim.lr'",

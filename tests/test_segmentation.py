@@ -416,3 +416,15 @@ def test_schedules_by_iteration():
     assert rates(20, schedule="step", milestones=[2, 3]) == three_steps
     after_one_epoch = rates(28, each=26, schedule="step", milestones=[1])
     assert after_one_epoch[25:] == pytest.approx([1, 0.1, 0.1])
+
+
+def test_every_process_needs_two_images(folder, tmp_path, monkeypatch):
+    fields = [*SMALL, f"data.root={folder}", "iterations=3"]
+    recipe = iso.load_recipe(write_recipe(tmp_path), fields)
+    task = recipe.task.task
+    train, _ = task.open_data(recipe)
+    model = task.build_model(recipe, train, True)
+    config = task.data_config(recipe, model)
+    task.check_model(recipe, model, config)
+    monkeypatch.setenv("WORLD_SIZE", str(recipe.data.batch_size))
+    refused("two images at once", task.check_model, recipe, model, config)

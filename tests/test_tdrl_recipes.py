@@ -168,3 +168,20 @@ def test_the_last_norm_has_the_rate_of_the_head(name):
     scales = learning_rate_scales(timm.create_model(name, **SMALL), 0.5)
     assert scales["norm.weight"] == scales["head.weight"] == 1
     assert scales["blocks.1.norm2.weight"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["upernet_tdrl_ti_distilled", "vitdet_plain_ti_distilled"])
+def test_a_distilled_task_needs_its_teacher(name, tmp_path):
+    weights = tmp_path / "w.safetensors"
+    weights.touch()
+    given = [f"model.weights={weights}", f"out={tmp_path / 'run'}", "device=cpu"]
+    refused("task.teacher", Run, iso.load_recipe(name, given))
+
+
+def test_smaller_images_are_tried_on_the_teacher(tmp_path):
+    kwargs = dict(img_size=16, patch_size=4, depth=1, embed_dim=12, num_heads=2, num_classes=10)
+    path = tmp_path / "teacher.safetensors"
+    iso.save(timm.create_model("vit_tiny_patch16_224", **kwargs), path)
+    small = dict(small_sizes=[12], small_epochs=[1])
+    recipe = tiny(tmp_path / "run", augment=small, distill=dict(teacher=str(path)))
+    refused("the teacher, with augment.small_sizes", Run, recipe)

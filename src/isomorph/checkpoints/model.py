@@ -454,6 +454,12 @@ def _check_storable(state: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{name} is sparse, which a safetensors file cannot hold; make it dense with to_dense()"
             )
+        if tensor.is_quantized or tensor.dtype == torch.complex128:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} has dtype {dtype}, which a safetensors file cannot hold; convert it first, complex numbers to "
+                "complex64 and quantised ones with dequantize()"
+            )
 
 
 def _check_state_names(model: nn.Module) -> None:
@@ -540,6 +546,8 @@ def load_state(
     _check_tied(model_state, state, path)
     new = []
     for name, tensor in model_state.items():
+        if not isinstance(tensor, Tensor):
+            continue
         if state[name].data_ptr() == tensor.data_ptr() and not name.endswith(
             ".num_batches_tracked"
         ):
@@ -610,6 +618,8 @@ def _check_tied(model_state: dict[str, Any], state: dict[str, Any], path: Path) 
     """Raise UserError if tensors that the model ties differ in a state."""
     names: dict[Any, str] = {}
     for name, tensor in model_state.items():
+        if not isinstance(tensor, Tensor):
+            continue
         first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
         if tensor.data_ptr() and first != name and not torch.equal(state[first], state[name]):
             raise UserError(
@@ -667,8 +677,12 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         if name not in state:
             missing.append(name)
             continue
+        if not isinstance(tensor, Tensor):
+            # what get_extra_state gives
+            continue
         if _shape_differs(model_state, state, name):
-            shapes.append(f"{name} {tuple(state[name].shape)} for {tuple(tensor.shape)}")
+            given = tuple(getattr(state[name], "shape", ()))
+            shapes.append(f"{name} {given} for {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not _is_real(state[name]):
             not_real.append(name)
     problems = {
@@ -715,4 +729,7 @@ def _is_real(tensor: Any) -> bool:
 
 
 def _shape_differs(model_state: dict[str, Any], state: dict[str, Any], name: str) -> bool:
-    return name in state and getattr(state[name], "shape", None) != model_state[name].shape
+    own = model_state[name]
+    if name not in state or not isinstance(own, Tensor):
+        return False
+    return not isinstance(state[name], Tensor) or state[name].shape != own.shape

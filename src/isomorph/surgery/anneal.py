@@ -45,13 +45,16 @@ class Anneal:
     """(locality, gate) at the last step."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
+        if type(self.steps) is not int or self.steps < 1:
             raise UserError(
                 f"steps {self.steps!r} of the anneal must be a whole number of at least 1"
             )
-        if self.start is not None:
-            check_gating(*self.start)
-        check_gating(*self.stop)
+        for name, gating in (("start", self.start), ("stop", self.stop)):
+            if gating is None and name == "start":
+                continue
+            if not isinstance(gating, tuple | list) or len(gating) != 2:
+                raise UserError(f"{name} {gating!r} of the anneal must be (locality, gate)")
+            check_gating(*gating)
 
     def at(
         self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]

@@ -62,8 +62,14 @@ def recalibrate(
         for inputs in batches_of(batches, of_loader=True):
             run_model(model, to_model(inputs, model))
     for norm, measured in zip(_norms(new), norms, strict=True):
-        norm.load_state_dict(measured.state_dict())
+        if keep_function or not _is_as_reset(measured):
+            norm.load_state_dict(measured.state_dict())
     return new
+
+
+def _is_as_reset(norm: Any) -> bool:
+    """True for a BatchNorm of whose inputs nothing was measured, such as one that runs in train mode alone."""
+    return not norm.running_mean.any() and bool((norm.running_var == 1).all())
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:

@@ -360,7 +360,8 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
                 except UserError as error:
                     raise UserError(f"{name or 'the model'}: {error}") from None
                 replacement = match_original(replacement, site.module)
-                if site.parent is not None and not site.parent.training:
+                is_leaf = next(site.module.children(), None) is None
+                if is_leaf and site.parent is not None and not site.parent.training:
                     replacement.eval()  # a layer that timm makes while it merges is in train mode
                 model = replace_module(model, site.path, site.module, replacement, parents)
     add_notes(model, *ties.restore(model))

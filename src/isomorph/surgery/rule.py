@@ -360,7 +360,8 @@ def copy_model(model: nn.Module) -> nn.Module:
     plain = unwrap(model)
     new = copy_module(plain)
     hooked = []
-    for name, parameter in plain.named_parameters():
+    # of the model itself: of one with a wrapped part, plain is a copy
+    for name, parameter in unwrap(model, to_copy=False).named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             hooked.append(name)
     if hooked:

@@ -88,7 +88,10 @@ class Classification(Task):
                 model, recipe.token_labels, recipe.augment.smoothing, device, similarity
             )
         elif recipe.distill:
-            loss = build_distillation(model, recipe.distill, criterion, device, self.rehearses)
+            small_sizes = recipe.augment.small_sizes or ()
+            loss = build_distillation(
+                model, recipe.distill, criterion, device, self.rehearses, small_sizes
+            )
         else:
             loss = PenalisedLoss(model, criterion, device, similarity)
         return Objective(

@@ -17,7 +17,7 @@ from isomorph.lab.data.formats.registry import data_root
 from isomorph.lab.data.loaders import ImageConfig, loader_of_share, train_loader, transformed
 from isomorph.lab.data.sampler import TrainSampler
 from isomorph.lab.data.sources import drawn_fraction, drawn_once, read_image
-from isomorph.lab.distributed import Runtime
+from isomorph.lab.distributed import Runtime, torchrun_place
 from isomorph.lab.evaluation.classes import check_same_classes
 from isomorph.lab.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.lab.tasks.segmentation.data import (
@@ -179,6 +179,14 @@ class Segmentation(Task):
             raise UserError(
                 f"{type(model).__name__} does not classify pixels; give model.name=upernet, and "
                 "the network inside it as model.kwargs.backbone=NAME"
+            )
+        _, processes, _ = torchrun_place()
+        at_once = recipe.data.batch_size // (recipe.scale.accumulate * processes)
+        is_synchronised = recipe.scale.sync_batch_norm and processes > 1
+        if at_once < 2 and not is_synchronised:
+            raise UserError(
+                f"segmentation needs two images at once in each of {processes} processes for its BatchNorms; raise "
+                "data.batch_size, or set scale.sync_batch_norm true on GPUs"
             )
         reason = input_size_problem(model, config["input_size"])
         if reason:

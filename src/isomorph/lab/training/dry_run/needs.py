@@ -5,7 +5,7 @@ from pathlib import Path
 
 import timm
 
-from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.recipe.recipe import Recipe, lacks_task_teacher
 
 # What `--data.root` has to be, by data.source.
 _FOLDERS = {
@@ -59,7 +59,7 @@ def _teachers(recipe: Recipe) -> Iterator[str]:
             yield from _file("distill.teacher", Path(teacher))
     if recipe.mask and recipe.mask.teacher is not None:
         yield from _file("mask.teacher", recipe.mask.teacher)
-    if "--task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None):
+    if lacks_task_teacher(recipe):
         yield "--task.teacher, a network trained on the same task"
 
 

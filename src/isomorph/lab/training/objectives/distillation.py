@@ -1,6 +1,6 @@
 """Distillation from a teacher on the same images (DeiT), as loss modules; images in another model's normalisation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,16 +114,21 @@ def build_distillation(
     criterion: nn.Module,
     device: torch.device,
     rehearses: bool = False,
+    small_sizes: Sequence[int] = (),
 ) -> TrainingTask:
     """Return a loss with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
 
-    If it `rehearses`, a teacher of timm has random weights: nothing is downloaded.
+    If it `rehearses`, a teacher of timm has random weights: nothing is downloaded. `small_sizes` are the sides of the
+    images of earlier epochs.
 
     Raises: UserError when the teacher cannot be opened or process the images, or has another number of classes, or the
     model lacks the distillation token.
     """
     teacher = open_teacher(part, rehearses).eval()
-    check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
+    size: Any = model.pretrained_cfg["input_size"]  # type: ignore[index]
+    check_image_size(teacher, size, "the teacher")
+    for side in small_sizes:
+        check_image_size(teacher, (size[0], side, side), "the teacher, with augment.small_sizes,")
     theirs = class_count(teacher)
     own = class_count(model)
     if theirs != own:

@@ -144,6 +144,8 @@ class Recipe(Part):
             yield "map_similarity does not work with distill or mask; leave it out"
         if self.mask and self.augment.mixes:
             yield "mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0"
+        if self.mask and (self.augment.smoothing or self.loss != "softmax"):
+            yield "mask trains without labels; leave augment.smoothing at 0 and loss at softmax"
         if self.token_labels and self.loss == "sigmoid":
             yield "token_labels works with the softmax loss only; leave loss at softmax"
         if self.token_labels and self.token_labels.maps and self.data.streamed:
@@ -302,3 +304,8 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             text = (field.description or "").replace("*", r"\*")
             lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join([*lines, *groups])
+
+
+def lacks_task_teacher(recipe: Recipe) -> bool:
+    """True for a published run that learns from a teacher of its task, where none is given."""
+    return "--task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None)

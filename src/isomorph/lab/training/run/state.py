@@ -25,7 +25,7 @@ from isomorph.lab.training.build import apply_surgery, plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.parallel import distribute, prepare_model
-from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.recipe.recipe import Recipe, lacks_task_teacher
 from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
@@ -316,13 +316,18 @@ def check_model_given(recipe: Recipe) -> None:
 
 
 def check_files(recipe: Recipe) -> None:
-    """Raise UserError for a file that does not exist; names the run that makes it, if known."""
+    """Raise UserError for a file or teacher that is missing; names the run that makes it, if known."""
     if recipe.model.weights:
         _check_file("model.weights", local_file(recipe.model.weights))
     if recipe.mask:
         _check_file("mask.teacher", recipe.mask.teacher)
     if recipe.distill:
         _check_file("distill.weights", recipe.distill.weights)
+    if lacks_task_teacher(recipe):
+        raise UserError(
+            f"{recipe.name} learns from a teacher that was trained on the same task; give it as task.teacher=FILE, or "
+            "train the recipe without _distilled"
+        )
 
 
 def _check_file(field: str, path: Path | None) -> None:
