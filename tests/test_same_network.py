@@ -5,7 +5,7 @@ import timm
 import torch
 
 import isomorph as iso
-from isomorph.checkpoints.model import find_difference
+from isomorph.checkpoints.difference import find_difference
 from refusals import refused
 
 VIT = dict(model_name="vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)

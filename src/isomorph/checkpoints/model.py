@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
+from isomorph.checkpoints.difference import find_difference
 from isomorph.checkpoints.files import Contents, read_contents, strip_wrappers, write_atomically
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_file, parse_header
 from isomorph.errors import DataWarning, UserError, first_line, short_reason
@@ -35,11 +36,6 @@ from isomorph.surgery.site import joint_candidates, only_embedding_model
 
 # models of up to this many numbers are built however small their file is
 _ALWAYS_ALLOWED_NUMEL = 2**20
-# Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
-_WITHOUT_EFFECT = frozenset(
-    {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}
-)
-_OTHER = object()
 T = TypeVar("T", bound=nn.Module)
 # Name and arguments of timm.create_model, or the module before its edits.
 Base = dict[str, Any] | nn.Module
@@ -336,69 +332,6 @@ def _check_number(contents: Contents, num_built: int, plan: str) -> None:
 
 def _count_numbers(tensors: Mapping[str, Any]) -> int:
     return sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
-
-
-def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
-    """Return the first difference between a model and its twin in words, or None if they are the same network.
-
-    Compared are tensors by name and shape, what modules print, and their plain attributes, dropout rates among them.
-    """
-    shapes = _shapes_of(model)
-    other_shapes = _shapes_of(twin)
-    for name in {**shapes, **other_shapes}:
-        shape = shapes.get(name, "missing")
-        other_shape = other_shapes.get(name, "missing")
-        if shape != other_shape:
-            return f"{name} is {shape}, and would be {other_shape}"
-    others = dict(twin.named_modules())
-    for name, module in model.named_modules():
-        if name not in others:
-            return f"{name} would be missing"
-        difference = _module_difference(module, others[name])
-        if difference is not None:
-            return f"{name}.{difference}".removeprefix(".")
-    return None if repr(model) == repr(twin) else "its modules differ in their order or number"
-
-
-def _shapes_of(model: nn.Module) -> dict[str, Any]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
-    """Return the first setting in which two modules differ, or None."""
-    if type(module) is not type(other):
-        return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
-    others = _settings(other)
-    for name, value in _settings(module).items():
-        if name in others and value != others[name]:
-            return f"{name} is {value!r}, and would be {others[name]!r}"
-    if module.extra_repr() != other.extra_repr():
-        return f"({module.extra_repr()}) would be ({other.extra_repr()})"
-    return None
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return a module's public attributes that can be compared: numbers, strings, functions by name, lists of them."""
-    settings = {}
-    for name in vars(module):
-        if name.startswith(("_", "isomorph_")) or name in _WITHOUT_EFFECT:
-            continue
-        value = _comparable(getattr(module, name))
-        if value is not _OTHER:
-            settings[name] = value
-    return settings
-
-
-def _comparable(value: Any) -> Any:
-    """Return a value so that two are equal if they mean the same; `_OTHER` for one that cannot be compared."""
-    if isinstance(value, list | tuple):
-        parts = tuple(map(_comparable, value))
-        return _OTHER if _OTHER in parts else parts
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return value
-    if callable(value):
-        return getattr(value, "__qualname__", _OTHER)
-    return _OTHER
 
 
 def save(model: nn.Module, path: str | Path, base: Base | None = None) -> None:
