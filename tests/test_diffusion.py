@@ -335,5 +335,5 @@ def test_a_link_and_the_working_folder_are_replaced(tmp_path, monkeypatch):
 
 def test_a_folder_without_splits_has_neither_a_root_nor_test_images(tmp_path):
     folder = str(write_images(tmp_path / "one", 6, 0))
-    refused("leave --root", open_real_images, folder, "train", tmp_path)
-    refused("leave --test out", open_real_images, folder, "test")
+    refused("leave the root", open_real_images, folder, "train", tmp_path)
+    refused("leave `test` out", open_real_images, folder, "test")

@@ -208,10 +208,10 @@ def open_real_images(
         source = open_source(data, split, root)
         return spaced_images(source, max_images)
     if root is not None:
-        raise UserError(f"{data} is a folder of its own; leave --root {root} out")
+        raise UserError(f"{data} is a folder of its own; leave the root {root} out")
     if split == "test":
         raise UserError(
-            f"{data} has no test images of its own, and all of its images would be taken; leave --test out"
+            f"{data} has no test images of its own, and all of its images would be taken; leave `test` out"
         )
     return spaced_images(open_folder(Path(data)), max_images)
 

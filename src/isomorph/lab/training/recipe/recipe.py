@@ -308,4 +308,4 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
 
 def lacks_task_teacher(recipe: Recipe) -> bool:
     """True for a published run that learns from a teacher of its task, where none is given."""
-    return "--task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None)
+    return "task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None)
