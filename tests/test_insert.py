@@ -341,12 +341,7 @@ def test_each_glob_of_a_list_selects_something():
     refused(message.format("where", "gated attention layer"), iso.prune, attending, 0.01, globs)
 
 
-class TwoChildren(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv2d(8, 8, 1)
-        self.b = nn.Tanh()
-
+class TwoChildren(Steps):
     def forward(self, x):
         a, b = self.children()
         return b(a(x))

@@ -136,9 +136,14 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     return contents
 
 
+def count_numbers(tensors: Mapping[str, Any]) -> int:
+    """Return how many numbers tensors have; other values have none."""
+    return sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
+
+
 def _check_count(path: Path, tensors: Mapping[str, Any]) -> None:
     """Raise UserError if tensors have far more numbers than their file has bytes: views of a few, or sparse ones."""
-    count = sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
+    count = count_numbers(tensors)
     size = path.stat().st_size
     if count > max(10 * size, 2**20):
         raise UserError(

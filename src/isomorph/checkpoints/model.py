@@ -18,7 +18,13 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from isomorph.checkpoints.difference import find_difference
-from isomorph.checkpoints.files import Contents, read_contents, strip_wrappers, write_atomically
+from isomorph.checkpoints.files import (
+    Contents,
+    count_numbers,
+    read_contents,
+    strip_wrappers,
+    write_atomically,
+)
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, may_be_in_file, parse_header
 from isomorph.errors import DataWarning, UserError, first_line, short_reason
 from isomorph.layers import ViTRelativeAttention
@@ -27,9 +33,9 @@ from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import copy_module, unwrap
 from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
-from isomorph.surgery.calls import cast_model
+from isomorph.surgery.calls import cast_model, dtype_name
 from isomorph.surgery.insert import temporary_blocks
-from isomorph.surgery.modules import lies_within, list_names, parent_name
+from isomorph.surgery.modules import lies_within, list_names, parent_name, tensors_by_name
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates, only_embedding_model
@@ -292,7 +298,7 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
     """
     try:
         with torch.device("meta"):
-            num_built = _count_numbers(build().state_dict())
+            num_built = count_numbers(build().state_dict())
         _check_number(contents, num_built, plan)
         return build()
     except UserError:
@@ -303,9 +309,7 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
         ) from error
 
 
-def check_size_of_edits(
-    contents: Contents, base: nn.Module, all_edits: Sequence[Edit], plan: str = "its header"
-) -> None:
+def check_size_of_edits(contents: Contents, base: nn.Module, all_edits: Sequence[Edit]) -> None:
     """Check on the meta device that a file's edits do not make a base much larger than the file.
 
     Raises: UserError if they do.
@@ -316,22 +320,18 @@ def check_size_of_edits(
         twin = copy_module(base).to("meta")
         for edit in all_edits:
             twin = apply_edit(twin, edit)
-            num_built = max(num_built, _count_numbers(twin.state_dict()))
-    _check_number(contents, num_built, plan)
+            num_built = max(num_built, count_numbers(twin.state_dict()))
+    _check_number(contents, num_built, "its header")
 
 
 def _check_number(contents: Contents, num_built: int, plan: str) -> None:
     """Raise UserError for a model of many more numbers than its file has."""
-    num_stored = _count_numbers(contents.tensors)
+    num_stored = count_numbers(contents.tensors)
     if num_built > max(5 * num_stored, _ALWAYS_ALLOWED_NUMEL):
         raise UserError(
             f"cannot rebuild {contents.path}: {plan} asks for {num_built:,} numbers, it holds "
             f"{num_stored:,}: give another architecture"
         )
-
-
-def _count_numbers(tensors: Mapping[str, Any]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
 
 
 def save(model: nn.Module, path: str | Path, base: Base | None = None) -> None:
@@ -388,10 +388,9 @@ def _check_storable(state: Mapping[str, Any]) -> None:
                 f"{name} is sparse, which a safetensors file cannot hold; make it dense with to_dense()"
             )
         if tensor.is_quantized or tensor.dtype == torch.complex128:
-            dtype = str(tensor.dtype).removeprefix("torch.")
             raise UserError(
-                f"{name} has dtype {dtype}, which a safetensors file cannot hold; convert it first, complex numbers to "
-                "complex64 and quantised ones with dequantize()"
+                f"{name} has dtype {dtype_name(tensor)}, which a safetensors file cannot hold; convert it first, "
+                "complex numbers to complex64 and quantised ones with dequantize()"
             )
 
 
@@ -532,12 +531,8 @@ def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
     Files of transformers' `save_pretrained` and safetensors' `save_model` hold a tied tensor once.
     """
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
     names_of: dict[Any, list[str]] = {}
-    for name, tensor in named:
+    for name, tensor in tensors_by_name(model).items():
         names_of.setdefault(id(tensor), []).append(name)
     full = dict(state)
     for names in names_of.values():

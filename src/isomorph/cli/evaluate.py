@@ -155,6 +155,7 @@ def _measure(
 ) -> tuple[Rows, Rows]:
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
+    from isomorph.lab.data.imagenet_labels import NUM_CLASSES
     from isomorph.lab.evaluation.model_data import (
         Scoring,
         Sweep,
@@ -165,7 +166,7 @@ def _measure(
         run_sweep,
         write_csv,
     )
-    from isomorph.lab.evaluation.suites import NUM_CLASSES, open_located
+    from isomorph.lab.evaluation.suites import open_located
 
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)

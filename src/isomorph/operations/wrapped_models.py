@@ -145,6 +145,15 @@ def in_eval_mode(model: Model) -> Model:
     return model
 
 
+def match_modes(replacement: nn.Module, original: nn.Module) -> None:
+    """Give each module the mode of the original's module of its name, if there is one."""
+    modes = {name: module.training for name, module in original.named_modules()}
+    for name, module in replacement.named_modules():
+        mode = modes.get(name, module.training)
+        if mode != module.training:
+            module.train(mode)
+
+
 @torch.inference_mode(False)  # the copy can be trained
 def copy_module(model: nn.Module) -> nn.Module:
     """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
@@ -156,12 +165,8 @@ def copy_module(model: nn.Module) -> nn.Module:
         if isinstance(error, TypeError):
             advice = "take files, threads and locks out of its attributes first"
         raise UserError(f"the model cannot be copied ({reason}); {advice}") from None
-    modes = {name: module.training for name, module in model.named_modules()}
     # a feature extractor of torchvision is copied in train mode
-    for name, copied in new.named_modules():
-        mode = modes.get(name, copied.training)
-        if mode != copied.training:
-            copied.train(mode)
+    match_modes(new, model)
     _copy_attributes(model, new)
     return new
 

@@ -205,6 +205,11 @@ def check_not_empty(inputs: Inputs) -> None:
         )
 
 
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give the numbers of a model a precision in place, complex ones the matching one; return it."""
     return model._apply(partial(cast, dtype=dtype))

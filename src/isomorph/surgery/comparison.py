@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.operations import leaves, parts_of
-from isomorph.surgery.calls import relative
+from isomorph.surgery.calls import dtype_name, relative
 
 # Differences up to this many times what a model differs from itself in float64 are rounding.
 ROUNDING = 8
@@ -173,7 +173,7 @@ def _leaf_notes(output: Any, other: Any, path: str) -> Iterator[str]:
     if isinstance(output, Tensor) is not isinstance(other, Tensor):
         yield other_kind
     elif tensor.dtype != other_tensor.dtype:
-        yield f"{where} is in {_dtype(other_tensor)}, in the original in {_dtype(tensor)}"
+        yield f"{where} is in {dtype_name(other_tensor)}, in the original in {dtype_name(tensor)}"
     if tensor.device != other_tensor.device:
         yield f"{where} is on {other_tensor.device}, in the original on {tensor.device}"
 
@@ -184,10 +184,6 @@ def _kind(value: Any) -> str:
         return "None"
     name = type(value).__name__
     return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def largest_difference(output: Any, other: Any) -> tuple[float, float]:
@@ -239,7 +235,9 @@ def compare_tensors(
     for path, exact in double[0].items():
         if not exact.numel():
             rows.append(
-                TensorDifference(path, tuple(exact.shape), _dtype(single[0][path]), 0.0, 0.0, 0.0)
+                TensorDifference(
+                    path, tuple(exact.shape), dtype_name(single[0][path]), 0.0, 0.0, 0.0
+                )
             )
             continue
         compared = _Compared((single[0][path], single[1][path]), (exact, double[1][path]), atol)
@@ -260,7 +258,7 @@ class _Compared:
     def __init__(
         self, single: tuple[Tensor, Tensor], double: tuple[Tensor, Tensor], atol: float
     ) -> None:
-        self.dtype = _dtype(single[0])
+        self.dtype = dtype_name(single[0])
         self.atol = atol
         numbers, others = map(full_precision, single)
         self.values, exact_others = map(full_precision, double)

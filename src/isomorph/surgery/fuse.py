@@ -16,7 +16,7 @@ from isomorph.errors import DoesNotRun, NotFinite, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, batches_of, run_model
+from isomorph.surgery.calls import Inputs, batches_of, dtype_name, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
 from isomorph.surgery.modules import (
@@ -314,9 +314,9 @@ def _check_rounded(model: nn.Module, original: nn.Module) -> None:
         old = before.get(name)
         if old is not None and not torch.isfinite(old).all():
             continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
         raise NotFinite(
-            f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
+            f"merged, {name} is too large for {dtype_name(tensor)}; fuse the model in float32, and cast it to bfloat16 "
+            "then"
         )
 
 

@@ -40,7 +40,7 @@ from isomorph.surgery.comparison import (
 )
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.surgery.rule import edits, edits_since
+from isomorph.surgery.rule import edits_since
 from isomorph.surgery.verify_report import Difference
 
 # Precision of each mode of `_in_mode`; others are in float32.
@@ -86,8 +86,7 @@ class ModelPair:
         self.models = {
             t: (prepared(original, t), prepared(recast, t)) for t in (torch.float32, torch.float64)
         }
-        number_shared = len(edits(recast)) - len(edits_since(recast, original))
-        self.edited = edited_names(recast, number_shared)
+        self.edited = edited_names(recast, edits_since(recast, original))
         self.atol = atol
         # Classes of outputs that are not compared.
         self.others: set[str] = set()

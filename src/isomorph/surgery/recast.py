@@ -15,7 +15,7 @@ from torch import nn
 from isomorph.errors import NotFinite, UserError
 from isomorph.layers.modes import default_dtype
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.operations import records_outputs, unwrap
+from isomorph.operations import match_modes, records_outputs, unwrap
 from isomorph.surgery.modules import list_names, parent_name
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
@@ -282,11 +282,7 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
         elif not is_trained:
             parameter.requires_grad_(False)
     replacement.train(original.training)  # LeViT's returns None
-    modes = {name: module.training for name, module in original.named_modules()}
-    for name, part in replacement.named_modules():  # such as a norm inside that is frozen
-        is_trained = modes.get(name, part.training)
-        if is_trained != part.training:
-            part.train(is_trained)
+    match_modes(replacement, original)  # such as that of a norm inside that is frozen
     return replacement
 
 
@@ -416,15 +412,15 @@ def call_from_parents(site: Site) -> None:
             ancestor.use_nested_tensor = False
 
 
-def edited_names(model: nn.Module, since: int = 0) -> list[str]:
-    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
+def edited_names(model: nn.Module, chosen: Sequence[Edit]) -> list[str]:
+    """Return the names of the modules of some of a model's edits that it has; of a part, the whole layer.
 
     Merged modules, whose output another layer computes, and modules around them are left out.
     """
     root = Site(model)
     names: dict[str, None] = {}
     merged: list[str] = []
-    for edit in edits(model)[since:]:
+    for edit in chosen:
         if not edit.rule.keeps_output:
             merged += edit.names
             continue

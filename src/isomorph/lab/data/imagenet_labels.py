@@ -14,6 +14,7 @@ from isomorph.lab.data.sources import Source, image_name, renumbered, with_chang
 
 # written by benchmarks/imagenet_labels.py
 LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
+NUM_CLASSES = 1000
 _WNID = re.compile(r"n\d{8}")
 _NUMBER = re.compile(r"\d+")
 _NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"

@@ -10,6 +10,7 @@ from isomorph.errors import UserError
 from isomorph.lab.data.sources import with_changes
 from isomorph.lab.evaluation.classes import class_logits
 from isomorph.layers.modes import eval_mode, first_float
+from isomorph.surgery.calls import dtype_name
 from isomorph.terminal_tables import Metrics
 
 _ECE_BINS = 15
@@ -150,8 +151,7 @@ def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
         images, labels = batch
         if labels.ndim == 1 and not labels.is_floating_point():
             return images, labels
-        dtype = str(labels.dtype).removeprefix("torch.")
-        given = f"{dtype} labels of shape {tuple(labels.shape)}"
+        given = f"{dtype_name(labels)} labels of shape {tuple(labels.shape)}"
     raise UserError(
         f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "
         "DataLoader of a data set that yields such pairs"

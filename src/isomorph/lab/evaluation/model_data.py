@@ -21,6 +21,7 @@ from isomorph.lab.data.formats import registry
 from isomorph.lab.data.formats.naming import ImageFiles, composed
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.formats.tar import TarImages
+from isomorph.lab.data.imagenet_labels import NUM_CLASSES
 from isomorph.lab.data.loaders import ImageConfig, eval_loader
 from isomorph.lab.data.sources import (
     Source,
@@ -47,7 +48,6 @@ from isomorph.spec import ImageSize, spec_of
 from isomorph.surgery.rule import record, update_record
 from isomorph.terminal_tables import Row, Rows
 
-_IMAGENET_CLASSES = 1000
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
 
@@ -211,10 +211,10 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
 def _by_label_number(source: Source) -> Source:
     """Give a source whose 1000 classes are named by ImageNet's label numbers these as labels; others stay."""
-    if len(source.classes) != _IMAGENET_CLASSES or not all(map(str.isdecimal, source.classes)):
+    if len(source.classes) != NUM_CLASSES or not all(map(str.isdecimal, source.classes)):
         return source
     numbers = np.asarray(list(map(int, source.classes)))
-    if sorted(numbers.tolist()) != list(range(_IMAGENET_CLASSES)):
+    if sorted(numbers.tolist()) != list(range(NUM_CLASSES)):
         return source
     warnings.warn(
         "folders 0 to 999 are read as ImageNet's label numbers; save a model that was trained on another order with "
@@ -222,7 +222,7 @@ def _by_label_number(source: Source) -> Source:
         DataWarning,
         stacklevel=2,
     )
-    classes = tuple(map(str, range(_IMAGENET_CLASSES)))
+    classes = tuple(map(str, range(NUM_CLASSES)))
     return with_changes(source, labels=renumbered(source.labels, numbers), classes=classes)
 
 

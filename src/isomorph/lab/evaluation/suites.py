@@ -12,7 +12,12 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.naming import SPLITS, visible
 from isomorph.lab.data.formats.registry import CLASS_NAME, data_root, detect_format, open_source
-from isomorph.lab.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
+from isomorph.lab.data.imagenet_labels import (
+    NUM_CLASSES,
+    imagenet_classes,
+    imagenet_labels,
+    real_labels,
+)
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.model_data import Scoring, Sweep, TestSet, check_num_classes, run_sweep
 from isomorph.terminal_tables import Rows
@@ -118,7 +123,6 @@ _SUITES = (
     Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
 )
 SUITES = {suite.name: suite for suite in _SUITES}
-NUM_CLASSES = 1000
 
 
 def open_suites(

@@ -44,6 +44,7 @@ from isomorph.lab.training.run.log import Journal, read_log
 from isomorph.lab.training.run.snapshot import list_snapshots, rename_damaged
 from isomorph.lab.training.run.state import Run
 from isomorph.operations import count_calls, is_compiled
+from isomorph.surgery import edits
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
 from isomorph.terminal_tables import Metrics, Row, Rows, chance_difference, count_of
@@ -239,7 +240,7 @@ def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
     begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
     names = []
     if begins and run.progress.recast and not is_compiled(run.trained):
-        names = edited_names(run.trained)
+        names = edited_names(run.trained, edits(run.trained))
     with count_calls(run.trained, names) as calls:
         yield
     idle = [name for name in names if not calls[name]]
