@@ -87,3 +87,54 @@ def test_what_has_learnt_apart_goes_back_apart_and_says_so():
     assert back[0].weight is not back[1].weight
     note = "1.weight was tied to 0.weight; they are no longer tied and train separately"
     assert note in iso.surgery.notes(back)
+
+
+def vit_of_one_qkv():
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT).eval()
+    vit.blocks[1].attn.qkv = vit.blocks[0].attn.qkv
+    return vit
+
+
+@pytest.mark.parametrize("where", ["blocks.*.attn", "blocks.0.attn"])
+def test_a_module_that_two_blocks_share_stays_shared(where):
+    vit = vit_of_one_qkv()
+    refined = iso.recast(vit, iso.AttentionToRefined(), where)
+    first, second, third = (block.attn.qkv for block in refined.blocks)
+    assert first.weight is second.weight
+    assert first.bias is second.bias
+    assert first.weight is not third.weight
+    assert iso.surgery.notes(refined) == ()
+    assert len(list(refined.parameters())) == len({id(p) for p in refined.parameters()})
+    back = iso.revert(refined)
+    assert back.blocks[0].attn.qkv.weight is back.blocks[1].attn.qkv.weight
+
+
+def test_a_shared_module_that_cannot_stay_shared_is_reported():
+    gated = iso.recast(vit_of_one_qkv(), iso.AttentionToGPSA(), "blocks.*.attn")
+    note = "blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight were tied; they are no longer tied and train separately"
+    assert note in iso.surgery.notes(gated)
+
+
+def test_a_shared_block_is_recast_once():
+    block = timm.create_model("vit_tiny_patch16_224", **VIT).blocks[0]
+    refined = iso.recast(nn.Sequential(block, block).eval(), iso.AttentionToRefined(), "0.attn")
+    assert refined[0] is refined[1]
+    assert iso.surgery.notes(refined) == ()
+
+
+@pytest.mark.parametrize("rule", [None, iso.AttentionToRefined()])
+def test_a_file_does_not_lose_a_tie(rule, tmp_path):
+    plain = tied_vit("attn.qkv.weight")
+    model = plain if rule is None else iso.recast(plain, rule, "blocks.*.attn")
+    path = tmp_path / "tied.safetensors"
+    message = "blocks.1.attn.qkv.weight is tied to blocks.0.attn.qkv.weight, and would not be.*base"
+    with pytest.raises(iso.UserError, match=message):
+        iso.save(model, path)
+    iso.save(model, path, base=plain)
+    opened = iso.load(path, base=plain)
+    assert opened.blocks[1].attn.qkv.weight is opened.blocks[0].attn.qkv.weight
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(opened(x), model(x), rtol=0, atol=0)
+    untied = timm.create_model("vit_tiny_patch16_224", **VIT)
+    with pytest.raises(iso.UserError, match="and would not be"):
+        iso.save(model, path, base=untied)

@@ -15,7 +15,7 @@ _OTHER = object()
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     """Return the first difference between a model and its twin in words, or None if they are the same network.
 
-    Compared are tensors by name and shape, what modules print, and their plain attributes, dropout rates among them.
+    Compared are tensors by name and shape, which parameters are tied, what modules print, and their plain attributes, dropout rates among them.
     """
     shapes = _shapes_of(model)
     other_shapes = _shapes_of(twin)
@@ -24,6 +24,9 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
         other_shape = other_shapes.get(name, "missing")
         if shape != other_shape:
             return f"{name} is {shape}, and would be {other_shape}"
+    tie = _lost_tie(model, twin)
+    if tie is not None:
+        return tie
     others = dict(twin.named_modules())
     for name, module in model.named_modules():
         if name not in others:
@@ -36,6 +39,17 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
 
 def _shapes_of(model: nn.Module) -> dict[str, Any]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _lost_tie(model: nn.Module, twin: nn.Module) -> str | None:
+    """Return the first parameter that a model has under two names and its twin does not, in words, or None."""
+    others = dict(twin.named_parameters(remove_duplicate=False))
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if others.get(name) is not others.get(first):
+            return f"{name} is tied to {first}, and would not be"
+    return None
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:

@@ -36,7 +36,7 @@ from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.calls import cast_model, dtype_name
 from isomorph.surgery.insert import temporary_blocks
 from isomorph.surgery.modules import lies_within, list_names, parent_name, tensors_by_name
-from isomorph.surgery.recast import check_model
+from isomorph.surgery.recast import Ties, check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 from isomorph.surgery.site import joint_candidates, only_embedding_model
 
@@ -257,6 +257,7 @@ def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
     """Raise UserError unless the model's edits make it from the base."""
     with torch.device("meta"):
         twin = copy_module(base).to("meta")
+        list(Ties(base).restore(twin))  # torch's `to` makes several parameters of a tied one
         for edit in edits(model)[len(edits(base)) :]:
             twin = apply_edit(twin, edit)
     difference = find_difference(model, twin)
@@ -318,6 +319,7 @@ def check_size_of_edits(contents: Contents, base: nn.Module, all_edits: Sequence
     # an edit that needs values cannot be tried, and says itself what is wrong
     with suppress(Exception), torch.device("meta"):
         twin = copy_module(base).to("meta")
+        list(Ties(base).restore(twin))  # torch's `to` makes several parameters of a tied one
         for edit in all_edits:
             twin = apply_edit(twin, edit)
             num_built = max(num_built, count_numbers(twin.state_dict()))

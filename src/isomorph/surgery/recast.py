@@ -496,7 +496,7 @@ def replace_module(
 
 
 class Ties:
-    """The names of each parameter that two or more modules of a model share; a module used twice counts once."""
+    """The names of each parameter that a model has under several, be it that of a module with several names."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = _parameters_by_module(model)
@@ -510,7 +510,10 @@ class Ties:
         """Tie parameters again if name, shape and values are unchanged; yield a sentence for every tie that is less."""
         current = _parameters_by_module(model)
         new = [name for name in current if name not in self.names]
-        for names in self.groups:
+        for group in self.groups:
+            names = _of_different_modules(model, group)
+            if len(names) < 2:
+                continue
             present = [name for name in names if name in current]
             tied = []
             if present:
@@ -529,6 +532,19 @@ class Ties:
                 yield f"{list_names(tied)} are still tied, but {owners} new parameters that train apart"
 
 
+def _of_different_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the first of the names of each parameter, which may be gone, of a module that a model has several times."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_names: dict[tuple[nn.Module, str], str] = {}
+    for name in names:
+        path = parent_name(name)
+        while path not in modules:
+            path = parent_name(path)
+        inside = name.removeprefix(path).removeprefix(".")
+        first_names.setdefault((modules[path], inside), name)
+    return list(first_names.values())
+
+
 def _share(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
     """Set a parameter under several names."""
     for name in names:
@@ -543,9 +559,9 @@ def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def _parameters_by_module(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name; one that several modules share has a name in each."""
+    """Return the parameters by all their names: one that several modules share, or of a module with several names."""
     parameters: dict[str, nn.Parameter] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         parameters.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
     return parameters
 
