@@ -33,14 +33,15 @@ def field(recipe, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
+def test_every_recipe_is_valid_and_has_a_short_run(name):
     recipe = iso.load_recipe(name)
     assert recipe.name == name
     assert recipe.source
     if "weights" in recipe.expected:
         assert recipe.model.start == "weights"
     if recipe.model.name:
-        assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
+        unit = "iterations" if recipe.iterations else "epochs"
+        assert field(iso.load_recipe(name, [f"{unit}=2"]), unit) == 2
 
 
 def named_entries():
@@ -422,6 +423,8 @@ WRONG = {
     "loss=sigmoid token_labels={}": "token_labels",
     "mask={} distill.teacher=a": "distill and mask",
     "mask={} augment.mixup=0.8": "augment.mixup",
+    "mask.teacher_model=vit_base_patch16_224": "mask: teacher_model has no effect without mask.teacher",
+    "mask.block=2": "mask: block has no effect",
     "mask={} augment.smoothing=0.1": "without labels; leave augment.smoothing",
     "mask={} loss=sigmoid": "leave augment.smoothing at 0 and loss",
     "data.source=huggingface-stream data.fraction=0.5": "huggingface-stream is a stream",
@@ -435,6 +438,13 @@ WRONG = {
 def test_wrong_fields_are_named(given):
     assignments = [given] if "{y:" in given or "2 times" in given else given.split()
     refused(WRONG[given], iso.load_recipe, "cifar_exact", assignments)
+
+
+def test_epochs_do_not_shorten_a_run_of_iterations():
+    words = "160000 iterations, so epochs=3 has no effect; give iterations=NUMBER, or iterations=null"
+    refused(words, iso.load_recipe, "upernet_tdrl_ti", ["epochs=3"])
+    assert iso.load_recipe("upernet_tdrl_ti", ["epochs=3", "iterations=null"]).epochs == 3
+    assert iso.load_recipe("upernet_tdrl_ti", ["epochs=3", "iterations=40"]).iterations == 40
 
 
 WHOLE = (

@@ -88,15 +88,9 @@ def train(
 ) -> None:
     overrides = list(map(_spell_out_grid, parse_overrides(fields)))
     values = recipe_values(recipe)
-    iterations = values.get("iterations")
-    given = {assignment.partition("=")[0] for assignment in overrides}
+    given = [assignment.partition("=")[0] for assignment in overrides]
     check_names([*flatten(values), *given])
     check_values(overrides)
-    if iterations and "epochs" in given and "iterations" not in given:
-        raise UserError(
-            f"the length of {recipe} is {iterations} iterations, so --epochs has no effect; give --iterations, or "
-            "--iterations null as well"
-        )
     with opt.loading():
         from isomorph.lab.recipes.tables import published_rows
         from isomorph.lab.training import dry_run as try_recipe

@@ -520,6 +520,14 @@ class MaskPart(Part):
     block: Size = 4
     """Block of the teacher's decoder whose features the student learns, from 1."""
 
+    @model_validator(mode="after")
+    def check_fields(self) -> "MaskPart":
+        for name in ("teacher_model", "teacher_heads", "block"):
+            is_given = getattr(self, name) != type(self).model_fields[name].default
+            if is_given and self.teacher is None:
+                raise ValueError(f"{name} has no effect without mask.teacher, the teacher's file; give both")
+        return self
+
     @property
     def decoder(self) -> tuple[int, int, int]:
         """Depth, width and heads of the decoder, with their defaults."""

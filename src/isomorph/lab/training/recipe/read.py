@@ -46,11 +46,18 @@ TEXTS = (
 def override_recipe(values: Fields, assignments: list[str]) -> Recipe:
     """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
 
-    Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
+    Raises: UserError for an assignment without `=`, for epochs where iterations are the length, or, with all problems
+        in one line, for invalid fields.
     """
     changed = apply_overrides(values, assignments)
     given = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
-    unit = "iterations" if values.get("iterations") else "epochs"
+    iterations = values.get("iterations")
+    if iterations and "epochs" in given and "iterations" not in given:
+        raise UserError(
+            f"the length of this recipe is {iterations} iterations, so epochs={changed['epochs']} has no effect; give "
+            "iterations=NUMBER, or iterations=null as well"
+        )
+    unit = "iterations" if iterations else "epochs"
     usual = values.get(unit, Recipe.model_fields[unit].default)
     shortened = shorten_schedules(changed, usual, given, unit)
     recipe = validate(changed)
