@@ -288,7 +288,12 @@ NEEDS = {
         "distill.weights mae_finetuned_vit_base.pth",
     ],
     "cifar_tdrl_finetuned": ["CIFAR-10", "`isomorph train cifar_tdrl_g2sd` writes"],
-    "upernet_tdrl_ti_distilled": ["ADE20K", "--task.teacher"],
+    "upernet_tdrl_ti_distilled": [
+        "ADE20K",
+        "task.teacher runs/upernet_teacher_b/model.safetensors, which `isomorph train upernet_teacher_b` writes; "
+        "memory and hours are without it",
+    ],
+    "vitdet_plain_ti_distilled": ["task.teacher .*`isomorph train vitdet_teacher_b` writes"],
     "glue_rte": ["GLUE", "`isomorph train bert_small` writes", "task.tokenizer google-bert"],
 }
 

@@ -1,5 +1,6 @@
 """What `fuse` may not change, by kinds: other calls and sizes, choices by numbers, traces of trials, precision."""
 
+import contextlib
 import copy
 import io
 from collections import deque
@@ -542,11 +543,11 @@ def test_work_of_more_than_five_seconds_says_so_on_a_terminal(monkeypatch):
     for is_terminal, expected in ((False, ""), (True, "\rfuse: call 9, 6 s\x1b[K\r\x1b[K")):
         shown.isatty = lambda is_terminal=is_terminal: is_terminal
         now[0] = 0.0
-        work = SlowWork("fuse")
-        for seconds, call in ((1, 2), (4.9, 7), (6, 9), (6.1, 10)):
-            now[0] = seconds
-            work.step(f"call {call}")
-        work.end()
+        with contextlib.suppress(KeyboardInterrupt), SlowWork("fuse") as work:
+            for seconds, call in ((1, 2), (4.9, 7), (6, 9), (6.1, 10)):
+                now[0] = seconds
+                work.step(f"call {call}")
+            raise KeyboardInterrupt
         assert shown.getvalue() == expected
 
 

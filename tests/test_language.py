@@ -259,6 +259,18 @@ class TestRuns:
         model = open_given(str(pretrained), CheckpointOptions())
         assert iso.evaluate(model)["sequences"] == 8
 
+    def test_a_split_goes_before_a_test_file(self, root, tmp_path, pretrained):
+        """A run with data.split tests on a part of its training text, also next to a dev.txt."""
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        (folder / "train.txt").write_text((root / "text.txt").read_text())
+        (folder / "dev.txt").write_text("a b c d e f g h i " * 40)
+        model = iso.load(pretrained / "model.safetensors")
+        assert iso.evaluate(model, folder) == iso.evaluate(model, root / "text.txt")
+        (folder / "train.txt").write_text("a b c " * 400)  # another text: its test file
+        alone = iso.evaluate(model, folder / "dev.txt")
+        assert iso.evaluate(model, folder) == alone
+
     def test_a_changed_text_of_its_run_is_refused(self, root, tmp_path, pretrained):
         grown = tmp_path / "text.txt"
         grown.write_text((root / "text.txt").read_text() + "\n" + "a b c d e f g h i " * 40)

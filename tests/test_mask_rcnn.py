@@ -182,6 +182,14 @@ def test_boxes_read_the_map_of_their_size():
     torch.testing.assert_close(y[1:2], expected)
 
 
+def test_boxes_on_bfloat16_maps_keep_their_coordinates():
+    pool = PyramidRoIAlign(7, (4,))
+    maps = {"0": torch.randn(1, 2, 256, 256).cumsum(2).bfloat16()}
+    boxes = [torch.tensor([[701.3, 703.1, 741.9, 747.7]])]
+    exact = pool({"0": maps["0"].float()}, boxes)
+    torch.testing.assert_close(pool(maps, boxes), exact.bfloat16(), rtol=0, atol=0)
+
+
 GATED = dict(rule=iso.AttentionToGPSA(), where="backbone.blocks.0.attn")
 REFUSED = {
     "windows": (lambda plain: iso.recast(plain, **GATED), "DecomposedAttention"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from isomorph.operations import observe, observing
+from isomorph.operations import observing
 
 
 class Picky(nn.Module):
@@ -21,7 +21,9 @@ def model():
 def test_calls_are_listed_in_the_order_in_which_they_end():
     outer = model()
     x = torch.ones(2)
-    calls = observe(outer, lambda: outer["inner"](x))
+    calls = []
+    with observing(outer, after=calls.append):
+        outer["inner"](x)
     assert [call.name for call in calls] == ["inner.0", "inner.1", "inner"]
     assert calls[0].input is x
     assert torch.equal(calls[-1].output, 2 * x)

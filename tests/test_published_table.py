@@ -175,7 +175,8 @@ def test_each_command_starts_from_the_one_before():
     )
     assert (
         last
-        == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors"
+        == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors "
+        "--out runs/tdrl_fused_100ep-from-tdrl_fig5_v_4_g2sd"
     )
     *_, own_crop, calibrated = find_table("Refiner Table 5").rows[-1].commands
     assert "--rfc" not in own_crop
@@ -501,12 +502,14 @@ def test_parts_of_suites_and_random_weights_do_not_count(tmp_path):
 
 def test_files_that_are_not_evaluations(tmp_path):
     path = tmp_path / "x.json"
-    for text, message in (
-        ("[", "is not a result"),
-        ('{"model": "m", "top1": 3}', "evaluate m --suite imagenet --json"),
-    ):
+    for text in ("[", "[" * 100_000, "[1]", '{"top1": 3}'):
         path.write_text(text)
-        refused(message, read_evaluations, [path])
+        refused("is not a result", read_evaluations, [path])
+    path.write_text('{"model": "m", "top1": 3}')
+    assert read_evaluations([path]) == []
+    shown = isomorph("table", "T-CNN Table 2", path)
+    assert "has no result of a test suite, and is left out" in shown.stderr
+    assert "T-ResNet50-RS" in shown.stdout
 
 
 def test_command_line(tmp_path):
@@ -590,3 +593,90 @@ def test_the_mean_is_of_all_runs_that_count(tmp_path):
     table = filled("Refiner Table 6", *folders)
     means = [row for row in table.rows if row.values["part"] == "average" and row.runs]
     assert [result.measured["score"] for result in means[0].runs] == [70.0]
+
+
+@pytest.mark.parametrize("group", ["distill", "augment"])
+def test_a_group_that_is_switched_off_is_a_difference(group, tmp_path):
+    folder = write_run(tmp_path / "run", "convit_s_plus_distilled", *done(300), **{group: None})
+    results = [result for row in filled("ConViT section 3", folder).rows for result in row.runs]
+    assert [result.differs for result in results] == [group]
+
+
+def test_where_a_run_started_is_its_row(tmp_path):
+    def start(weights):
+        folder = tmp_path / Path(weights).stem
+        run = write_run(folder, "tdrl_fused_100ep", *done(100))
+        recipe = json.loads((run / "recipe.json").read_text())
+        recipe["model"]["weights"] = weights
+        (run / "recipe.json").write_text(json.dumps(recipe))
+        return run
+
+    right = start("tdrl_fig5_v_8_g2sd-fused.safetensors")
+    other = start("mine.safetensors")
+    counted = {row.label: row.runs for row in filled("TDRL Fig. 5", right, other).rows if row.runs}
+    assert {label: [run.differs for run in runs] for label, runs in counted.items()} == {
+        "-V-8": [""]
+    }
+    (row,) = [row for row in filled("TDRL Table 9", right, other).rows if row.runs]
+    assert [run.differs for run in row.runs] == [
+        f"from {name}, not {row.before}"
+        for name in (f"{right.name}.safetensors", "mine.safetensors")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "differs"),
+    [
+        ({"images": 50_000, "mce": 66.0}, ""),
+        ({"images": 200, "mce": 66.0}, "75 cells of 200 images"),
+        ({"images": 50_000}, "75 cells of 50,000 images"),
+        ({"images": 50_000, "size": [320, 320]}, "at 320"),
+    ],
+)
+def test_robustness_counts_when_it_is_whole(fields, differs, tmp_path):
+    path = tmp_path / "c.json"
+    result = {"model": "deit_s", "suite": "imagenet-c", "cells": [{}] * 75, "mean_top1": 47.0}
+    path.write_text(json.dumps(result | {"size": [224, 224]} | fields))
+    (row,) = [row for row in evaluated("T-CNN Table 2", path).rows if row.runs]
+    assert [run.differs for run in row.runs] == [differs]
+
+
+@pytest.mark.parametrize(
+    ("table", "model", "own", "given", "is_counted"),
+    [
+        ("T-CNN Fig. 7", "tcnn_resnetrs350", 320, None, False),
+        ("T-CNN Fig. 7", "tcnn_resnetrs350", 320, 416, True),
+        ("T-CNN Table 4", "resnetrs50", 160, 160, False),
+        ("T-CNN Table 4", "resnetrs50", 160, None, False),
+        ("T-CNN Table 4", "resnetrs50", 160, 224, True),
+        ("Refiner Table 5", "refined_vit_l_448", 448, None, True),
+        ("Refiner Table 5", "refined_vit_l_448", 448, 224, False),
+        ("TDRL Table 6", "tdrl_vit_ti_300ep", 224, None, True),
+        ("TDRL Table 6", "tdrl_vit_ti_300ep", 224, 320, False),
+    ],
+)
+def test_an_evaluation_counts_at_the_size_of_its_row(
+    table, model, own, given, is_counted, tmp_path
+):
+    path = write_evaluation(tmp_path / "s.json", model, given, imagenet=80.0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"input_size": [own, own]}))
+    assert bool(measured_rows(evaluated(table, path))) == is_counted
+
+
+def test_a_rectangle_is_not_a_square(tmp_path):
+    path = write_evaluation(tmp_path / "s.json", "deit_s", 224, imagenet=80.0)
+    path.write_text(path.read_text().replace("[224, 224]", "[224, 320]"))
+    assert not measured_rows(evaluated("T-CNN Table 2", path))
+
+
+def test_calibration_with_other_padding_is_not_the_row(tmp_path):
+    path = tmp_path / "rfc.json"
+    row = {"suite": "imagenet", "top1": 85.9, "images": 50_000, "rfc": 1.13, "rfc_fill": "zero"}
+    path.write_text(json.dumps({"model": "refined_vit_l_448", "rows": [row]}))
+    (found,) = [row for row in evaluated("Refiner Table 5", path).rows if row.runs]
+    assert [run.differs for run in found.runs] == ["padded with zero"]
+
+
+def test_a_page_is_of_one_table(tmp_path):
+    said = isomorph("table", "--out", "t.html", folder=tmp_path).stderr
+    assert "--out t.html is for one table; give its name" in said

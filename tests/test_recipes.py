@@ -407,6 +407,7 @@ WRONG = {
     "augment.scale=1": "augment.scale: .*given 1",
     "anneal.epochs=11": "anneal.epochs 11.*epochs 10",
     "data.size=[32]": "data.size",
+    "data.crop_pct=0.9 data.test_crop=whole": "crop_pct is for a crop, and test_crop whole has none",
     "model=cifar_resnet20": "model is a group of fields: name, .*model.name=VALUE",
     "loss=hinge": "loss: .*'softmax' or 'sigmoid'",
     "model.name=cifar_resnet2": "did you mean.*cifar_resnet20",
@@ -441,7 +442,9 @@ def test_wrong_fields_are_named(given):
 
 
 def test_epochs_do_not_shorten_a_run_of_iterations():
-    words = "160000 iterations, so epochs=3 has no effect; give iterations=NUMBER, or iterations=null"
+    words = (
+        "160000 iterations, so epochs=3 has no effect; give iterations=NUMBER, or iterations=null"
+    )
     refused(words, iso.load_recipe, "upernet_tdrl_ti", ["epochs=3"])
     assert iso.load_recipe("upernet_tdrl_ti", ["epochs=3", "iterations=null"]).epochs == 3
     assert iso.load_recipe("upernet_tdrl_ti", ["epochs=3", "iterations=40"]).iterations == 40

@@ -31,13 +31,15 @@ from isomorph.lab.report.attention_viewer import (
     ViewerModel,
     build_viewer,
     capture_layer_maps,
+    largest_differences,
     pack_layer_maps,
     round_rows,
 )
-from isomorph.lab.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
+from isomorph.lab.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe, runs_finding
 from isomorph.lab.report.html import render_page
 from isomorph.lab.report.page_images import normalise_images
 from isomorph.lab.report.robustness_page import robustness_charts, robustness_table
+from isomorph.lab.report.run_files import AccuracyPoint, read_points
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.terminal_tables import interval_text, metric_table
 from refusals import refused
@@ -85,6 +87,19 @@ class TestMaps:
             assert layer.where.queries == (4, 6)
         selected, _ = capture_layer_maps(model, x, "blocks.1.*")
         assert list(selected) == ["blocks.1.attn"]
+
+    def test_windows_that_are_shifted_have_no_difference(self):
+        swin = timm.create_model(
+            "swin_tiny_patch4_window7_224",
+            img_size=32,
+            window_size=4,
+            embed_dim=12,
+            num_heads=(2, 2, 2, 2),
+        )
+        found, _ = capture_layer_maps(swin.eval(), torch.randn(1, 3, 32, 32), keep_exact=True)
+        still, shifted = found["layers.0.blocks.0.attn"], found["layers.0.blocks.1.attn"]
+        assert largest_differences(still, still) == [[0.0, 0.0]]
+        assert largest_differences(still, shifted) is None
 
     def test_negative_attention_keeps_its_sign(self):
         maps = torch.tensor([[-1.0, 0.0, 3.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
@@ -343,6 +358,14 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
     return folder
 
 
+def test_a_constant_is_said_of_what_it_is():
+    gammas = report.Dots("Gammas", "weight", {"a": {"x": [0.0, 0.0]}}, each="channel")
+    assert gammas.constant_text() == "Gammas: 0 in every channel of every layer."
+    assert gammas.parts()["each"] == "channel"
+    spans = report.Dots("Spans", "steps", {"a": {"x": [2.0, NAN]}})
+    assert spans.constant_text() == "Spans: 2 in every head that has a value."
+
+
 class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
         whole = write_run(tmp_path / "a")
@@ -376,6 +399,90 @@ class TestRuns:
             "The runs have different test sets (digits, cifar10): their top-1 cannot be compared."
         )
         assert first.finding == expected
+
+    @pytest.mark.parametrize(
+        ("data", "images", "names"),
+        [
+            (({"root": "pets"}, {"root": "x/flowers"}), (9, 9), "pets, flowers"),
+            (({"root": "a/pets"}, {"root": "b/pets"}), (9, 9), None),
+            (({"root": "pets"}, {"root": "pets"}), (9, 5), "pets (9 images), pets (5 images)"),
+            (({"root": "pets"}, {"root": "pets"}), (9, None), None),
+            (({"root": "pets"}, {"root": "pets", "classes": 3}), (9, 9), "pets, pets (3 classes)"),
+        ],
+    )
+    def test_a_test_set_is_a_folder_its_classes_and_images(self, data, images, names, tmp_path):
+        folders = []
+        for name, own_data, count in zip("ab", data, images, strict=True):
+            folder = write_run(tmp_path / name)
+            recipe = {"data": {"source": "imagefolder"} | own_data}
+            (folder / "recipe.json").write_text(json.dumps(recipe))
+            row = {"epoch": 1, "top1": 50.0} | ({"images": count} if count else {})
+            (folder / "log.jsonl").write_text(json_lines([row]))
+            folders.append(folder)
+        first, *_ = report.compare_sections(report.read_run_logs(folders))
+        expected = f"The runs have different test sets ({names}): their top-1 cannot be compared."
+        assert (first.finding == expected) == (names is not None)
+
+    def test_a_run_without_top1_hides_no_interval(self, tmp_path):
+        folders = [write_run(tmp_path / name) for name in "abc"]
+        (folders[2] / "log.jsonl").write_text("")
+        first, *_ = report.compare_sections(report.read_run_logs(folders))
+        assert "95% interval" in first.finding
+        assert "1 run without a top-1" in first.finding
+
+    def test_a_lead_of_one_image_is_chance_at_100_percent_too(self):
+        assert "less than chance" in runs_finding({"a": 100.0, "b": 99.78}, 450)
+        assert "less than chance" not in runs_finding({"a": 100.0, "b": 90.0}, 450)
+
+    def test_damaged_and_foreign_files_stop_nothing(self, tmp_path):
+        folders = [write_run(tmp_path / name) for name in "abc"]
+        with open(folders[0] / "log.jsonl", "a") as file:
+            file.write("[" * 100_000 + "\n" + '{"epoch": null, "top1": 99.0}\n')
+        (folders[1] / "recipe.json").write_text('{"model": "resnet18", "data": "x"}')
+        (folders[2] / "recipe.json").unlink()
+        logs = report.read_run_logs(folders)
+        first, *others = report.compare_sections(logs)
+        assert first.table[1][3] == "3 of 4"
+        assert first.table[2][2] == "resnet18"
+        assert "a: 2 of 5 lines of log.jsonl cannot be read." in first.details.lines
+        fields = [row[0] for row in others[-1].table[1:]]
+        assert others[-1].table[0] == ["field", "a", "b"]
+        assert "model" in fields
+
+    def test_a_value_before_training_is_no_result(self, tmp_path):
+        folder = write_run(tmp_path / "a")
+        (folder / "log.jsonl").write_text(json_lines([{"epoch": 0, "top1": 10.0, "nll": 2.0}]))
+        first, *_ = report.compare_sections(report.read_run_logs([folder]))
+        head, row = first.table
+        assert row[head.index("best top-1 (%, 95% interval)")] == "-"
+        assert row[head.index("NLL (nats)")] == "-"
+
+    def test_one_evaluated_model_is_on_the_page(self, tmp_path):
+        point = AccuracyPoint("x", "pets", 50.0, 10**9, 10**6)
+        logs = report.read_run_logs([write_run(tmp_path / "a")])
+        sections = {each.title: each for each in report.compare_sections(logs, points=[point])}
+        section = sections["Accuracy and cost"]
+        assert section.table[1][0] == "x"
+        assert not section.charts
+
+    def test_points_of_different_numbers_of_images_are_of_two_test_sets(self):
+        point = AccuracyPoint("x", "pets", 50.0, 10**9, 10**6, 200)
+        other = point._replace(name="y", images=3_000)
+        (section,) = report.compare_sections([], points=[point, other])
+        assert [row[1] for row in section.table[1:]] == ["pets (200 images)", "pets (3,000 images)"]
+        assert len(section.charts[0].series) == 2
+
+    def test_results_of_one_name_have_their_paths(self, tmp_path):
+        paths = []
+        for folder in "ab":
+            path = tmp_path / folder / "x.json"
+            path.parent.mkdir()
+            result = {"model": "net", "top1": 50.0, "macs": 1, "parameters": 1, "data": "/d/pets"}
+            path.write_text(json.dumps(result))
+            paths.append(path)
+        points = read_points(paths)
+        assert [point.name for point in points] == [f"net ({path})" for path in paths]
+        assert {point.data for point in points} == {"pets"}
 
     def test_curves_are_thinned_to_means_and_reduced_over_layers(self):
         rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * MAX_CURVE_POINTS)]

@@ -1,10 +1,12 @@
 """TDRL's recipes: fine-tuning as in MAE and G2SD, BatchNorm alone, MobileOne's growing images and falling decay."""
 
 import math
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from torch import nn
 
 import isomorph as iso
@@ -16,6 +18,7 @@ from isomorph.lab.training.optim import (
     set_weight_decay,
 )
 from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.run.loop import train_step
 from isomorph.lab.training.run.state import Run
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
@@ -170,12 +173,37 @@ def test_the_last_norm_has_the_rate_of_the_head(name):
     assert scales["blocks.1.norm2.weight"] == 0.5
 
 
+def test_pre_training_leaves_no_classifier_to_its_fine_tuning(tmp_path):
+    """The classifier of fine-tuning is drawn near zero also where both have the same classes."""
+    kwargs = {key: value for key, value in SMALL.items() if key != "num_classes"}
+    data = dict(source="digits", fraction=0.1, test_images=20, size=[32, 32], batch_size=32)
+    values = dict(data=data, epochs=1, out=str(tmp_path / "pre"), device="cpu")
+    mask = dict(depth=1, width=16, heads=2)
+    iso.train(validate(values | dict(model=dict(name="tdrl_vit_ti", kwargs=kwargs), mask=mask)))
+    weights = tmp_path / "pre/model.safetensors"
+    assert not [name for name in iso.load(weights).state_dict() if name.startswith("head")]
+    part = ModelPart(name="tdrl_vit_ti", weights=weights, kwargs=kwargs, head_std=2e-5)
+    assert build_model(part, 10).head.weight.std() < 3e-5
+
+
+def test_drop_path_is_that_of_the_run_and_not_of_its_weights(tmp_path):
+    weights = tmp_path / "trained.safetensors"
+    iso.save(timm.create_model("tdrl_vit_ti", num_classes=10, drop_path_rate=0.3, **SMALL), weights)
+    for rate in (0.0, 0.1):
+        model = build_model(ModelPart(weights=weights), 10, rate)
+        rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+        assert max(rates, default=0.0) == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("name", ["upernet_tdrl_ti_distilled", "vitdet_plain_ti_distilled"])
 def test_a_distilled_task_needs_its_teacher(name, tmp_path):
     weights = tmp_path / "w.safetensors"
     weights.touch()
     given = [f"model.weights={weights}", f"out={tmp_path / 'run'}", "device=cpu"]
-    refused("task.teacher", Run, iso.load_recipe(name, given))
+    teacher = iso.load_recipe(name).task.task.options.teacher
+    assert Path(teacher).parts[1] in RECIPES
+    words = f"task.teacher: {teacher} does not exist; if .* creates it"
+    refused(words, Run, iso.load_recipe(name, given))
 
 
 def test_smaller_images_are_tried_on_the_teacher(tmp_path):

@@ -1,6 +1,7 @@
 """Recipes, the loop and its checkpoints: what a user trusts a run with."""
 
 import copy
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -169,6 +170,39 @@ class TestRun:
         assert torch.equal(rebuilt(x), result.model(x))
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
 
+    def test_the_monitor_reads_images_as_they_are_with_mixup_too(self, tmp_path):
+        images = []
+        for name, alpha in (("plain", 0.0), ("mixed", 0.8)):
+            augment = dict(crop_padding=2, hflip=0, mixup=alpha)
+            images.append(train_step(Run(tiny(tmp_path / name, augment=augment)))[1])
+        assert torch.equal(*images)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "classifies", "said"),
+        [
+            ({"accuracy": 52.71, "examples": 277}, {"accuracy": 52.35}, False, ""),
+            ({"accuracy": 72.71, "examples": 277}, {"accuracy": 52.35}, False, "or lower optim.lr"),
+            ({"top1": 72.0, "images": 277}, {"top1": 52.0}, True, "augment.hflip"),
+            ({"miou": 40.0}, {"miou": 20.0}, False, "or lower optim.lr"),
+        ],
+    )
+    def test_a_worse_end_is_said_with_advice_that_applies(
+        self, old, new, classifies, said, tmp_path
+    ):
+        (tmp_path / "log.jsonl").write_text(json.dumps({"epoch": 0} | old) + "\n")
+        lines = []
+        key = next(iter(new))
+        run = SimpleNamespace(
+            recipe=SimpleNamespace(folder=tmp_path),
+            progress=SimpleNamespace(metrics=new),
+            objective=SimpleNamespace(score=lambda metrics: metrics[key]),
+            task=SimpleNamespace(classifies=classifies, printed={key: ".2f"}),
+        )
+        loop._say_if_worse(run, SimpleNamespace(say=lines.append))
+        assert bool(lines) == bool(said)
+        assert said in "".join(lines)
+        assert classifies or "augment" not in "".join(lines)
+
     def test_each_step_has_its_rate_and_its_draws_and_averages_follow_it(
         self, tmp_path, monkeypatch
     ):
@@ -188,7 +222,7 @@ class TestRun:
             before = copy.deepcopy(run.averaged.conv1.weight.detach())
             train_step(run)
             assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * (1 - step / 3))
-            kept = 0.5 * (step > 1)  # timm's average begins with the weights
+            kept = 0.5 * (step > 0)  # timm's average begins with the weights after the first step
             wanted = before.lerp(run.trained.conv1.weight, 1 - kept)
             torch.testing.assert_close(run.averaged.conv1.weight, wanted, rtol=0, atol=1e-9)
             run.progress.step += 1

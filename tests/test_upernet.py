@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import gen_relative_position_index
+from timm.layers import DropPath, gen_relative_position_index
 from torch import nn
 
 import isomorph as iso
@@ -46,6 +46,14 @@ def perturb(model):
                 noise = torch.rand(tensor.shape, generator=generator).to(tensor)
                 tensor.copy_(tensor + 0.1 * noise if "var" not in name else 0.5 + noise)
     return model
+
+
+def test_drop_path_is_the_one_that_is_given_last():
+    kwargs = BACKBONES["tdrl_vit_ti"] | dict(drop_path_rate=0.3)
+    for given, used in ((0.1, 0.1), (0.0, 0.3)):
+        model = build(backbone_kwargs=kwargs, drop_path_rate=given)
+        rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+        assert max(rates) == pytest.approx(used)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,30 @@ from typing import Any, TypeGuard
 JsonObject = dict[str, Any]
 
 
+def parse_object(text: str | bytes) -> JsonObject | None:
+    """Return the object in a text; None where it is not one of JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_object(path: Path) -> JsonObject | None:
     """Return the object in a JSON file; None where there is none, or where it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return None
-    return value if isinstance(value, dict) else None
+    return parse_object(text)
+
+
+def parse_log_row(line: str | bytes) -> JsonObject | None:
+    """Return the row in a line of a run's log; None for a damaged line: not an object, or with other types."""
+    row = parse_object(line)
+    if row is None or any(type(row.get(key, 0)) is not int for key in ("step", "epoch")):
+        return None
+    return row
 
 
 def flatten(groups: Mapping[str, Any], prefix: str = "") -> JsonObject:

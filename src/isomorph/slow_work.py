@@ -9,7 +9,7 @@ BETWEEN = 0.5
 
 
 class SlowWork:
-    """Shows on a terminal which step long work is at, in one line that its end removes."""
+    """Context that shows on a terminal which step long work is at, in one line that its end or an error removes."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -27,8 +27,10 @@ class SlowWork:
         sys.stderr.write(f"\r{self.title}: {text}, {now - self._begun:.0f} s\x1b[K")
         sys.stderr.flush()
 
-    def end(self) -> None:
-        """Remove the line."""
+    def __enter__(self) -> "SlowWork":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._is_shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -14,6 +14,9 @@ Row = dict[str, Any]
 Rows = list[Row]
 Table = list[list[str]]
 
+# What follows the name of a model whose weights are random.
+RANDOM_WEIGHTS = " (random weights)"
+
 MetricFormats = dict[str, tuple[str, Callable[[Any], str]]]
 
 

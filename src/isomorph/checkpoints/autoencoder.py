@@ -91,7 +91,10 @@ def load_autoencoder(
         )
     if "autoencoder" in contents.header:
         if encoder_name:
-            raise UserError(f"{path} names its encoder itself; omit encoder_name={encoder_name!r}")
+            raise UserError(
+                f"{path} names its encoder itself; leave out encoder_name (mask.teacher_model of a recipe), "
+                f"{encoder_name!r}"
+            )
         header = read_parts(contents)
 
         def build() -> MaskedAutoencoder:
@@ -113,7 +116,8 @@ def load_autoencoder(
         model = MaskedAutoencoder(encoder, depth, len(embed), heads, mask, normalise)
     else:
         raise UserError(
-            f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
+            f"{path} does not name its encoder; give its timm name as encoder_name (mask.teacher_model of a recipe), "
+            "for example vit_base_patch16_224"
         )
     model_state: dict[str, Any] = {}
     for name, tensor in state.items():

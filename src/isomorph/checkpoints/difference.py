@@ -15,7 +15,8 @@ _OTHER = object()
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     """Return the first difference between a model and its twin in words, or None if they are the same network.
 
-    Compared are tensors by name and shape, which parameters are tied, what modules print, and their plain attributes, dropout rates among them.
+    Compared are tensors by name and shape, which parameters are tied, what modules print, and their plain attributes,
+    dropout rates among them.
     """
     shapes = _shapes_of(model)
     other_shapes = _shapes_of(twin)

@@ -323,7 +323,9 @@ def compare_(
         if along:
             histories = _measure_along(logs, along, test, options, device, show_step)
     count = test.max_images or _MAX_IMAGES
-    sampled = f"{count} test images of {test.data or 'the data of each run'}, drawn at random"
+    sampled = (
+        f"at most {count} test images of {test.data or 'the data of each run'}, drawn at random"
+    )
     sections = compare_sections(logs, gating_histories(logs, options), histories, sampled, points)
     if not sections:
         raise UserError(
@@ -427,7 +429,6 @@ def _accuracy_points(
     for log in logs:
         if log.best_top1 is None:
             continue
-        data = log.recipe.get("data") or {}
         try:
             cost = run_cost(log.folder, options)
         except UserError as error:
@@ -435,9 +436,13 @@ def _accuracy_points(
             log.problems.append(problem)
             say(f"isomorph: {log.name}: {problem}", sys.stderr)
             continue
+        test_set = log.test_set or "test set"
         run_points.append(
-            AccuracyPoint(log.name, str(data.get("source", "test set")), log.best_top1, **cost)
+            AccuracyPoint(log.name, test_set, log.best_top1, **cost, images=log.test_images)
         )
+    for log in logs:
+        if log.best_top1 is None and (run_points or points):
+            log.problems.append("no top-1, so it is not in the chart of accuracy and cost")
     names = [point.name for point in (*run_points, *points)]
     for name in names:
         if names.count(name) > 1:

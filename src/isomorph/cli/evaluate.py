@@ -89,7 +89,11 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime
-        from isomorph.lab.evaluation.model_data import default_data, training_root
+        from isomorph.lab.evaluation.model_data import (
+            default_data,
+            evaluation_config,
+            training_root,
+        )
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
     locations = find_suites(classifier.suite, load.root, data) if classifier.suite else {}
@@ -112,7 +116,10 @@ def evaluate_(
     rows, costs = _measure(net, classifier, data_options, locations, sizes, runtime, exported)
     if not runtime.is_main:
         return
-    head = {"model": model}
+    head: JsonObject = {
+        "model": model,
+        "input_size": list(evaluation_config(net)["input_size"][1:]),
+    }
     if not locations:
         head["data"] = data or default_data(net)
     if not opening.pretrained:
@@ -198,7 +205,7 @@ def _measure(
 
 
 def _show_rows(
-    head: dict[str, str],
+    head: JsonObject,
     rows: Rows,
     costs: Rows,
     has_several: bool,

@@ -21,6 +21,7 @@ from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, require_ne
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError, did_you_mean, one_line, unknown_model
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
+from isomorph.terminal_tables import RANDOM_WEIGHTS
 
 app = App(
     name="isomorph",
@@ -323,4 +324,4 @@ def check_out(
 
 def display_name(model: str, pretrained: bool) -> str:
     """Return the name of a model in results, which says when its weights are random."""
-    return model if pretrained else f"{model} (random weights)"
+    return model if pretrained else model + RANDOM_WEIGHTS

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from isomorph.cli import options as opt
-from isomorph.cli.output import page_footer, progress_bar, show
+from isomorph.cli.output import page_footer, page_line, progress_bar, show
 from isomorph.errors import UserError
 
 
@@ -141,6 +141,6 @@ def robustness(
     texts: list[Any] = [severity_table(result), "\n" + "\n".join(summary_lines(result))]
     if page:
         base = read_result(cells.baseline.expanduser()) if cells.baseline else None
-        write_robustness(page, result, base, page_footer())
-        texts.append(f"page: {page}")
+        size = write_robustness(page, result, base, page_footer())
+        texts.append(page_line(page, size))
     show(json_, result, *texts)

@@ -1,11 +1,17 @@
 """The table command."""
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isomorph.cli import options as opt
-from isomorph.cli.output import page_footer, show
+from isomorph.cli.output import page_footer, page_line, show
 from isomorph.cli.tables import tables
-from isomorph.terminal_tables import print_table, print_text_table, say
+from isomorph.errors import UserError
+from isomorph.terminal_tables import Table, count_of, print_table, print_text_table, say
+
+if TYPE_CHECKING:
+    from isomorph.lab.recipes.tables import PublishedTable
 
 
 @opt.command
@@ -36,6 +42,8 @@ def table(
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
     if name is None:
+        if out:
+            raise UserError(f"--out {out} is for one table; give its name")
         listed = tables()["published"]
         if json_:
             show(True, listed)
@@ -49,31 +57,18 @@ def table(
             table_with_runs,
         )
         from isomorph.lab.report.evaluations import read_evaluations
-        from isomorph.lab.report.html import Section, write_page
-        from isomorph.lab.report.published_table import (
-            command_lines,
-            published_charts,
-            published_table,
-        )
+        from isomorph.lab.report.published_table import command_lines, published_table
         from isomorph.lab.report.run_files import read_run_logs
-    files: list[Path] = []
-    folders: list[Path] = []
-    for path in runs or []:
-        if path.suffix == ".json":
-            files.append(path)
-        else:
-            folders.append(path)
+    files = [path for path in runs or [] if path.suffix == ".json"]
+    folders = [path for path in runs or [] if path.suffix != ".json"]
+    evaluations = read_evaluations(files)
+    for path in files:
+        if path.stem not in {evaluation.name for evaluation in evaluations}:
+            say(f"isomorph: {path} has no result of a test suite, and is left out", sys.stderr)
     found = table_with_runs(find_table(name), read_run_logs(folders))
-    found = table_with_evaluations(found, read_evaluations(files))
+    found = table_with_evaluations(found, evaluations)
     text = published_table(found.columns, found.rows)
-    count = sum(len(row.runs) for row in found.rows)
-    if out:
-        lines = [found.title, *command_lines(found.rows)]
-        if found.note:
-            lines.insert(1, found.note)
-        charts = published_charts(found.name, found.charts, found.rows)
-        section = Section(found.name, "\n".join(lines), text, charts=charts)
-        write_page(out, found.name, f"{count} runs.", [section], page_footer())
+    page = _write_page(out, found, text) if out else ""
     if json_:
         rows = [row.as_dict() for row in found.rows]
         show(json_, {"table": found.name, "title": found.title, "note": found.note, "rows": rows})
@@ -82,9 +77,26 @@ def table(
     if found.note:
         say(found.note)
     print_table(text)
-    if not count:
+    if not any(row.runs for row in found.rows):
         say("")
         for line in command_lines(found.rows):
             say(line)
-    if out:
-        say(f"page: {out}")
+    if page:
+        say(page)
+
+
+def _write_page(out: Path, found: "PublishedTable", text: Table) -> str:
+    """Write the page of a table, and return the line that says so."""
+    from isomorph.lab.report.html import Section, write_page
+    from isomorph.lab.report.published_table import command_lines, published_charts
+
+    section = Section(
+        found.name,
+        f"{found.title}. {found.note}".strip(),
+        text,
+        listing="\n".join(command_lines(found.rows)),
+        charts=published_charts(found.name, found.charts, found.rows),
+    )
+    measured = {result.run for row in found.rows for result in row.runs}
+    lead = f"{count_of(len(measured), 'result')} of runs and evaluations."
+    return page_line(out, write_page(out, found.name, lead, [section], page_footer()))

@@ -11,7 +11,7 @@ from isomorph.operations.maps import (
     to_standard_map,
     usual_layout,
 )
-from isomorph.operations.observe import ModuleCall, observe, observing
+from isomorph.operations.observe import ModuleCall, observing
 from isomorph.operations.traces import left_no_trace, state_of
 from isomorph.operations.values import TensorVersion, leaves, parts_of, tensors_in, value_of
 from isomorph.operations.wrapped_models import (
@@ -46,7 +46,6 @@ __all__ = [
     "leaves",
     "left_no_trace",
     "match_modes",
-    "observe",
     "observing",
     "parts_of",
     "records_outputs",

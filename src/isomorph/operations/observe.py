@@ -91,19 +91,3 @@ def observing(
                 )
             hooks.enter_context(module.register_forward_hook(end, always_call=True))
         yield running
-
-
-def observe(
-    model: nn.Module, call: Callable[[], Any], names: Iterable[str] | None = None
-) -> list[ModuleCall]:
-    """Return the calls of the named modules, by default of all, in the order in which they end.
-
-    >>> from isomorph.operations import observe
-    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
-    >>> [each.name for each in observe(model, lambda: model(torch.zeros(2, 3)))]
-    ['0', '1', '']
-    """
-    calls: list[ModuleCall] = []
-    with observing(model, after=calls.append, names=names):
-        call()
-    return calls

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from isomorph.errors import DoesNotRun, NotFinite, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
+from isomorph.slow_work import SlowWork
 from isomorph.surgery.calls import Inputs, batches_of, dtype_name, run_model
 from isomorph.surgery.fuse_report import FuseReport
 from isomorph.surgery.merge import NOT_CALLED, find_faults, merge
@@ -227,39 +228,43 @@ def fuse_with_report(
     names = fusible_modules(plain)
     exact = copy_model(model)
     exact.eval()
-    calls: ReferenceCalls | None = None
-    problem = "the weights have no values (device meta)"
-    if norms and not any(parameter.is_meta for parameter in plain.parameters()):
-        exact = exact.double()
-        calls, problem = _reference_calls(exact, model, example, only_forward, affine)
-    left: dict[str, str] = {}
-    if calls is not None:
-        left = find_faults(
-            list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen))
-        )
-    names = tuple(name for name in names if name not in left)
-    new = _fused(copy_model(model), names)
-    report = FuseReport(names)
-    if calls is not None:
-        exact = _fused(copy_module(exact), names) if names else exact
-        merged = merge(exact, calls, across)
-        new = _replay(new, merged.edits)
-        copy_tensors(merged.model, new)
-        left |= merged.report.left
-        report = replace(
-            merged.report,
-            fused=names,
-            untried=tuple(calls.untried),
-            difference=calls.largest,
-            inputs=calls.sizes,
-            entry_points=tuple(calls.entries),
-            rounded=calls.rounding(merged.model, new),
-        )
-        calls.end()
-    elif norms:
-        left = {
-            name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)
-        }
+    with SlowWork("comparing the fused model") as work:
+        calls: ReferenceCalls | None = None
+        problem = "the weights have no values (device meta)"
+        if norms and not any(parameter.is_meta for parameter in plain.parameters()):
+            exact = exact.double()
+            calls, problem = _reference_calls(
+                exact, model, example, only_forward, affine, work.step
+            )
+        left: dict[str, str] = {}
+        if calls is not None:
+            left = find_faults(
+                list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen))
+            )
+        names = tuple(name for name in names if name not in left)
+        new = _fused(copy_model(model), names)
+        report = FuseReport(names)
+        if calls is not None:
+            exact = _fused(copy_module(exact), names) if names else exact
+            merged = merge(exact, calls, across)
+            new = _replay(new, merged.edits)
+            copy_tensors(merged.model, new)
+            left |= merged.report.left
+            report = replace(
+                merged.report,
+                fused=names,
+                untried=tuple(calls.untried),
+                difference=calls.largest,
+                inputs=calls.sizes,
+                entry_points=tuple(calls.entries),
+                rounded=calls.rounding(merged.model, new),
+            )
+        elif norms:
+            left = {
+                name: problem
+                for name, module in new.named_modules()
+                if isinstance(module, _BatchNorm)
+            }
     _check_rounded(new, plain)
     if left:
         name, reason = next(iter(left.items()))
@@ -326,13 +331,14 @@ def _reference_calls(
     example: Inputs | Sequence[Inputs] | None,
     only_forward: bool,
     affine: bool,
+    show_step: Callable[[str], None],
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     batches = own_example(exact) if example is None else example
     if batches is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return ReferenceCalls(exact, batches, only_forward, affine), ""
+        return ReferenceCalls(exact, batches, only_forward, affine, show_step), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"

@@ -533,7 +533,7 @@ class Ties:
 
 
 def _of_different_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the first of the names of each parameter, which may be gone, of a module that a model has several times."""
+    """Return the first name of each parameter, which may be gone, of a module that a model has several times."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first_names: dict[tuple[nn.Module, str], str] = {}
     for name in names:

@@ -20,7 +20,6 @@ from isomorph.operations import (
     state_of,
     tensors_in,
 )
-from isomorph.slow_work import SlowWork
 from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
@@ -92,11 +91,12 @@ class ReferenceCalls:
         example: Inputs | Sequence[Inputs],
         only_forward: bool,
         affine: bool,
+        show_step: Callable[[str], None],
     ) -> None:
         first, *others = [cast_floats(x, torch.float64) for x in batches_of(example)]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
-        self._work = SlowWork("comparing the fused model")
+        self._show_step = show_step
         self._number_of_calls = 0
         self.only_forward = only_forward
         self._affine = affine
@@ -203,11 +203,7 @@ class ReferenceCalls:
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
-        self._work.step(f"call {self._number_of_calls}")
-
-    def end(self) -> None:
-        """Remove the line on the terminal that says which call is run."""
-        self._work.end()
+        self._show_step(f"call {self._number_of_calls}")
 
     def _to_call(self, model: nn.Module) -> nn.Module:
         """Return the model, or a copy of it if calls leave traces."""

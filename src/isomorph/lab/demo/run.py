@@ -67,8 +67,9 @@ class Demo:
     @property
     def equality(self) -> str:
         """The result of the comparison of CNN and T-CNN in one sentence."""
+        verdict = "computes" if self.report.passed else "does NOT compute"
         return (
-            f"The T-CNN computes the CNN's function: outputs differ by at most {self.report.fp64:.1g} in float64 and "
+            f"The T-CNN {verdict} the CNN's function: outputs differ by at most {self.report.fp64:.1g} in float64 and "
             f"{self.report.fp32:.1g} in float32; {self.agreeing} of {len(self.images)} test images get the same class."
         )
 
@@ -142,7 +143,7 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
     say(f"    {demo.equality}")
     say("\n[bold]3/4[/] inspect what its heads attend to")
     say(
-        f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel"
+        f"    on average, its 9 heads each give {weight:.1%} of their attention to one position of the old 3 x 3 kernel"
     )
     for i in range(SHOWN):
         enlarged = test.image(i).resize((96, 96), Image.Resampling.NEAREST)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from isomorph.errors import UserError
+from isomorph.json_values import is_number
 from isomorph.lab.recipes import RECIPES, Fields, load_recipe
 from isomorph.lab.report.evaluations import Evaluation
 from isomorph.lab.report.page_models import short_name
@@ -119,8 +120,20 @@ def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
         recipe=training[-1] if training[-1] in RECIPES else None,
         before=before[-1] if before else None,
         evaluated=evaluated,
+        sizes=_sizes_in(parts, by_column.get("size")),
         commands=commands_of(steps),
     )
+
+
+def _sizes_in(steps: Sequence[str], printed: Any) -> tuple[int, ...]:
+    """Return the sides at which the steps of a row evaluate: of their arguments, else the size that is printed."""
+    for step in steps:
+        given = re.fullmatch(r"(?:suites|suites_v2|evaluate --size)((?: \d+)+)", step)
+        if given:
+            return tuple(map(int, given[1].split()))
+    if isinstance(printed, int):
+        return (printed,)
+    return ()
 
 
 def commands_of(steps: str) -> list[str]:
@@ -133,9 +146,15 @@ def commands_of(steps: str) -> list[str]:
     for step in steps.split(" > "):
         word, _, argument = step.partition(" ")
         if step in RECIPES:
-            weights = f" --model.weights {model}" if model else ""
-            commands.append(f"isomorph train {step}{weights}")
-            model = f"runs/{step}/model.safetensors"
+            name = step
+            command = f"isomorph train {step}"
+            if model:
+                command += f" --model.weights {model}"
+            if model.endswith("-fused.safetensors"):  # one recipe trains all fused networks
+                name = f"{step}-from-{model.removesuffix('-fused.safetensors')}"
+                command += f" --out runs/{name}"
+            commands.append(command)
+            model = f"runs/{name}/model.safetensors"
         elif step == "fuse":
             fused = f"{Path(model).parent.name}-fused.safetensors"
             commands.append(f"isomorph fuse {model} --out {fused}")
@@ -181,17 +200,23 @@ def _normal(name: str) -> str:
 def table_with_runs(table: PublishedTable, logs: Sequence[RunLog]) -> PublishedTable:
     """Return a table whose rows have the runs of their recipes, and the mean of the runs of a part where it prints one.
 
-    A run belongs to the row of the recipe that it names; a run of another name, such as a second seed, to a row whose
-    recipe has the same `source`, and of several to the one that it differs least from.
+    A run belongs to the row of the recipe that it names, and of several to that of the weights it starts from; a run
+    of another name, such as a second seed, to a row whose recipe has the same `source`, and of several to the one that
+    it differs least from.
     """
     rows = list(table.rows)
     placed: dict[int, list[RunResult]] = {}
     for log in logs:
         for index in _rows_of(table, log):
             published = load_recipe(str(rows[index].recipe))
-            differs = describe_differences(
-                log.recipe, published, _trained_epochs(log), _trained_steps(log)
-            )
+            differences = [
+                describe_differences(
+                    log.recipe, published, _trained_epochs(log), _trained_steps(log)
+                )
+            ]
+            if not _starts_from(log, rows[index].before):
+                differences.append(f"from {_start(log)}, not {rows[index].before}")
+            differs = ", ".join(filter(None, differences))
             placed.setdefault(index, []).append(RunResult.of(log, table.columns, differs))
     for index, results in placed.items():
         rows[index] = replace(rows[index], runs=tuple(results))
@@ -217,19 +242,22 @@ def table_with_evaluations(
 def _is_of(row: TableRow, evaluation: Evaluation) -> bool:
     if row.evaluated is None or short_name(evaluation.model) != row.evaluated:
         return False
-    for column, value in (("size", evaluation.size), ("rfc_ratio", evaluation.rfc)):
-        printed = row.values.get(column)
-        if value is not None and isinstance(printed, int | float) and printed != value:
+    if evaluation.size is not None:
+        if row.sizes and evaluation.size not in [(side, side) for side in row.sizes]:
             return False
+        if not row.sizes and not evaluation.is_own_size:
+            return False
+    printed_ratio = row.values.get("rfc_ratio")
+    if evaluation.rfc is not None and is_number(printed_ratio) and printed_ratio != evaluation.rfc:
+        return False
     return any(column in row.values for column in evaluation.measured)
 
 
 def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
     own = str(log.recipe.get("name"))
     named = [i for i, row in enumerate(table.rows) if row.recipe == own]
-    if len(named) > 1:  # of runs that start from several others, the weights say which
-        weights = str((log.recipe.get("model") or {}).get("weights"))
-        named = [i for i in named if str(table.rows[i].before) in weights] or named
+    if len(named) > 1:
+        named = [i for i in named if _starts_from(log, table.rows[i].before)]
     if named or own in RECIPES:
         return named
     source = log.recipe.get("source")
@@ -242,6 +270,20 @@ def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
     if not differences:
         return []
     return [min(differences, key=differences.__getitem__)]
+
+
+def _start(log: RunLog) -> str | None:
+    """Return the file of the weights that a run starts from, None for none."""
+    model = log.recipe.get("model")
+    return model.get("weights") if isinstance(model, Mapping) else None
+
+
+def _starts_from(log: RunLog, recipe: str | None) -> bool:
+    """True if the weights that a run starts from are of a recipe's run, fused or not, or where either is not known."""
+    start = _start(log)
+    if recipe is None or start is None:
+        return True
+    return re.search(rf"(?<!\w){re.escape(recipe)}(?!\w)", start) is not None
 
 
 def _trained_epochs(log: RunLog) -> int:

@@ -98,7 +98,7 @@ GATING = (
     HeadMeasure("Gates", "sigma(gate)", gates, 1.0),
     HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
 )
-GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
+GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas, each="channel")
 PREFIX = HeadMeasure("Attention to class token and registers", "share", prefix_attention, 1.0)
 LARGEST = (
     HeadMeasure("Largest attention logit", "logit", _largest_logits),
@@ -106,7 +106,11 @@ LARGEST = (
 )
 STATISTICS = (*MEASURES.values(), PREFIX, *LARGEST)
 BRANCHES = HeadMeasure(
-    "Similarity of pyramid branches", "linear CKA of two branches", _branch_similarities, 1.0
+    "Similarity of pyramid branches",
+    "linear CKA of two branches",
+    _branch_similarities,
+    1.0,
+    "pair of branches",
 )
 
 
@@ -223,7 +227,10 @@ def _measure_charts(
                     layer: heads.flatten().tolist() for layer, heads in layers.items()
                 }
         if series:
-            charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
+            dots = Dots(
+                measure.title, measure.unit, series, measure.limit, RESOLUTION, measure.each
+            )
+            charts.append(dots)
     return charts
 
 

@@ -113,11 +113,19 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
         return None
     if (a.where, a.keys) != (b.where, b.keys) or a.exact.shape[2:] != b.exact.shape[2:]:
         return None
+    if not _are_equal_windows(a.windows, b.windows):
+        return None
     heads = min(a.exact.shape[1], b.exact.shape[1])
     differences = (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3))
     if bool(differences.isfinite().all()):
         return differences.tolist()
     return None
+
+
+def _are_equal_windows(a: WindowMembers | None, b: WindowMembers | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.members, b.members)
 
 
 def capture_layer_maps(

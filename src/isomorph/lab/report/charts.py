@@ -123,10 +123,11 @@ class Panel(Chart):
 
 @dataclass(frozen=True)
 class Dots(Chart):
-    """A chart of one value per head and layer, such as gates or spans: {series: {layer: a value for each head}}.
+    """A chart of a value of each head in each layer, such as gates or spans: {series: {layer: a value for each head}}.
 
     Layers run along the x axis; a line joins their means. `limit` is the top of the y axis, by default that of the
-    values. Values that differ by no more than `resolution` are equal: a page writes them instead of a chart.
+    values. Values that differ by no more than `resolution` are equal: a page writes them instead of a chart. `each`
+    names what a value is of, if not of a head.
 
     >>> gates = {name: values.tolist() for name, values in iso.gates(timm.create_model("t_cifar_resnet20")).items()}
     >>> iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": gates}, limit=1.0).layers[0]
@@ -137,6 +138,7 @@ class Dots(Chart):
     series: Mapping[str, Mapping[str, Sequence[float]]]
     limit: float | None = None
     resolution: float = 0.0
+    each: str = "head"
 
     @property
     def layers(self) -> list[str]:
@@ -166,6 +168,7 @@ class Dots(Chart):
             "y": _axis(self.y_label, heights),
             "series": series,
             "stops": [(number, None) for number in numbers.values()],
+            "each": self.each,
         }
 
     def table(self) -> Table:
@@ -179,11 +182,12 @@ class Dots(Chart):
 
     def constant_text(self) -> str:
         values = {
-            name: chain.from_iterable(layers.values()) for name, layers in self.series.items()
+            name: list(chain.from_iterable(layers.values())) for name, layers in self.series.items()
         }
-        return _constant_sentence(
-            self.title, values, "in every head of every layer", self.resolution
-        )
+        where = f"in every {self.each} of every layer"
+        if not all(map(math.isfinite, chain.from_iterable(values.values()))):
+            where = f"in every {self.each} that has a value"
+        return _constant_sentence(self.title, values, where, self.resolution)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
         return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
     second, other = others[0]
     lead = f"{reached}, {value - second:.2f} points above {other}"
-    if images and value - second < chance_difference(value, images):
+    if images and value - second < chance_difference((value + second) / 2, images):
         lead += f" (less than chance may do with {images:,} images)"
     return f"{name} reaches the best top-1, {lead}, each in its best epoch on the test images.{missing}"
 
@@ -206,7 +206,8 @@ def _result_row(log: RunLog, keys: Sequence[str]) -> list[str]:
     last: dict[str, float] = {}
     seconds = 0.0
     for row in log.epochs:
-        last |= {key: row[key] for key in keys if is_number(row.get(key))}
+        if row.get("epoch") != 0:
+            last |= {key: row[key] for key in keys if is_number(row.get(key))}
         if is_number(row.get("seconds")):
             seconds += row["seconds"]
     cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
@@ -214,7 +215,9 @@ def _result_row(log: RunLog, keys: Sequence[str]) -> list[str]:
 
 
 def _model_text(log: RunLog) -> str:
-    model = log.recipe.get("model") or {}
+    model = log.recipe.get("model")
+    if not isinstance(model, Mapping):
+        return str(model or "-")
     name = str(model.get("name") or model.get("weights") or "-")
     recast = model.get("recast") or {}
     if recast.get("rule"):
@@ -246,12 +249,12 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
 
 def _gating_section(gating: Mapping[str, GatingHistory]) -> Iterator[Section]:
     charts = list[Chart]()
-    texts = [
-        "Before training and after every epoch; centres from the first (ring) to the last (dot)."
-    ]
+    texts = ["At the epochs that were logged; centres from the first (ring) to the last (dot)."]
+    has_curves = False
     for run, history in gating.items():
         when = "at the end"
         if len(history.epochs) > 1:
+            has_curves = True
             when = "along training"
             epochs = history.epochs
             charts.append(
@@ -271,8 +274,8 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> Iterator[Section]:
                 f"{run}: heads without a centre at the end (locality not positive), and so "
                 f"without a span: {lost}."
             )
-    title = "Gates, spans and centres along training"
-    guide = f"{guides.CENTRES} {guides.RANGE}"
+    title = "Gates, spans and centres along training" if has_curves else "Centres of attention"
+    guide = f"{guides.CENTRES} {guides.RANGE}" if has_curves else guides.CENTRES
     if charts:
         yield Section(title, " ".join(texts), charts=charts, guide=guide)
 
@@ -292,26 +295,48 @@ def _history_section(histories: MeasureHistories, images: str) -> Iterator[Secti
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> Iterator[Section]:
-    if len(points) < 2:
+    if not points:
         return
+    test_sets = _test_sets([(point.data, point.images) for point in points])
     by_macs: Points = {}
     by_parameters: Points = {}
-    for point in points:
-        by_macs.setdefault(point.data, {})[point.name] = (point.macs / 1e9, point.top1)
-        by_parameters.setdefault(point.data, {})[point.name] = (point.parameters / 1e6, point.top1)
-    charts = [
-        Scatter("Top-1 against MACs", "GMACs per image", "top-1 (%)", by_macs),
-        Scatter("Top-1 against parameters", "parameters (M)", "top-1 (%)", by_parameters),
-    ]
+    for point, data in zip(points, test_sets, strict=True):
+        by_macs.setdefault(data, {})[point.name] = (point.macs / 1e9, point.top1)
+        by_parameters.setdefault(data, {})[point.name] = (point.parameters / 1e6, point.top1)
+    charts = (
+        []
+        if len(points) < 2
+        else [
+            Scatter("Top-1 against MACs", "GMACs per image", "top-1 (%)", by_macs),
+            Scatter("Top-1 against parameters", "parameters (M)", "top-1 (%)", by_parameters),
+        ]
+    )
     table = [["", "test set", "top-1 (%)", "GMACs per image", "parameters (M)"]]
-    for point in sorted(points, key=lambda point: point.macs):
+    of_points = zip(points, test_sets, strict=True)
+    for point, data in sorted(of_points, key=lambda each: each[0].macs):
         macs = format_number(point.macs / 1e9)
         parameters = format_number(point.parameters / 1e6)
-        table.append([point.name, point.data, f"{point.top1:.2f}", macs, parameters])
+        table.append([point.name, data, f"{point.top1:.2f}", macs, parameters])
     yield Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)
 
 
+def _test_sets(measured: Sequence[tuple[str, int | None]]) -> list[str]:
+    """Return the names of test sets, with the number of images where those of one name differ."""
+    counts: dict[str, set[int]] = {}
+    for name, images in measured:
+        counts.setdefault(name, set())
+        if images:
+            counts[name].add(images)
+    names = []
+    for name, images in measured:
+        if len(counts[name]) > 1:
+            name += f" ({images:,} images)" if images else " (unknown images)"
+        names.append(name)
+    return names
+
+
 def _recipe_section(logs: Sequence[RunLog]) -> Iterator[Section]:
+    logs = [log for log in logs if log.recipe]
     if len(logs) < 2:
         return
     recipes = [flatten_recipe(log.recipe) for log in logs]
@@ -334,13 +359,15 @@ def _results_section(logs: Sequence[RunLog]) -> Section:
         problems += [f"{log.name}: {problem}." for problem in log.problems]
     details = None
     if problems:
-        details = Details("Missing or damaged files", list(dict.fromkeys(problems)))
-    counts = {log.test_images for log in logs}
-    images = counts.pop() if len(counts) == 1 else None
+        details = Details("What is missing or damaged", list(dict.fromkeys(problems)))
     best = {log.name: log.best_top1 for log in logs}
-    sources = dict.fromkeys(filter(None, (log.data_source for log in logs)))
-    if len(sources) > 1:
-        names = ", ".join(sources)
+    measured = [log for log in logs if log.best_top1 is not None]
+    counts = {log.test_images for log in measured}
+    images = counts.pop() if len(counts) == 1 else None
+    known = [(log.test_set, log.test_images) for log in measured if log.test_set is not None]
+    test_sets = dict.fromkeys(_test_sets(known))
+    if len(test_sets) > 1:
+        names = ", ".join(test_sets)
         finding = f"The runs have different test sets ({names}): their top-1 cannot be compared."
     else:
         finding = runs_finding(best, images)
@@ -380,7 +407,7 @@ def compare_sections(
     charts = _learning_curves(logs)
     if charts:
         text = ""
-        if any(len(log.steps) > MAX_CURVE_POINTS for log in logs):
+        if any(max(len(log.steps), len(log.monitor)) > MAX_CURVE_POINTS for log in logs):
             text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
         sections.append(Section("Learning curves", text, charts=charts, guide=guides.CURVES))
     sections += _gating_section(gating or {})

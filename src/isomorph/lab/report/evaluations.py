@@ -8,9 +8,8 @@ from typing import Any
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject, is_number, read_object
 from isomorph.lab.evaluation.suites import SUITES
+from isomorph.terminal_tables import RANDOM_WEIGHTS
 
-# What follows the name of a model whose weights are random.
-RANDOM = " (random weights)"
 # Columns of published tables that a test suite fills.
 SUITE_COLUMNS = {
     "imagenet": "top1",
@@ -35,8 +34,10 @@ class Evaluation:
     model: str
     """The model as it was given to the command."""
     measured: Mapping[str, float]
-    size: int | None = None
-    """Side of the test images, None for the model's own."""
+    size: tuple[int, int] | None = None
+    """Height and width of the test images; None for ImageNet-C, which is tested at 224."""
+    is_own_size: bool = True
+    """The size is the model's own: none was given to the command."""
     rfc: float | None = None
     differs: str = ""
     """What of the evaluation is not a published one, in words; empty if nothing is."""
@@ -44,15 +45,15 @@ class Evaluation:
     @property
     def title(self) -> str:
         """The file's name, and the size if one was given."""
-        if self.size:
-            return f"{self.name} at {self.size}"
-        return self.name
+        if self.size is None or self.is_own_size:
+            return self.name
+        return f"{self.name} at {_size_text(self.size)}"
 
 
 def read_evaluations(files: Sequence[Path]) -> list[Evaluation]:
-    """Read the files that the commands' output was written to.
+    """Read the files that the commands' output was written to; one without a number for a column gives none.
 
-    Raises: UserError for a file that cannot be read, or has no number for a column.
+    Raises: UserError for a file that cannot be read.
     """
     evaluations = []
     for path in files:
@@ -68,15 +69,15 @@ def _read_file(path: Path) -> list[Evaluation]:
         )
     rows_of = _robustness_rows if "cells" in result else _suite_rows
     rows = list(rows_of(result))
-    if not rows:
-        raise UserError(
-            f"{path} has no result of a test suite; write it with isomorph evaluate {result['model']} --suite imagenet "
-            "--json"
-        )
-    model = result["model"].removesuffix(RANDOM)
+    model = result["model"].removesuffix(RANDOM_WEIGHTS)
     if model != result["model"] or result.get("weights") == "random":
         rows = [row | {"differs": "random weights"} for row in rows]
     return [Evaluation(path.stem, model, **row) for row in rows]
+
+
+def _size_text(size: Sequence[int]) -> str:
+    """Return 224 for a square, 224x320 for other sizes."""
+    return "x".join(map(str, dict.fromkeys(size)))
 
 
 def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
@@ -86,18 +87,21 @@ def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
         column = SUITE_COLUMNS.get(row.get("suite"))
         if column is None or not is_number(row.get("top1")):
             continue
-        size = row["size"][0] if row.get("size") else None
+        own_size = not row.get("size")
+        size = tuple(row.get("size") or result.get("input_size") or ()) or None
         rfc = row.get("rfc")
         if rfc:
             if column != "top1":  # the papers calibrate on ImageNet alone
                 continue
             column = "rfc_top1"
-        empty = {"measured": {}, "size": size, "rfc": rfc, "differs": ""}
+        empty = {"measured": {}, "size": size, "is_own_size": own_size, "rfc": rfc, "differs": ""}
         point = points.setdefault((size, rfc), empty)
         point["measured"][column] = float(row["top1"])
         images = SUITES[row["suite"]].scored_images
         if row.get("images", images) < images:
             point["differs"] = f"{row['images']:,} of {images:,} images of {row['suite']}"
+        if row.get("rfc_fill", "black") != "black":  # the padding of Refiner's Table 5
+            point["differs"] = f"padded with {row['rfc_fill']}"
     yield from points.values()
 
 
@@ -105,6 +109,10 @@ def _robustness_rows(result: JsonObject) -> Iterator[JsonObject]:
     if result.get("suite") != "imagenet-c" or not is_number(result.get("mean_top1")):
         return
     differs = ""
-    if "mce" not in result:
-        differs = f"{len(result['cells'])} cells of {result.get('images')} images"
+    images = result.get("images", 0)
+    size = result.get("size") or [224, 224]
+    if size != [224, 224]:
+        differs = f"at {_size_text(size)}"
+    elif "mce" not in result or images < SUITES["imagenet"].images:
+        differs = f"{len(result['cells'])} cells of {images:,} images"
     yield {"measured": {"imagenet_c": float(result["mean_top1"])}, "differs": differs}

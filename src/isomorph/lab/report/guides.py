@@ -46,7 +46,7 @@ PASS_COST = (
 HISTORY = "The base model, then every edit in order, then the recipe that trained the model, if it is known."
 RESULTS = (
     "NLL is the mean negative log-likelihood of the test labels: lower is better. Values other than the best top-1 are "
-    "those of the last epoch."
+    "those of the last evaluation."
 )
 ACCURACY_COST = (
     "Best top-1 of a run, or the result of isomorph evaluate, against the cost of one image (1 MAC = 2 FLOPs, "

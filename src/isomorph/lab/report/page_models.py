@@ -25,12 +25,16 @@ PREDICTED_CLASSES = 3
 
 
 class HeadMeasure(NamedTuple):
-    """A number of each head: `of(model, ...)` returns {layer: (heads,)}; `limit` is the top of its axis."""
+    """A number of each head, or of what `each` names: `of(model, ...)` returns {layer: (heads,)}.
+
+    `limit` is the top of its axis.
+    """
 
     title: str
     unit: str
     of: Callable[..., dict[str, Tensor]]
     limit: float | None = None
+    each: str = "head"
 
 
 # What is measured of any attention, by its name in `isomorph compare --along`.

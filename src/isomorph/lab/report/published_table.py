@@ -152,6 +152,8 @@ class TableRow:
     """The recipe whose model the run of `recipe` starts from."""
     evaluated: str | None = None
     """The recipe or model whose evaluations have the row's numbers."""
+    sizes: tuple[int, ...] = ()
+    """Sides of the images of those evaluations; empty for the model's own."""
     commands: Sequence[str] = ()
     """Commands that make the row, first to last; none for a quoted number."""
     runs: Sequence[RunResult] = field(default=())
@@ -241,7 +243,7 @@ def command_lines(rows: Sequence[TableRow]) -> Iterator[str]:
 def published_charts(
     title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]
 ) -> list[Chart]:
-    """Return the charts of a table: lines where x repeats in each series, else points; published, and measured.
+    """Return the charts of a table, published and measured: of fractions of the images lines of means, else points.
 
     Runs that differ from their rows are left out. Where x is the time of training, measured runs have a chart of their
     own, by hours: a paper's times are multiples of one run's.

@@ -1,15 +1,24 @@
 """Runs and evaluated models, read from the files that `isomorph train` and `isomorph evaluate --json` write."""
 
-import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from isomorph.errors import UserError
-from isomorph.json_values import JsonObject, is_number, read_object
+from isomorph.json_values import (
+    JsonObject,
+    is_number,
+    parse_log_row,
+    parse_object,
+    read_object,
+)
 from isomorph.lab.report.page_models import short_name
-from isomorph.terminal_tables import Rows
+from isomorph.terminal_tables import RANDOM_WEIGHTS, Rows
+
+# Data sources that name no data set.
+_FORMATS = ("imagefolder", "tar", "webdataset", "huggingface", "huggingface-stream", "text")
 
 
 @dataclass(frozen=True)
@@ -25,10 +34,17 @@ class RunLog:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def data_source(self) -> str | None:
-        """The name of the data source, None where the recipe does not say."""
-        source = (self.recipe.get("data") or {}).get("source")
-        return None if source is None else str(source)
+    def test_set(self) -> str | None:
+        """The name of the data source or folder, and of how many classes if of some; None where no recipe says it."""
+        data = self.recipe.get("data")
+        if not isinstance(data, Mapping) or data.get("source") is None:
+            return None
+        name = str(data["source"])
+        if data.get("root") and name in _FORMATS:
+            name = Path(str(data["root"])).name
+        if data.get("classes"):
+            name += f" ({data['classes']} classes)"
+        return name
 
     @property
     def best_top1(self) -> float | None:
@@ -48,13 +64,6 @@ class RunLog:
         return None
 
 
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _read_jsonl(path: Path, problems: list[str]) -> Rows:
     try:
         lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
@@ -64,7 +73,7 @@ def _read_jsonl(path: Path, problems: list[str]) -> Rows:
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
         return []
-    rows = [row for row in map(_parse, lines) if isinstance(row, dict)]
+    rows = [row for row in map(parse_log_row, lines) if row is not None]
     if len(rows) < len(lines):
         problems.append(
             f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read"
@@ -133,25 +142,29 @@ def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
 
 
 class AccuracyPoint(NamedTuple):
-    """A measured model: its name, the test set, top-1 in percent, MACs per image, number of parameters."""
+    """A measured model: its name, the test set and its images, top-1 in percent, MACs per image, parameters."""
 
     name: str
     data: str
     top1: float
     macs: int
     parameters: int
+    images: int | None = None
 
 
 def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
-    """Read results of `isomorph evaluate --json`; models of the same name get the file's name in parentheses.
+    """Read results of `isomorph evaluate --json`; models of the same name get the file in parentheses.
 
     Raises: UserError for a file that is not such a result, or lacks the model's cost.
     """
     points = [_read_point(path) for path in files]
-    names = [point.name for point in points]
+    names = Counter((point.name, "") for point in points)
+    names += Counter((point.name, path.stem) for point, path in zip(points, files, strict=True))
     unique = []
     for point, path in zip(points, files, strict=True):
-        if names.count(point.name) > 1:
+        if names[point.name, path.stem] > 1:
+            point = point._replace(name=f"{point.name} ({path})")
+        elif names[point.name, ""] > 1:
             point = point._replace(name=f"{point.name} ({path.stem})")
         unique.append(point)
     return unique
@@ -159,25 +172,31 @@ def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
 
 def _read_point(path: Path) -> AccuracyPoint:
     try:
-        result = _parse(path.read_text(errors="replace"))
+        result = parse_object(path.read_text(errors="replace")) or {}
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; write it with isomorph evaluate MODEL --json > "
             f"{path}"
         ) from None
-    values = result if isinstance(result, dict) else {}
-    if not isinstance(values.get("model"), str) or not is_number(values.get("top1")):
+    if not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
         raise UserError(
             f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set"
         )
     missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
     if missing:
         raise UserError(
-            f"{path} has no {' and no '.join(missing)}; write it with isomorph evaluate {result['model']} --json, "
-            "without --no-cost"
+            f"{path} has no {' and no '.join(missing)}, which are not counted of an exported model, or with "
+            "--no-cost; write it with isomorph evaluate CHECKPOINT --json"
         )
     name = short_name(result["model"])
     if result.get("weights") == "random":
-        name += " (random weights)"
+        name += RANDOM_WEIGHTS
     data = str(result.get("data", "test set"))
-    return AccuracyPoint(name, data, result["top1"], result["macs"], result["parameters"])
+    return AccuracyPoint(
+        name,
+        Path(data).name,
+        result["top1"],
+        result["macs"],
+        result["parameters"],
+        result.get("images"),
+    )

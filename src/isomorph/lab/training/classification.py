@@ -22,6 +22,7 @@ from isomorph.lab.evaluation.classes import (
     likeliest_classes,
 )
 from isomorph.lab.training.build import (
+    build_model,
     build_test_loader,
     build_train_loader,
     data_config,
@@ -59,6 +60,11 @@ class Classification(Task):
     train_loader: Any = staticmethod(build_train_loader)
     test_loader: Any = staticmethod(build_test_loader)
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+
+    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
+        # a classifier that nothing trains would be taken for a trained one by the fine-tuning after it
+        classes = 0 if recipe.mask else len(train.classes)
+        return build_model(recipe.model, classes, recipe.drop_path, recast_now)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: ImageConfig) -> None:
         name = recipe.model.name or str(recipe.model.weights)

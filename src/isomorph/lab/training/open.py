@@ -83,10 +83,14 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
 def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
     """Open a checkpoint with other arguments of timm.create_model; return the model and the names of its new tensors.
 
+    The rate of drop path is the one that is given, 0 if none is, and not that of the training before.
+
     Raises: UserError when the file cannot be opened, or does not fit with these arguments.
     """
     opened = load(path)
     base = {**describe_base(opened), **arguments}
+    if "drop_path_rate" not in arguments:
+        base.pop("drop_path_rate", None)
     model = rebuild(base, edits(opened))
     record_data(model, describe_data(opened))
     add_notes(model, *notes(opened))
@@ -100,6 +104,11 @@ def is_checkpoint_or_run(name: str) -> bool:
         or name.endswith(CHECKPOINTS)
         or (Path(name).exists() and not timm.is_model(name))
     )
+
+
+def is_missing(name: str) -> bool:
+    """True for a checkpoint or run of this machine that is not there."""
+    return not (name.startswith(HUB) or timm.is_model(name) or Path(name).exists())
 
 
 def needs_options(name: str) -> bool:

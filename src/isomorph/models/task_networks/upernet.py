@@ -198,7 +198,7 @@ class UPerNet(BackboneNetwork):
         self.backbone_kwargs = dict(backbone_kwargs or {})
         arguments = dict(self.backbone_kwargs)
         if drop_path_rate:
-            arguments.setdefault("drop_path_rate", drop_path_rate)
+            arguments["drop_path_rate"] = drop_path_rate
         built = build_backbone(backbone, in_chans, img_size, backbone_pretrained, arguments)
         self.backbone = built.module
         self.backbone_name = backbone

@@ -218,7 +218,8 @@ def summary_lines(result: JsonObject) -> Iterator[str]:
         yield f"{result['resumed']} cells were read from its file"
     if result["clean"]:
         clean = result["clean"]["top1"]
-        yield f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})"
+        interval = interval_text(clean, result["clean"]["images"])
+        yield f"clean top-1 {clean:.2f} % (95% interval {interval})"
     if "relative_mce" in result:
         yield (
             f"mCE {result['mce']:.1f} %, relative mCE {result['relative_mce']:.1f} % "

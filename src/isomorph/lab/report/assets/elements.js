@@ -91,5 +91,8 @@ function seriesColour(spec, index) {
 
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2"];
 
+/** Return the dash pattern of a series by its index: every six series, which have all colours, take the next ones. */
+const paletteDash = index => DASHES[(index + Math.floor(index / 6)) % 6];
+
 /** Return the dash pattern of a series, which tells it apart where its colour does not. */
-const seriesDash = (spec, index) => spec.ordered ? "" : DASHES[seriesIndex(spec, index) % 6];
+const seriesDash = (spec, index) => spec.ordered ? "" : paletteDash(seriesIndex(spec, index));

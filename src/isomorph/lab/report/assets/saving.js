@@ -4,14 +4,13 @@ const SAVED_STYLE = "text { font: 11px sans-serif; fill: #444 } .axis { stroke: 
 const PNG_SCALE = 3;
 
 /** Return the numbers of a plane as rows with a head: its points by name, or those of its lines. */
-function planeRows({x, y, series}) {
+function planeRows({x, y, series, each}) {
   const rows = (part, row) => series.flatMap(s => s[part].flatMap((item, i) => row(s, item, i)));
   const points = row => rows("points", (s, point) => [row(s, point)]);
   if (x.names) {
     const number = ({points}, point) => points.filter(p => p[2] === point[2]).indexOf(point) + 1;
     const ofHead = (s, point) => [s.name, point[2], number(s, point), point[1]];
-    const counted = y.label.includes("channel") ? "channel" : "head";
-    return [["series", "layer", counted, y.label], ...points(ofHead)];
+    return [["series", "layer", each, y.label], ...points(ofHead)];
   }
   if (!series.some(s => s.lines.length)) {
     const head = ["series", "name", x.label, y.label];

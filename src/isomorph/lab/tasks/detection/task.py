@@ -35,7 +35,7 @@ from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
 from isomorph.lab.training.objectives.masked import LossModule
-from isomorph.lab.training.open import open_model
+from isomorph.lab.training.open import is_missing, open_model
 from isomorph.lab.training.recipe.fields import (
     AllowedFaults,
     Count,
@@ -300,7 +300,8 @@ class Detection(Task):
 
         options = self.options
         loss = DetectionLoss(model, device)
-        if options.teacher is not None:
+        is_there = not (self.rehearses and is_missing(options.teacher or ""))
+        if options.teacher is not None and is_there:
             loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 

@@ -222,19 +222,20 @@ class MaskedLM(LanguageTask):
         }
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
+        part, sequences = spec_of(model).split
         # a text file also after a pre-training on GLUE's sentences
         if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
-            whole = True
+            test_files: Sequence[Path] = ()
         else:
             files, test_files = find_text_files(root)
-            texts = read_texts(test_files or files)
-            whole = not test_files
+            texts = read_texts(files if (part and files) or not test_files else test_files)
         packed = self._pack(texts, root)
-        part, sequences = spec_of(model).split
-        if part and whole and len(packed) == sequences:  # what training left out of this text
+        if part and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
-        elif part and whole and _is_training_text(model, root):
+        elif part and test_files:
+            packed = self._pack(read_texts(test_files), root)
+        elif part and _is_training_text(model, root):
             raise UserError(
                 f"{root} has {len(packed)} sequences, and had {sequences} in training, so the part that training "
                 "left out is not known; give the text as it was, or another one"

@@ -38,7 +38,7 @@ from isomorph.lab.tasks.segmentation.results import (
 from isomorph.lab.training.build import build_model
 from isomorph.lab.training.dry_run.synthetic import random_images
 from isomorph.lab.training.objectives.distillation import FrozenTeacher
-from isomorph.lab.training.open import open_model
+from isomorph.lab.training.open import is_missing, open_model
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Losses, Objective, Prediction, Task
 from isomorph.models.input_sizes import (
@@ -112,9 +112,14 @@ class SegmentationLoss(ClassificationTask):
         return {**losses, "output": coarse.logits}
 
 
-def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
-    """Return the teacher of a recipe, or None. Raises: UserError when it cannot be opened, or has other classes."""
-    if part.teacher is None:
+def open_teacher(
+    part: SegmentationPart, model: nn.Module, rehearses: bool = False
+) -> nn.Module | None:
+    """Return the teacher of a recipe, or None; if it `rehearses`, None also for one that is not there.
+
+    Raises: UserError when it cannot be opened, or has other classes.
+    """
+    if part.teacher is None or (rehearses and is_missing(part.teacher)):
         return None
     teacher = open_model(part.teacher, part.teacher_weights)
     if not isinstance(teacher, UPerNet):
@@ -219,7 +224,8 @@ class Segmentation(Task):
             counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
-        loss = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
+        teacher = open_teacher(self.options, model, self.rehearses)
+        loss = SegmentationLoss(model, self.options, device, teacher)
         return Objective(loss, measure_masks, lambda metrics: metrics["miou"])
 
     def synthetic_batch(

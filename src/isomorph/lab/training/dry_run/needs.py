@@ -5,7 +5,7 @@ from pathlib import Path
 
 import timm
 
-from isomorph.lab.training.recipe.recipe import Recipe, lacks_task_teacher
+from isomorph.lab.training.recipe.recipe import Recipe, task_teacher_file
 
 # What `--data.root` has to be, by data.source.
 _FOLDERS = {
@@ -59,8 +59,10 @@ def _teachers(recipe: Recipe) -> Iterator[str]:
             yield from _file("distill.teacher", Path(teacher))
     if recipe.mask and recipe.mask.teacher is not None:
         yield from _file("mask.teacher", recipe.mask.teacher)
-    if lacks_task_teacher(recipe):
-        yield "--task.teacher, a network trained on the same task"
+    path = task_teacher_file(recipe)
+    if path is not None:
+        for need in _file("task.teacher", path):
+            yield f"{need}; memory and hours are without it"
 
 
 def _file(field: str, path: Path) -> Iterator[str]:

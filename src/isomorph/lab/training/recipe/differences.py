@@ -32,6 +32,8 @@ _WITHOUT_EFFECT = (
     "model.start",
     "distill.weights",
     "mask.teacher",
+    "task.teacher",
+    "task.teacher_weights",
     "token_labels.maps",
 )
 # Data sets by their names as a data source.
@@ -40,19 +42,26 @@ _NAMED_FIELDS = 3
 
 
 def differing_fields(own: JsonObject, published: Recipe) -> list[str]:
-    """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest."""
+    """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest.
+
+    A group that the run has switched off, such as `distill: null`, is one field.
+    """
     mine = flatten(own)
     theirs = flatten(published.model_dump(mode="json"))
     groups = tuple(f"{field}." for field in _WITHOUT_EFFECT)
-    fields = []
+    fields: dict[str, None] = {}
     for name in sorted(mine.keys() | theirs.keys()):
         if name in _WITHOUT_EFFECT or name.startswith(groups):
+            continue
+        group = name.partition(".")[0]
+        if group != name and mine.get(group, ...) is None:
+            fields[group] = None
             continue
         if name not in mine and not name.startswith(("model.kwargs.", "model.recast.")):
             continue
         if mine.get(name) != theirs.get(name) and not _follows_rate(name, mine, theirs):
-            fields.append(name)
-    return fields
+            fields[name] = None
+    return list(fields)
 
 
 def _follows_rate(name: str, mine: JsonObject, theirs: JsonObject) -> bool:

@@ -213,6 +213,10 @@ class DataPart(Part):
             raise ValueError(
                 f"images is for a stream, and {self.source} is not one; to train on fewer images, give fraction"
             )
+        if self.crop_pct and self.test_crop == "whole":
+            raise ValueError(
+                "crop_pct is for a crop, and test_crop whole has none; give test_crop=center too"
+            )
         if self.streamed and (self.fraction < 1 or self.split or self.classes or self.test_images):
             raise ValueError(
                 f"{self.source} is a stream, without fraction, split, classes or test_images; use huggingface for these"
@@ -525,7 +529,9 @@ class MaskPart(Part):
         for name in ("teacher_model", "teacher_heads", "block"):
             is_given = getattr(self, name) != type(self).model_fields[name].default
             if is_given and self.teacher is None:
-                raise ValueError(f"{name} has no effect without mask.teacher, the teacher's file; give both")
+                raise ValueError(
+                    f"{name} has no effect without mask.teacher, the teacher's file; give both"
+                )
         return self
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import timm
 from pydantic import (
     Field,
     PrivateAttr,
@@ -13,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from isomorph.checkpoints.paths import HUB
 from isomorph.errors import describe_value, invalid_fields, unknown_field
 from isomorph.json_values import flatten
 from isomorph.lab.data.streams import IMAGE_SOURCES
@@ -306,6 +308,9 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
     return "\n".join([*lines, *groups])
 
 
-def lacks_task_teacher(recipe: Recipe) -> bool:
-    """True for a published run that learns from a teacher of its task, where none is given."""
-    return "task.teacher" in recipe.expected and not getattr(recipe.task, "teacher", None)
+def task_teacher_file(recipe: Recipe) -> Path | None:
+    """Return the checkpoint or run of the teacher of a recipe's task; None without a teacher, or for one of timm's."""
+    teacher = getattr(recipe.task, "teacher", None)
+    if not teacher or teacher.startswith(HUB) or timm.is_model(teacher):
+        return None
+    return Path(teacher)

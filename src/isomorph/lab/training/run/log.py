@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.errors import UserError, optional_module
-from isomorph.json_values import JsonObject
+from isomorph.json_values import JsonObject, parse_log_row
 from isomorph.lab.distributed import Runtime
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.terminal_tables import Row, Rows, count_of, printable
@@ -135,17 +135,10 @@ class Journal:
 
 def read_log(path: Path) -> Rows:
     """Return the rows of a log, without damaged lines: incomplete, not JSON, or with other types."""
-    rows: Rows = []
     if not path.is_file():
-        return rows
-    for line in path.read_bytes().split(b"\n"):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and all(
-                type(row.get(key, 0)) is int for key in ("step", "epoch")
-            ):
-                rows.append(row)
-    return rows
+        return []
+    rows = map(parse_log_row, path.read_bytes().split(b"\n"))
+    return [row for row in rows if row is not None]
 
 
 def _truncate_log(path: Path, epoch: int, step: int) -> None:

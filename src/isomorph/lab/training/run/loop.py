@@ -147,17 +147,25 @@ def _log_start(run: Run, journal: Journal) -> None:
 
 
 def _say_if_worse(run: Run, journal: Journal) -> None:
-    """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
+    """Say if the run ends below the weights that it started from, by more than chance where images were counted."""
     rows = read_log(run.recipe.folder / "log.jsonl")
     old = next((row for row in rows if row.get("epoch") == 0), None)
     if old is None:
         return
-    noise = chance_difference(old.get("top1", 0.0), old.get("images") or 1)
-    if run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
-        journal.say(
-            f"worse than before training ({printed(run, old).strip()}); train longer, lower "
-            "optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
+    percent = old.get("top1", old.get("accuracy"))
+    count = old.get("images") or old.get("examples")
+    noise = 0.0
+    if percent is not None and count:
+        noise = chance_difference(percent, count)
+    if run.objective.score(old) <= run.objective.score(run.progress.metrics) + noise:
+        return
+    advice = "train longer, or lower optim.lr"
+    if run.task.classifies:
+        advice = (
+            "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, "
+            ".crop_padding)"
         )
+    journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
 
 
 def _print_start(run: Run, journal: Journal) -> None:
@@ -282,7 +290,9 @@ def train_step(run: Run) -> tuple[float, Any]:
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.loss_module.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
-    run.loss_module.update_ema(step)
+    run.loss_module.update_ema(
+        step + 1
+    )  # timm averages from the second step on, which it numbers 2
     if anneal:
         for model in run.models:
             anneal.apply(model, since + 1)
@@ -292,9 +302,14 @@ def train_step(run: Run) -> tuple[float, Any]:
 def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
     parts = len(run.share.own)
+    loaded = inputs
     inputs = _at_its_size(run, to_device(inputs, run.runtime.device))
     targets = to_device(targets, run.runtime.device)
     if run.mix:
+        if inputs is loaded:
+            inputs = (
+                inputs.clone()
+            )  # timm mixes in place, and the monitor reads the images as they are
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
         result = run.loss_module(inputs, targets)

@@ -25,7 +25,7 @@ from isomorph.lab.training.build import apply_surgery, plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.optim import build_optimizer, build_scheduler
 from isomorph.lab.training.parallel import distribute, prepare_model
-from isomorph.lab.training.recipe.recipe import Recipe, lacks_task_teacher
+from isomorph.lab.training.recipe.recipe import Recipe, task_teacher_file
 from isomorph.lab.training.run.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
@@ -116,7 +116,7 @@ class Run:
             # raises, before the run starts, if it would fail later
             apply_surgery(copy_module(model), recipe.model)
         check_finite(model)
-        if getattr(model, "num_classes", len(classes)) < len(classes):
+        if not recipe.mask and getattr(model, "num_classes", len(classes)) < len(classes):
             own = model.num_classes
             raise UserError(
                 f"the data has {len(classes)} classes, but model.num_classes is {own}; leave it out"
@@ -323,11 +323,9 @@ def check_files(recipe: Recipe) -> None:
         _check_file("mask.teacher", recipe.mask.teacher)
     if recipe.distill:
         _check_file("distill.weights", recipe.distill.weights)
-    if lacks_task_teacher(recipe):
-        raise UserError(
-            f"{recipe.name} learns from a teacher that was trained on the same task; give it as task.teacher=FILE, or "
-            "train the recipe without _distilled"
-        )
+    teacher = task_teacher_file(recipe)
+    if teacher is not None and not teacher.is_dir():
+        _check_file("task.teacher", teacher)
 
 
 def _check_file(field: str, path: Path | None) -> None:
