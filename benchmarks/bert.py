@@ -143,6 +143,7 @@ def run_of(model, inputs, train):
     """A forward pass, or a forward and backward pass."""
 
     def run():
+        model.zero_grad()
         with torch.set_grad_enabled(train):
             out = model(**inputs).float().sum()
         if train:

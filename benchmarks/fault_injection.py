@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from interleave import show, write
+from interleave import show, update
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs_build"))
@@ -186,7 +186,7 @@ def main() -> None:
             rows[-1:],
         )
         if given.write:
-            write("fault_injection", {"faults": rows})
+            update("fault_injection", {f"seed {given.seed}": rows})
 
 
 if __name__ == "__main__":

@@ -44,8 +44,12 @@ class Square(torch.nn.Module):
 
 def contest(layers, x, device, rounds):
     """Inference, training step and saved activations of `ours`, beside each rival."""
-    run = interleaved({name: forward(layer, x) for name, layer in layers.items()}, device, rounds)
-    train = interleaved({name: step(layer, x) for name, layer in layers.items()}, device, rounds)
+    run = interleaved(
+        {name: forward(layer.eval(), x) for name, layer in layers.items()}, device, rounds
+    )
+    train = interleaved(
+        {name: step(layer.train(), x) for name, layer in layers.items()}, device, rounds
+    )
     rivals = [name for name in layers if name != "ours"]
     return {
         "forward ms": run["ours"],
@@ -126,7 +130,9 @@ def form_table(device, rounds=9, scale=1):
             GPSA2d(512, 512, 3, 1, 1).to(device),
             torch.randn(2 * scale, 512, side, side, device=device),
         )
-        run = interleaved(both_forms(GPSA2d, "max_dense_pairs", forward(layer, x)), device, 5)
+        run = interleaved(
+            both_forms(GPSA2d, "max_dense_pairs", forward(layer.eval(), x)), device, rounds
+        )
         rows.append(
             {
                 "layer": "GPSA2d 512",

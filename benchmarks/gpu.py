@@ -1,6 +1,6 @@
 """All tables on a GPU, in float32 (no TF32) and under bfloat16 autocast, with batches that fill it.
 
-python benchmarks/gpu.py [--precisions float32 bfloat16]
+    python benchmarks/gpu.py [--precisions float32 bfloat16] [--only TABLE ...] [--without TABLE ...]
 
 Results are written after every table; a table that fails is named, and the others go on.
 """

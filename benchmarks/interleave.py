@@ -1,18 +1,16 @@
 """Fair timing in one process: every contender in turn, round after round, medians and ratios."""
 
+import contextlib
 import json
 import math
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-
-from isomorph.layers.modes import disable_autocast
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,6 +63,17 @@ def interleaved_rounds(
     return times
 
 
+@contextlib.contextmanager
+def wall_clock() -> Iterator[None]:
+    """Time what processes of their own take: none of it is spent by this one."""
+    before = time.process_time
+    time.process_time = time.perf_counter
+    try:
+        yield
+    finally:
+        time.process_time = before
+
+
 def forward(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """One inference pass."""
 
@@ -77,6 +86,8 @@ def forward(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 def step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """One forward and backward pass, to the input too, with fresh gradients."""
+    # here, so that `show` does not import isomorph: gpu_model.py imports that of another checkout
+    from isomorph.layers.modes import disable_autocast
 
     def run() -> object:
         module.zero_grad()
@@ -157,11 +168,6 @@ def memory_mib(device: torch.device, on_cpu: float) -> float:
     )
 
 
-def spread(values: list[float]) -> str:
-    """Mean and, in brackets, half the range over seeds."""
-    return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"
-
-
 def processor() -> str:
     """The machine in words."""
     if torch.cuda.is_available():
@@ -200,25 +206,6 @@ def update(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
     new = f"{processor()}, torch {torch.__version__}"
     runs = dict.fromkeys(earlier, old) | found.get("runs", {}) | dict.fromkeys(tables, new)
     return write(name, {**earlier, **tables, "runs": runs})
-
-
-def read_rows(out: Path) -> list[dict[str, Any]]:
-    """The finished runs in a file of one line each; none if there is no file."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
-
-
-def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Appends finished runs to such a file."""
-    with out.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def continued_rows(out: Path, name: str) -> list[dict[str, Any]]:
-    """The finished runs in such a file; a new file begins with the runs that are stored in the results."""
-    if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(out, json.loads((RESULTS / f"{name}.json").read_text())["runs"])
-    return read_rows(out)
 
 
 def show(title: str, rows: list[dict[str, object]]) -> None:

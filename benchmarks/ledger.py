@@ -2,7 +2,7 @@
 
     python benchmarks/ledger.py --write                      # all rows but the long ones (under 20 minutes)
     python benchmarks/ledger.py --only 'layer/GPSA2d*'       # rows by name, shown
-    python benchmarks/ledger.py --against results/ledger.json
+    python benchmarks/ledger.py --against benchmarks/results/ledger.json
     python benchmarks/ledger.py --code ../before             # another checkout, in turn with this one
 
 A row is family/form/pass/batch, and the threads if they are more than one: the form's time over the plain one's,
@@ -41,7 +41,7 @@ def measure(name: str) -> Found:
     import torch
 
     import ledger_rows
-    from interleave import interleaved_rounds
+    from interleave import interleaved_rounds, wall_clock
 
     row = ledger_rows.rows()[name]
     try:
@@ -57,7 +57,7 @@ def measure(name: str) -> Found:
         rounds = 3 if slow else ROUNDS
         warm_up = 0 if name.startswith("command/") else 1
         in_processes = name.startswith("command/")
-        clock_of = contextlib.nullcontext() if not in_processes else _wall_clock()
+        clock_of = contextlib.nullcontext() if not in_processes else wall_clock()
         with clock_of:
             times = interleaved_rounds(passes, torch.device("cpu"), rounds, warm_up, SECONDS)
     except Exception as error:  # a row of another checkout may not run
@@ -72,19 +72,6 @@ def measure(name: str) -> Found:
         "spread": round((high - low) / 2, 3),
         "ms": round(plain, 2),
     }
-
-
-@contextlib.contextmanager
-def _wall_clock() -> Any:
-    """Time what processes of their own take: none of it is spent by this one."""
-    import interleave
-
-    before = interleave.time.process_time
-    interleave.time.process_time = interleave.time.perf_counter
-    try:
-        yield
-    finally:
-        interleave.time.process_time = before
 
 
 class Worker:
@@ -188,6 +175,7 @@ def main() -> None:
         return
 
     sys.path[:0] = [str(HERE)]
+    earlier = json.loads(given.against.read_text())["rows"] if given.against else {}
     codes = {"here": HERE.parent} | ({"there": given.code} if given.code else {})
     found: dict[str, dict[str, Found]] = {code: {} for code in codes}
     names = row_names(given.only)
@@ -209,9 +197,7 @@ def main() -> None:
     if given.code:
         show_slower(f"with {given.code}", found["here"], found["there"])
     if given.against:
-        show_slower(
-            str(given.against), found["here"], json.loads(given.against.read_text())["rows"]
-        )
+        show_slower(str(given.against), found["here"], earlier)
 
 
 def write(rows: dict[str, Found], commit: str) -> None:

@@ -112,7 +112,7 @@ def relative(batch: int):
 
 
 def windows(batch: int):
-    """A block's attention to 32 x 32 tokens, whole, and pruned to windows of 8 x 8."""
+    """A network of one block that attends to 32 x 32 tokens, whole, and pruned to windows of 8 x 8."""
     model = timm.create_model(
         "vit_small_patch16_dinov3", depth=1, num_classes=0, img_size=512
     ).eval()

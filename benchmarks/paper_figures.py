@@ -2,7 +2,8 @@
 
     python benchmarks/paper_figures.py [NAME ...] [--runs runs/figures]
 
-Networks are narrow, data is digits (scikit-learn's) or a part of CIFAR-10 (ISOMORPH_DATA), and each run has one seed:
+Networks are narrow, data is digits (scikit-learn's) or a part of CIFAR-10 (ISOMORPH_DATA), photographs
+(ISOMORPH_DATA/imagenet_samples) for convit-3 and convit-7, and each run has one seed:
 the pictures show what a command draws, not what the papers found. Runs that are there are not repeated.
 """
 
@@ -25,6 +26,7 @@ from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.recipes.tables import find_table
 from isomorph.lab.training.run.log import read_log
+from isomorph.models.input_sizes import evaluation_config
 
 GRID = (14, 14)
 # A ViT of TDRL that digits train in seconds.
@@ -48,10 +50,9 @@ def tdrl_run(runs: Path, name: str, monitor: bool = False, **arguments: Any) -> 
     return run_of(runs, name, "digits_vit", *changes)
 
 
-def digits(count: int = 256) -> torch.Tensor:
-    """Return test images of the digits as a batch of the small networks."""
-    config = dict(input_size=(3, 24, 24), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
-    config |= dict(crop_mode="squash", interpolation="bicubic")
+def digits(model: torch.nn.Module, count: int = 256) -> torch.Tensor:
+    """Return test images of the digits as a batch that the model was trained on."""
+    config = evaluation_config(model) | dict(crop_pct=1.0, crop_mode="squash")
     batch, *_ = next(iter(eval_loader(open_source("digits", "test", None, None), config, count)))
     return batch
 
@@ -122,13 +123,13 @@ def convit_runs(runs: Path) -> dict[str, Path]:
 
 def convit_5(runs: Path) -> Any:
     """ConViT Fig. 5: nonlocality of every layer along training, 360 test images."""
-    images = digits(360)
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), sharey=True, layout="constrained")
     for cell, (title, folder) in zip(axes, convit_runs(runs).items(), strict=True):
         saved = sorted(
             folder.glob("epoch-*.safetensors"), key=lambda path: int(path.stem.split("-")[1])
         )
-        found = [nonlocality(iso.load(path), images) for path in saved]
+        models = list(map(iso.load, saved))
+        found = [nonlocality(model, digits(model, 360)) for model in models]
         layers = {name: [each[name].mean().item() for each in found] for name in found[0]}
         series = {name: [[value] for value in values] for name, values in layers.items()}
         by_epoch(cell, series, range(1, len(saved) + 1), title)
@@ -207,7 +208,8 @@ def tdrl_2c(runs: Path) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(5.4, 2.5), layout="constrained")
     for cell, layout in zip(axes, ("P-W3S", "R-D1W3S"), strict=True):
         folder = tdrl_run(runs, f"tdrl_{layout}", layout=layout, where=MLP)
-        found = branch_similarity(iso.load(folder / "model.safetensors"), digits())
+        model = iso.load(folder / "model.safetensors")
+        found = branch_similarity(model, digits(model))
         mean = torch.stack(list(found.values())).mean(0)[:3, :3]
         cell.imshow(mean, vmin=0, vmax=1, cmap="viridis")
         for (row, column), value in np.ndenumerate(mean.numpy()):
@@ -241,9 +243,9 @@ def tdrl_3(runs: Path) -> Any:
             weight_init="mae",
         )
     figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.6), layout="constrained")
-    images = digits()
     for name, folder in folders.items():
-        stats = logit_stats(iso.load(folder / "model.safetensors"), images)
+        model = iso.load(folder / "model.safetensors")
+        stats = logit_stats(model, digits(model))
         blocks = range(1, len(stats) + 1)
         axes[0].plot(
             blocks, [each.max_logit.mean() for each in stats.values()], "o-", ms=3, label=name

@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 import isomorph_command
-from interleave import interleaved, show, write
+from interleave import interleaved, show, wall_clock, write
 
 PROGRAM = isomorph_command.__file__
 COMMANDS = {
@@ -62,10 +62,9 @@ def main() -> None:
             f"import {name}": lambda name=name: run(["-c", f"import {name}"], 0, folder)
             for name in ("timm", "isomorph")
         }
-        seconds = {
-            name: ms / 1e3
-            for name, ms in interleaved(contenders, torch.device("cpu"), given.rounds).items()
-        }
+        with wall_clock():
+            timed = interleaved(contenders, torch.device("cpu"), given.rounds)
+        seconds = {name: ms / 1e3 for name, ms in timed.items()}
     ratio = seconds["import isomorph"] / seconds["import timm"]
     tables = {
         "seconds": [

@@ -1,5 +1,7 @@
 """Global attention, the same limited to windows by a mask, and the windows alone: time of the attention and the model.
 
+    python benchmarks/windows.py
+
 Writes results/windows.json. Random weights, depth 2, one image, one thread of a CPU.
 """
 

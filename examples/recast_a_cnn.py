@@ -1,7 +1,7 @@
 """Recast a CNN as a T-CNN, check that it still computes the same, then fine-tune both with the same budget.
 
     python examples/recast_a_cnn.py                        # scikit-learn's digits: a few seconds
-    python examples/recast_a_cnn.py PHOTOS resnet18        # PHOTOS/{train,val}/CLASS/*.jpg; any timm CNN
+    python examples/recast_a_cnn.py PHOTOS resnet18        # PHOTOS/{train,val}/CLASS/*.jpg; any ResNet of timm
 
 Writes tcnn.safetensors into the working folder.
 """
