@@ -1,5 +1,6 @@
 """Entropy, rank, similarity of heads, logits, CKA and dials along a run, against closed forms; memory is bounded."""
 
+import copy
 import math
 import re
 import weakref
@@ -57,29 +58,66 @@ def insert(model, x):
     iso.insert(model, iso.layers.MapAttention, after="blocks.0", example=x)
 
 
+WATCHERS = (
+    iso.attention_maps,
+    iso.nonlocality,
+    iso.analysis.attention_entropy,
+    iso.analysis.head_similarity,
+    iso.analysis.logit_stats,
+    attention_from,
+    cka,
+    verify,
+    recalibrate,
+    fuse,
+    insert,
+)
+
+
 @pytest.mark.parametrize(
     "inputs", [{"pixel_values": torch.zeros(1, 3, 32, 32)}, torch.zeros(1, 3), None]
 )
 def test_a_call_that_fails_leaves_no_hook(inputs):
     model = vit()
-    for measure in (
-        iso.attention_maps,
-        iso.nonlocality,
-        iso.analysis.attention_entropy,
-        iso.analysis.head_similarity,
-        iso.analysis.logit_stats,
-        attention_from,
-        cka,
-        verify,
-        recalibrate,
-        fuse,
-        insert,
-    ):
+    for measure in WATCHERS:
         with suppress(Exception):  # whatever it is
             measure(model, inputs)
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
+
+
+class Fails(nn.Module):
+    """A layer that fails, and keeps the networks it failed in, copies too, that had hooks at that moment."""
+
+    def __init__(self, network, hooked):
+        super().__init__()
+        self.network = [network]  # a list, so that it is no child
+        self.hooked = hooked
+
+    def __deepcopy__(self, memo):
+        return Fails(copy.deepcopy(self.network[0], memo), self.hooked)
+
+    def forward(self, x):
+        network = self.network[0]
+        if hooks_of(network):
+            self.hooked.append(network)
+        raise RuntimeError("no")
+
+
+def hooks_of(network):
+    return [m for m in network.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+@pytest.mark.parametrize("measure", [each for each in WATCHERS if each is not verify])
+def test_a_network_that_fails_under_way_has_no_hook_left(measure):
+    model = vit().eval()
+    hooked = []
+    model.blocks[1].mlp.drop1 = Fails(model, hooked)
+    with pytest.raises(Exception, match="no"):
+        measure(model, torch.randn(4, 3, 32, 32))
+    assert hooked
+    for network in (model, *hooked):
+        assert not hooks_of(network)
 
 
 def assert_of_maps(stats, maps):

@@ -127,12 +127,8 @@ def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
 
 def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     """Uniform attention over a map of 2 x 3: the mean distance is known, and not that of 3 x 2."""
-    new = iso.insert(
-        timm.create_model("resnet18").eval(),
-        iso.layers.MapAttention,
-        "layer4.1",
-        torch.randn(1, 3, 64, 96),
-    )
+    model = timm.create_model("resnet18", zero_init_last=False).eval()
+    new = iso.insert(model, iso.layers.MapAttention, "layer4.1", torch.randn(1, 3, 64, 96))
     nn.init.zeros_(new.layer4[1].inserted.block.attn.qkv.weight)
     x = torch.randn(2, 3, 64, 96)
     name = "layer4.1.inserted.block.attn"
@@ -153,7 +149,10 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
             iso.layers.MapAttention,
             "layer3.1.conv2",
         )
-        torch.testing.assert_close(way(set_gammas(acting))(x), acting(x), atol=1e-3, rtol=1e-3)
+        off = acting(x)
+        set_gammas(acting)
+        assert (acting(x) - off).abs().max() > 1e-2  # the block is seen in the output
+        torch.testing.assert_close(way(acting)(x), acting(x), atol=1e-3, rtol=1e-3)
     square = iso.insert(
         timm.create_model("cifar_resnet20").eval(), iso.layers.MapAttention, "layer2.0.conv1"
     )
@@ -361,3 +360,42 @@ def test_gammas_are_those_of_the_time_of_the_call():
     before = iso.analysis.gammas(new)["layer3.1"]
     set_gammas(new)
     assert not before.any()
+
+
+class TwoMaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.two = TwoConvolutions()
+
+    def forward(self, x):
+        return sum(y.mean() for y in self.two(x))
+
+
+class TwoConvolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, channels, 3) for channels in (4, 6))
+
+    def forward(self, x):
+        return [conv(x) for conv in self.convs]
+
+
+def test_an_entry_of_several_is_chosen():
+    net = TwoMaps().eval()
+    refused("has 2 maps or tokens; give entry", iso.insert, net, MapAttention, "two", X)
+    refused("no entry 'c'", iso.insert, net, MapAttention, "two", X, entry="c")
+    before = net.two(X)
+    for entry in (0, 1):
+        after = set_gammas(iso.insert(net, MapAttention, "two", X, entry=entry)).two(X)
+        assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [
+            entry == 1,
+            entry == 0,
+        ]
+
+
+@pytest.mark.parametrize("zero_init_last", [True, False])
+def test_a_gamma_that_gets_no_gradient_is_named(zero_init_last):
+    model = timm.create_model("resnet18", zero_init_last=zero_init_last).eval()
+    notes = iso.surgery.notes(iso.insert(model, MapAttention, "layer3.1.conv2"))
+    named = any("layer3.1.conv2.inserted gets no gradient" in note for note in notes)
+    assert named == zero_init_last

@@ -99,7 +99,11 @@ def test_parts_can_be_recast_one_after_the_other(tmp_path):
     found = iso.analysis.branch_similarity(wide, x)
     assert found["blocks.0.attn.qkv"].shape == (1, 2, 2)  # the one pyramid in it
     assert found["blocks.1.attn.qkv"].shape == (3, 4, 4)  # of 2, 4 and 4 branches
-    iso.recalibrate(wide, [x], keep_function=True)
+    before = {name: b.clone() for name, b in wide.named_buffers() if name.endswith("running_mean")}
+    measured = iso.recalibrate(wide, [x], keep_function=True)
+    torch.testing.assert_close(measured.eval()(x), wide.eval()(x), atol=1e-4, rtol=1e-4)
+    after = dict(measured.named_buffers())
+    assert any(not torch.allclose(after[name], mean) for name, mean in before.items())
 
 
 def test_a_whole_layer_covers_its_parts():

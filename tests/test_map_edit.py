@@ -194,6 +194,38 @@ def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
         torch.testing.assert_close(queries * scale + centre, pooled)
 
 
+class Called(nn.Module):
+    def __init__(self, layer, *more):
+        super().__init__()
+        self.layer = layer
+        self.more = more
+
+    def forward(self, x):
+        return self.layer(x, *self.more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sam", "maxvit", "coatnet", "multi_query_v2", "bottleneck", "iformer", "volo", "cpubone"],
+)
+def test_a_head_that_attends_to_a_neighbour_finds_it_on_a_rectangle(name):
+    """Rows and columns of 4 x 6 positions have one meaning in the layer of any library, whatever its layout."""
+    H, W = 4, 6
+    gated = iso.recast(build(name), iso.AttentionToGPSA(gate=60.0), "0")
+    (edit,) = (module for module in gated.modules() if isinstance(module, GatedMap))
+    offsets = torch.tensor([[0, 1], [1, 0], [0, -1], [-1, 0]])[: len(edit.position)]
+    with torch.no_grad():  # locality times (2 dx, 2 dy, -1)
+        edit.position.copy_(60 * F.pad(2 * offsets.flip(1), (0, 1), value=-1))
+    assert torch.equal(iso.analysis.centres(gated)["0"].long(), offsets)
+    model = Called(gated[0], *LAYERS[name].more)
+    maps = iso.attention_maps(model, doubles(*LAYERS[name].shape))["layer"]
+    assert maps.shape[2:] == (H * W, H * W)
+    found = torch.stack([maps[0].argmax(-1) // W, maps[0].argmax(-1) % W], -1)  # (nh, H W, 2)
+    wanted = grid_points(H, W) + offsets[:, None]
+    inside = ((wanted >= 0) & (wanted < torch.tensor([H, W]))).all(-1)
+    assert torch.equal(found[inside].float(), wanted[inside])
+
+
 def test_the_places_of_pooled_and_haloed_keys():
     pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
     queries, keys = row_mean_positions(pooled, [(4, 6)], 24, 6)

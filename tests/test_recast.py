@@ -123,6 +123,44 @@ def test_layers_of_two_recasts_draw_other_values():
         assert not torch.equal(first[name], second[name])
 
 
+DOCUMENTED = [  # guides/troubleshooting.md, guides/prune.md
+    (iso.LinearToPyramid(), 1e-4),
+    (iso.surgery.Fuse(), 1e-4),
+    (iso.AttentionToRefined(), 1e-4),
+    (iso.AttentionToLinears(), 1e-5),
+    (iso.surgery.Absorb((0.5,) * 3, (0.5,) * 3), 1e-5),
+    (iso.surgery.Prune("position", 0.0), 1e-4),
+    (iso.surgery.Prune("position", 0.001), 0.01),
+    (iso.surgery.Prune("position", 0.2), 0.1),
+    (iso.surgery.Prune("windows"), 1e-5),
+]
+
+
+@pytest.mark.parametrize(("rule", "tolerance"), DOCUMENTED, ids=lambda value: repr(value))
+def test_verify_accepts_what_the_documentation_says(rule, tolerance):
+    assert rule.accepted_difference == pytest.approx(tolerance)
+
+
+@pytest.mark.parametrize(("size", "stride", "padding"), [(3, 2, 1), (1, 2, 0), (5, 3, 2)])
+@torch.no_grad()
+def test_a_convolution_without_its_stride_gives_the_positions_between_too(size, stride, padding):
+    net = nn.Sequential(nn.Conv2d(3, 4, size, stride, padding)).double()
+    x = torch.randn(2, 3, 12, 15, dtype=torch.float64)
+    full = iso.unstride(net, "0")(x)
+    assert full.shape[2:] == (12, 15)
+    torch.testing.assert_close(full[..., ::stride, ::stride], net(x))
+
+
+@torch.no_grad()
+def test_a_shortcut_that_averages_reads_the_map_as_it_is():
+    model = timm.create_model("resnet18d").eval()
+    block = model.layer2[0]
+    flat = iso.unstride(model, "layer2.0").layer2[0]
+    x = torch.randn(1, 64, 8, 12)
+    _, conv, norm = block.downsample
+    torch.testing.assert_close(flat.downsample(x), norm(conv(x)))
+
+
 @pytest.mark.parametrize("rule", [iso.LinearToPyramid(), iso.ConvToGPSA(init="exact")])
 @torch.no_grad()
 def test_strides_of_a_recast_convolution_are_removed_too(rule):

@@ -480,6 +480,35 @@ def test_thorough_tries_what_a_batch_cannot_show(what):
     assert [what in row.name for row in differing] == [True]
 
 
+class SecondCall(Gives):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        return 1.1 * y if self.calls == 2 else y
+
+
+def test_thorough_calls_twice():
+    a = Gives(plain)
+    assert iso.verify(a, SecondCall(plain), IMAGES).passed
+    report = compare_outputs(a, SecondCall(plain), IMAGES, thorough=True)
+    assert ["a second call" in row.name for row in report.inputs if row.fp64] == [True]
+
+
+def test_each_seed_adds_a_normal_batch():
+    a = Gives(plain)
+    b = Gives(plain_unless(lambda x: bool((x < 0).any())))
+    assert iso.verify(a, b, IMAGES).passed
+    report = not_equal(a, b, IMAGES, seeds=[0, 1])
+    differing = [row for row in report.inputs if row.fp64]
+    assert [row.name for row in differing] == [f"2x3x8x8, random, seed {seed}" for seed in (0, 1)]
+    assert differing[0].scale != differing[1].scale
+    whole = torch.arange(6).reshape(2, 3)
+    counts = Gives(lambda w, x: w[0] * x)
+    assert iso.verify(counts, copy.deepcopy(counts), whole, seeds=[0]).passed
+
+
 def overflows(w, x):
     return (w.sum() * 1e5) * x / 1e5
 
@@ -674,6 +703,7 @@ def test_a_number_beyond_64_bits_is_named_as_not_compared():
 def test_sparse_outputs_are_compared_thoroughly():
     model = Gives(lambda w, x: plain(w, x).relu().to_sparse())
     assert iso.verify(model, model, IMAGES, thorough=True).passed
+    not_equal(model, Gives(lambda w, x: plain(w, 1.1 * x).relu().to_sparse()), IMAGES)
 
 
 def test_the_last_rounding_of_half_precision_is_not_a_difference():
