@@ -7,8 +7,8 @@ A cell is one network trained once: an arm, its number of training images and ep
 finished cell is a row of benchmarks/results/evidence_METHOD.json, so a second call goes on where the first stopped; an
 unfinished one continues from its last epoch. The rate of an arm is the best of its grid on 5,000 validation images,
 which are cut from the training images and never trained on, with seed 0: the search begins in the middle of the grid
-and ends when both neighbours of the best rate, or the end of the grid, have been tried. Only public weights (`insert`, and
-tcnn's arms with a public start) have seen these images. No choice looks at the test images.
+and ends when both neighbours of the best rate, or the end of the grid, have been tried. Only public weights (`insert`,
+and tcnn's arms with a public start) have seen these images. No choice looks at the test images.
 
 On a GPU (`--device cuda`) several cells train at once, each step as a CUDA graph on a stream of its own; a cell that is
 not finished when the time is up begins again. A cell draws the same numbers on every device.

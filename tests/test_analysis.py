@@ -179,6 +179,12 @@ class TestEvolution:
         assert found["blocks.1"] == pytest.approx(expected.item(), rel=1e-5)
         assert found["blocks.0"] == pytest.approx(1.0)
 
+    def test_features_are_pooled_over_positions(self):
+        maps, tokens, vectors = torch.randn(2, 5, 3, 4), torch.randn(2, 12, 5), torch.randn(2, 5)
+        torch.testing.assert_close(iso.analysis.pool_features(maps), maps.mean((2, 3)))
+        torch.testing.assert_close(iso.analysis.pool_features(tokens), tokens.mean(1))
+        assert torch.equal(iso.analysis.pool_features(vectors), vectors)
+
     def test_cka_by_either_route(self):
         """More features than samples, or fewer: the same number."""
         x = torch.randn(5, 9, dtype=torch.float64)

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +60,35 @@ def page_with_what_it_needs(page):
     return pytest.param(page, id=name, marks=marks)
 
 
+RESULT = re.compile(
+    r"print\(.*\)  # (True|False|\d+(?:\.\d+)?(?: \{\})?|Identity True|Linear\(.*\))(?::.*)?"
+)
+"""A line that prints, and says in its comment exactly what."""
+
+
+def run_python(text, page, names):
+    """Run a block; what it prints is what its comments say."""
+    printed = {}
+
+    def note(*values, **options):
+        printed[sys._getframe(1).f_lineno] = " ".join(map(str, values))
+        print(*values, **options)
+
+    names["print"] = note
+    exec(compile(text, str(page), "exec"), names)
+    for number, line in enumerate(text.splitlines(), 1):
+        said = RESULT.fullmatch(line)
+        if said:
+            assert printed[number] == said[1], line
+
+
+def test_a_wrong_result_in_a_comment_is_noticed():
+    run_python("x = 1\nprint(x + 1)  # 2", "page", {})
+    run_python("print(2 > 1)  # True: it is", "page", {})
+    with pytest.raises(AssertionError, match="3"):
+        run_python("x = 1\nprint(x + 1)  # 3", "page", {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", list(map(page_with_what_it_needs, PAGES)))
 def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
@@ -68,9 +98,7 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
     names = {"__name__": "__main__"}  # README's blocks follow on one another; a guide's stand alone
     for language, text in blocks_of(page):
         if language == "python":
-            exec(
-                compile(text, str(page), "exec"), names if page.name == "README.md" else dict(names)
-            )
+            run_python(text, page, names if page.name == "README.md" else dict(names))
         else:
             run_shell(text, tmp_path)
 

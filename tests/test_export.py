@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import math
 import re
 from pathlib import Path
 
@@ -524,3 +525,13 @@ class TakesTwo(nn.Module):
 def test_a_model_of_two_inputs_is_an_error_of_one_line(tmp_path):
     with pytest.raises(iso.UserError, match="required positional"):
         iso.export(TakesTwo(), tmp_path / "x.pt2", size=8)
+
+
+def test_a_model_without_numbers_is_said_as_it_is(tmp_path):
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight.data[0, 0, 0, 0] = math.nan
+    refused("outputs are not finite", iso.export, layer, tmp_path / "x.pt2", size=32)
+    empty = nn.Conv2d(3, 4, 3, device="meta")
+    refused("weight has no values", iso.export, empty, tmp_path / "x.pt2", size=32)
+    images = [torch.randn(4, 3, 8, 8)]
+    refused("weight has no values", iso.quantize, empty, images, tmp_path / "x.onnx")

@@ -656,3 +656,15 @@ def test_a_new_bias_stays_where_another_reads_the_norm_or_the_layer(shared):
 
 def test_a_lazy_norm_without_weights_is_named():
     refused("lazy layer", iso.fuse, nn.Sequential(nn.LazyBatchNorm2d(affine=False)))
+
+
+def test_a_trained_pyramid_before_a_norm_is_verified_fused():
+    """The layer's own output is not what it was: the norm is merged into it."""
+    net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1))
+    wide = disturb(iso.recast(net, iso.LinearToPyramid("naive-W1"), where="0"))
+    thin = iso.fuse(wide, X)
+    assert isinstance(thin[1], nn.Identity)
+    assert iso.verify(wide, thin, X).passed
+    wrong = copy.deepcopy(thin)
+    wrong[0].weight.data *= 1.1
+    assert not iso.surgery.compare_outputs(wide, wrong, X).passed

@@ -629,7 +629,7 @@ def test_caches_of_eval_mode_do_not_hide_weights():
 def test_the_command_writes_a_model_and_its_report(tmp_path):
     out = tmp_path / "new.safetensors"
     source = tmp_path / "old.safetensors"
-    cnn = timm.create_model("cifar_resnet20").eval()
+    cnn = timm.create_model("cifar_resnet20", num_classes=5).eval()  # the target gets as many
     iso.save(cnn, source)
     done = isomorph("port", source, "cifar_resnet20", "--out", out, "--json")
     assert done.returncode == 0, done.stderr

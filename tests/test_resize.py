@@ -69,8 +69,9 @@ def test_the_embedding_is_exact_in_float64():
     assert "not exact: embeddings of positions" in str(report)
 
 
-def test_outputs_of_patches_enlarged_one_by_one_are_equal():
-    vit = give_random_weights(timm_vit()).double()
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_of_patches_enlarged_one_by_one_are_equal(name):
+    vit = give_random_weights(MODELS[name]()).double()
     new = iso.resize_patches(vit, X, patch_size=16, image_size=64).model
     patches = F.unfold(X.double(), 8, stride=8).mT.reshape(-1, 3, 8, 8)
     larger = F.interpolate(patches, size=(16, 16), mode="bicubic", antialias=True)

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.difference import find_difference
@@ -119,3 +120,56 @@ def test_each_tensor_comes_back_in_its_own_dtype(tmp_path):
     loaded = iso.load(tmp_path / "mixed.safetensors").state_dict()
     for name, tensor in vit.state_dict().items():
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
+
+
+def double_output(module, inputs, output):
+    return 2 * output
+
+
+def patch_forward(model):
+    old = model.layer1.forward
+    model.layer1.forward = lambda x: 2 * old(x)
+
+
+ATTACHED = {
+    "layer1 has hooks .double_output": lambda m: m.layer1.register_forward_hook(double_output),
+    "the model has hooks": lambda m: m.register_forward_pre_hook(lambda m, x: (x[0] / 2,)),
+    "layer1 has a patched forward": patch_forward,
+}
+
+
+@pytest.mark.parametrize("words", ATTACHED)
+def test_a_file_does_not_lose_what_changes_the_function(words, tmp_path):
+    model = timm.create_model("cifar_resnet20").eval()
+    ATTACHED[words](model)
+    refused(f"{words}.*and would have none.*base", iso.save, model, tmp_path / "x.safetensors")
+    iso.save(model, tmp_path / "x.safetensors", base=model)
+    opened = iso.load(tmp_path / "x.safetensors", base=model)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(opened(x), model(x))
+
+
+def test_synchronised_norms_are_batch_norms_in_a_file(tmp_path):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(timm.create_model("cifar_resnet20")).eval()
+    iso.save(model, tmp_path / "x.safetensors")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(iso.load(tmp_path / "x.safetensors")(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of timm, which resizes its tables
+def test_a_swin_at_another_size_is_saved(tmp_path):
+    shape = dict(img_size=56, window_size=7, embed_dim=12, num_heads=(2, 2, 2, 2))
+    model = timm.create_model("swin_tiny_patch4_window7_224", **shape).eval()
+    model.set_input_size((112, 112))
+    iso.save(model, tmp_path / "x.safetensors")
+    x = torch.randn(1, 3, 112, 112)
+    assert torch.equal(iso.load(tmp_path / "x.safetensors")(x), model(x))
+
+
+def test_weights_need_a_place(tmp_path):
+    iso.save(timm.create_model("cifar_resnet20"), tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        empty = timm.create_model("cifar_resnet20")
+    words = "conv1.weight of the model has no memory for values"
+    refused(words, iso.load_weights, empty, tmp_path / "x.safetensors")
+    refused(words, iso.load, tmp_path / "x.safetensors", base=empty)

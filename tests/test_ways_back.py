@@ -334,3 +334,26 @@ def test_a_new_classifier_is_saved_where_the_old_one_was_recast(tmp_path):
     loaded = iso.load(tmp_path / "new.safetensors").eval()
     assert type(loaded.head) is nn.Linear
     assert torch.equal(loaded(x), wide(x))
+
+
+def test_what_is_fused_inside_a_reverted_layer_leaves_no_edit(tmp_path):
+    """nn.MultiheadAttention reads the weight of out_proj without a call, so it cannot be a pyramid there again."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    base = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 16)
+    net = iso.recast(base, iso.AttentionToLinears(), where="layers.*.self_attn")
+    wide = iso.LinearToPyramid("naive-W1")
+    net = iso.recast(net, wide, where="layers.*.self_attn.out_proj").eval()
+    back = iso.revert(iso.fuse(net, x))
+    assert iso.edits(back) == ()
+    assert iso.verify(base, back, x).passed
+    iso.save(back, path := tmp_path / "net.safetensors")
+    torch.testing.assert_close(iso.load(path, base=base)(x), back(x))
+
+
+def test_a_revert_is_verified_at_its_own_tolerance_also_before_a_later_edit():
+    cnn = timm.create_model("cifar_resnet20").eval()
+    net = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.0.conv1")
+    net = iso.insert(net, iso.layers.MapAttention, after="layer2.2")
+    back = iso.revert(net, where="layer3.0.conv1")
+    assert iso.verify(net, back, torch.randn(2, 3, 32, 32)).passed

@@ -15,6 +15,7 @@ from torch import nn
 
 import isomorph as iso
 from attention_layers import NETWORKS
+from isomorph.lab.training.recipe.recipe import validate
 from isomorph.layers.window import (
     TokenWindows,
     attend_in_padded_windows,
@@ -364,3 +365,26 @@ def test_pruned_windows_keep_the_configuration_of_their_model():
     iso.Anneal(steps=1).apply(new, step=1)
     pruned = iso.prune(new)
     assert pruned.blocks[0].attn.config is pruned.config
+
+
+@pytest.mark.parametrize("anneal", [True, False])
+def test_windows_close_in_a_training_run_that_anneals(anneal, tmp_path):
+    small = dict(img_size=24, patch_size=4, embed_dim=12, depth=2, num_heads=2)
+    recast = dict(rule="AttentionToWindow", window=2, where="blocks.0.attn")
+    values = dict(
+        model=dict(name="vit_tiny_patch16_224", kwargs=small, recast=recast),
+        data=dict(source="digits", fraction=0.1, size=[24, 24], batch_size=32, test_images=20),
+        epochs=2,
+        ema=0.9,
+        out=str(tmp_path),
+        device="cpu",
+    )
+    iso.train(validate(values | (dict(anneal=dict(epochs=1)) if anneal else {})), show=False)
+    trained = iso.load(tmp_path / "model.safetensors")
+    if not anneal:
+        refused("nothing to prune: the share", iso.prune, trained)
+        return
+    pruned = iso.prune(trained)
+    assert pruned.blocks[0].attn.pruned
+    images = torch.randn(2, 3, 24, 24)
+    torch.testing.assert_close(pruned(images), trained(images), atol=1e-5, rtol=1e-5)

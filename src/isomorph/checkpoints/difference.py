@@ -1,15 +1,21 @@
 """The first difference between two networks, but for the values of their tensors."""
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
-# Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
+from isomorph.surgery.plain_layers import describe_attachments, has_same_attachments
+
+# Attributes that change neither what a model computes nor how it is trained; grids follow the last image, and timm's
+# Swin aims at a shift for images to come.
 _WITHOUT_EFFECT = frozenset(
-    {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"}
+    {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid", "target_shift_size"}
 )
 _OTHER = object()
+# What `nn.SyncBatchNorm.convert_sync_batchnorm` replaces; it is called again where several processes train.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
@@ -32,10 +38,19 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if name not in others:
             return f"{name} would be missing"
-        difference = _module_difference(module, others[name])
+        other = others[name]
+        difference = _module_difference(module, other)
         if difference is not None:
             return f"{name}.{difference}".removeprefix(".")
-    return None if repr(model) == repr(twin) else "its modules differ in their order or number"
+        if not has_same_attachments(other, module):
+            own = describe_attachments(module) or "no hooks"
+            return f"{name or 'the model'} has {own}, and would have {describe_attachments(other) or 'none'}"
+    return None if _text(model) == _text(twin) else "its modules differ in their order or number"
+
+
+def _text(model: nn.Module) -> str:
+    """Return what a model prints, with one name for batch norms of all kinds."""
+    return re.sub(r"(?:Sync|\b)BatchNorm(?:[123]d)?\(", "BatchNorm(", repr(model))
 
 
 def _shapes_of(model: nn.Module) -> dict[str, Any]:
@@ -55,7 +70,8 @@ def _lost_tie(model: nn.Module, twin: nn.Module) -> str | None:
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
     """Return the first setting in which two modules differ, or None."""
-    if type(module) is not type(other):
+    is_synchronised = type(module) is nn.SyncBatchNorm and type(other) in _BATCH_NORMS
+    if type(module) is not type(other) and not is_synchronised:
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
     others = _settings(other)
     for name, value in _settings(module).items():

@@ -465,6 +465,12 @@ def load_state(
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
     path = Path(path)
     model_state = model.state_dict()
+    for name, tensor in model_state.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise UserError(
+                f"{name} of the model has no memory for values (device meta); give it some with "
+                "model.to_empty(device='cpu'), or create the model outside of torch.device('meta')"
+            )
     state = add_tied(model, strip_wrappers(state, model_state))
     fits = model_state.keys() == state.keys() and not any(
         _shape_differs(model_state, state, name) for name in model_state

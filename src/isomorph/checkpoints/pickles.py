@@ -4,6 +4,7 @@ import argparse
 import datetime
 import re
 import types
+import warnings
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -44,7 +45,8 @@ def unpickle(path: Path) -> Any:
     """
     allowed = get_safe_globals()
     try:
-        with safe_globals(_HARMLESS):
+        # torch warns of other protocols, which the error says better
+        with safe_globals(_HARMLESS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many types for a damaged file
         raise _explain(path, error) from None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import timm
 import torch
 from torch import nn
 
@@ -74,9 +75,14 @@ def open_given(
     return model
 
 
-def open_without_weights(name: str) -> nn.Module:
-    """Open a model without reading its weights. Raises: UserError when there is no such model."""
+def open_without_weights(name: str, num_classes: int | None = None) -> nn.Module:
+    """Open a model without reading its weights; one of timm with a number of classes, by default its own.
+
+    Raises: UserError when there is no such model.
+    """
     options = library_options(CheckpointOptions())
+    if timm.is_model(name):
+        options = options._replace(num_classes=num_classes)
     return open_model(_on_disk(name), pretrained=False, options=options)
 
 

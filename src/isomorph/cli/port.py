@@ -1,5 +1,10 @@
 """The port and resize commands."""
 
+from contextlib import suppress
+from typing import Annotated
+
+from cyclopts import Parameter
+
 import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
@@ -31,8 +36,8 @@ def port(
     source
         The model with the weights; --arch, --weights and --ema are about it.
     target
-        The model that gets them: its own weights do not matter. A model of timm, a file that says what it is, or
-        package.module:function.
+        The model that gets them: its own weights do not matter. A model of timm, which gets as many classes as the
+        source has, a file that says what it is, or package.module:function.
     partial
         Save the target with what could be carried even if the models are not equal.
     """
@@ -41,13 +46,17 @@ def port(
         from torch import Tensor
 
         from isomorph.cli.open_models import open_given, open_without_weights
+        from isomorph.lab.evaluation.classes import class_count
         from isomorph.models.input_sizes import input_size_problem, random_inputs
         from isomorph.surgery import NotPorted
     with spinner("port") as show_step:
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
+        classes = None
+        with suppress(UserError):  # of a model that is no classifier
+            classes = class_count(first, size)
         try:
-            second = open_without_weights(target)
+            second = open_without_weights(target, classes)
         except UnknownModel as error:
             raise UserError(
                 f"{target} does not say what model it is, and its weights are not read: give a model of timm or "
@@ -78,7 +87,10 @@ def resize(
     /,
     *,
     out: opt.Out,
-    patch: opt.Size = None,
+    patch: Annotated[
+        opt.Size,
+        Parameter(help="Height and width of a patch, as in 8 or 8x16; by default the model's own."),
+    ] = None,
     size: opt.Size = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
@@ -92,13 +104,6 @@ def resize(
     evenly spaced test images, by default as many as --batch says.
 
     Example: isomorph resize vit_tiny_patch16_224 --patch 8 --size 128 --out vit8.safetensors --data photos
-
-    Parameters
-    ----------
-    patch
-        Height and width of a patch, or one number for both; by default the model's own.
-    size
-        Height and width of images, or one number for both; by default the model's own.
     """
     images.check()
     opt.check_out(out, overwrite, model)

@@ -29,7 +29,7 @@ from isomorph.deployment.program import (
     trace,
 )
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
-from isomorph.errors import UserError
+from isomorph.errors import NotFinite, UserError
 from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize
 from isomorph.operations import copy_module, in_eval_mode
@@ -178,6 +178,8 @@ def check_output(model: nn.Module, shapes: ExportShapes) -> None:
     """Raise UserError for a model that returns something else than one tensor, or another at each call."""
     plain = in_eval_mode(copy_module(model).cpu().float())
     first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
+    if not first.isfinite().all():
+        raise NotFinite("the model's outputs are not finite; check its weights and statistics")
     if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
         raise UserError(
             "the model gives other outputs when it is called again with the same inputs, so no file can equal it; "
@@ -191,6 +193,11 @@ def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module
         raise UserError(f"{path} exists; give overwrite=True to replace it, or another file")
     require_writable(path)
     model = check_model(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} has no values (device meta); load weights into the model first"
+            )
     if path.suffix == ".onnx":
         require_packages("onnx", "onnxscript", "onnxruntime")
     return model

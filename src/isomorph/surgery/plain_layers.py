@@ -25,13 +25,15 @@ OVERRIDABLE_METHODS = ("forward", "_conv_forward", *_SAVING)
 
 def describe_attachments(module: nn.Module) -> str | None:
     """Return a description of the hooks, patched methods or parametrization of one module, or None."""
+    if is_parametrized(module):
+        return "a parametrized weight"
     hooks = hooks_on(module)
     if hooks:
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
     methods = [name for name in OVERRIDABLE_METHODS if name in vars(module)]
     if methods:
         return f"a patched {' and a patched '.join(methods)}"
-    return "a parametrized weight" if is_parametrized(module) else None
+    return None
 
 
 def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> None:
@@ -44,14 +46,18 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     new_parts = dict(replacement.named_modules(remove_duplicate=False))
     for path, part in original.named_modules(remove_duplicate=False):
         attachments = describe_attachments(part)
-        if attachments and not _has_same_attachments(new_parts.get(path), part):
+        if not attachments:
+            continue
+        new_part = new_parts.get(path)
+        if type(new_part) is not type(part) or not has_same_attachments(new_part, part):
             full = f"{name}.{path}".strip(".") or "the model"
-            raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
+            advice = _PERMANENT_HINT if is_parametrized(part) else "remove them first"
+            raise UserError(f"{full} has {attachments}, which would be lost; {advice}")
 
 
-def _has_same_attachments(new_part: nn.Module | None, part: nn.Module) -> bool:
-    """True for a part of the same class with the same patched methods and as many hooks."""
-    if new_part is None or type(new_part) is not type(part):
+def has_same_attachments(new_part: nn.Module | None, part: nn.Module) -> bool:
+    """True for a module, if there is one, with the same patched methods and as many hooks as another."""
+    if new_part is None:
         return False
     for name in OVERRIDABLE_METHODS:
         if (name in vars(new_part)) != (name in vars(part)):

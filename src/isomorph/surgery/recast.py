@@ -16,7 +16,7 @@ from isomorph.errors import NotFinite, UserError
 from isomorph.layers.modes import default_dtype
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import match_modes, records_outputs, unwrap
-from isomorph.surgery.modules import list_names, parent_name
+from isomorph.surgery.modules import lies_within, list_names, parent_name
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
 from isomorph.surgery.site import (
@@ -415,7 +415,8 @@ def call_from_parents(site: Site) -> None:
 def edited_names(model: nn.Module, chosen: Sequence[Edit]) -> list[str]:
     """Return the names of the modules of some of a model's edits that it has; of a part, the whole layer.
 
-    Merged modules, whose output another layer computes, and modules around them are left out.
+    Merged modules, whose output another layer computes, and modules around them are left out, whatever other edits
+    they have.
     """
     root = Site(model)
     names: dict[str, None] = {}
@@ -428,7 +429,7 @@ def edited_names(model: nn.Module, chosen: Sequence[Edit]) -> list[str]:
             site = root.find(name)
             if site is not None:
                 names.setdefault(site.path)
-    return [name for name in names if not any(other.startswith(f"{name}.") for other in merged)]
+    return [name for name in names if not any(lies_within(other, {name}) for other in merged)]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.fuse import Fuse
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import (
@@ -141,14 +142,23 @@ def _original_of(name: str, layer: nn.Module, atol: float, alone: bool) -> nn.Mo
 
 
 def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
-    """Return the names of edits inside reverted layers that the model no longer has."""
+    """Return the names of edits inside reverted layers that cannot be applied again.
+
+    The model no longer has the module, or it is a plain one again (fused), which the original form does not call.
+    """
     beginnings = tuple(f"{name}." for name in reverted)
-    root = Site(model)
-    names = set()
+    rules_of: dict[str, list[Rule]] = {}
     for edit in edits(model):
         for name in edit.names:
-            if name.startswith(beginnings) and root.find(name) is None:
-                names.add(name)
+            if name.startswith(beginnings):
+                rules_of.setdefault(name, []).append(edit.rule)
+    root = Site(model)
+    names = set()
+    for name, (first, *others) in rules_of.items():
+        site = root.find(name)
+        is_fused = bool(others) and isinstance(others[-1], Fuse)
+        if site is None or (is_fused and first.reason(site) is not None):
+            names.add(name)
     return names
 
 
