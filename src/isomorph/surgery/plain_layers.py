@@ -49,7 +49,8 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
         if not attachments:
             continue
         new_part = new_parts.get(path)
-        if type(new_part) is not type(part) or not has_same_attachments(new_part, part):
+        is_of_class = type(new_part) is type(part)
+        if not (is_of_class and has_same_attachments(new_part, part)):
             full = f"{name}.{path}".strip(".") or "the model"
             advice = _PERMANENT_HINT if is_parametrized(part) else "remove them first"
             raise UserError(f"{full} has {attachments}, which would be lost; {advice}")
