@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
 from docs_diagrams import INK, LINEAR, NORM
-from interleave import RESULTS, forward, interleaved
+from interleave import RESULTS, forward, interleaved, processor
 
 NAME = "fastvit_t8"
 PICTURE = Path(__file__).parents[1] / "docs/pictures/before-after.svg"
@@ -134,7 +134,8 @@ def main() -> None:
     stored = RESULTS / "before_after.json"
     if not parser.parse_args().picture:
         torch.set_num_threads(1)
-        stored.write_text(json.dumps(measure(), indent=1) + "\n")
+        measured = {"machine": processor(), **measure()}
+        stored.write_text(json.dumps(measured, indent=1) + "\n")
     result = json.loads(stored.read_text())
     matplotlib.rcParams["svg.hashsalt"] = "isomorph"
     picture(result).savefig(PICTURE, bbox_inches="tight", transparent=True, metadata={"Date": None})

@@ -46,6 +46,11 @@ def in_layouts(found):
     return {"timm": found["timm"], **last}
 
 
+def in_format(name, x):
+    """Images in the memory format of a contender: of channels last, torch would convolve channels last."""
+    return x.contiguous(memory_format=LAST if "channels last" in name else torch.contiguous_format)
+
+
 def rows_of(times, base, against="timm, channels last"):
     """One row a contender, its ratio to one of them."""
     return [
@@ -61,7 +66,7 @@ def inference_table(device, rounds, batches):
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=LAST)
         rows += rows_of(
-            interleaved({n: forward(m, x) for n, m in found.items()}, device, rounds),
+            interleaved({n: forward(m, in_format(n, x)) for n, m in found.items()}, device, rounds),
             {"batch": batch},
         )
         show(f"so far, batch {batch}", rows[-len(found) :])
@@ -74,9 +79,9 @@ def training_table(device, rounds, batches):
     batch = middle(batches)
     x = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=LAST)
     times = interleaved(
-        {n: step(m, x.clone(memory_format=LAST)) for n, m in found.items()}, device, rounds
+        {n: step(m, in_format(n, x.clone())) for n, m in found.items()}, device, rounds
     )
-    kept = {n: saved_mib(m, x[:2].clone(memory_format=LAST)) for n, m in found.items()}
+    kept = {n: saved_mib(m, in_format(n, x[:2].clone())) for n, m in found.items()}
     return [
         row | {"MiB an image": kept[row["network"]]} for row in rows_of(times, {"batch": batch})
     ]

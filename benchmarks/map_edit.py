@@ -7,14 +7,13 @@ Writes the part "cost" of benchmarks/results/map_edit.json.
 
 import argparse
 import json
-import platform
 
 import torch
 from timm.models.eva import EvaAttention
 from torch import nn
 
 import isomorph as iso
-from interleave import RESULTS, forward, interleaved, saved_mib, step
+from interleave import RESULTS, forward, interleaved, processor, saved_mib, step
 
 RULES = {
     "refined": iso.AttentionToRefined(),
@@ -67,7 +66,7 @@ def cost(rounds):
                 },
                 flush=True,
             )
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    machine = f"{processor()}, torch {torch.__version__}"
     FILE.write_text(
         json.dumps(json.loads(FILE.read_text()) | dict(cost=rows, machine=machine), indent=1) + "\n"
     )

@@ -25,7 +25,7 @@ import torch
 import torchvision
 
 import isomorph as iso
-from interleave import RESULTS
+from interleave import RESULTS, processor
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from same_networks import PAIRS, give_random_weights
@@ -98,6 +98,7 @@ def write(rows):
     full = [row["forward_passes"] for name, row in rows.items() if name not in counted]
     table = {
         "command": "python benchmarks/port_pairs.py",
+        "machine": processor(),
         "counts": Counter(row["verdict"] for row in counted.values()),
         "median_forward_passes": {
             "narrow": statistics.median(row["forward_passes"] for row in counted.values()),

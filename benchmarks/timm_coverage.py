@@ -25,7 +25,7 @@ import torch
 from timm.utils import reparameterize_model
 
 import isomorph as iso
-from interleave import RESULTS, forward, interleaved
+from interleave import RESULTS, forward, interleaved, processor
 from isomorph.lab.evaluation.coverage import (
     cover_models,
     family_of,
@@ -204,6 +204,7 @@ def merged(given):
             runs = {kind: forward(net, x) for kind, net in contenders.items()}
             result["milliseconds"][name] = interleaved(runs, x.device)
             print(name, result["milliseconds"][name], flush=True)
+    result["machine"] = processor()
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
