@@ -47,7 +47,7 @@ def in_layouts(found):
 
 
 def in_format(name, x):
-    """Images in the memory format of a contender: of channels last, torch would convolve channels last."""
+    """Return images in the memory format of a contender: torch convolves in channels_last if the images are."""
     return x.contiguous(memory_format=LAST if "channels last" in name else torch.contiguous_format)
 
 

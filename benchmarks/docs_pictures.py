@@ -481,6 +481,34 @@ def study_figure(method: str, runs: Path) -> Any:
     return figure
 
 
+def refiner_by_epoch(runs: Path) -> Any:
+    """Return two charts of Refiner's study with 24 blocks, by epoch: similarity of heads, and of first and last block.
+
+    Lines are means over seeds, bands their range.
+    """
+    rows = json.loads((RESULTS / "evidence_refiner.json").read_text())["rows"]
+    setting = STUDIES["refiner"].settings[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.6), layout="constrained")
+    for arm in setting.arms:
+        seeds = tested(setting, arm, rows).values()
+        heads = np.array([[np.mean(each["heads"]) for each in row["looks"]] for row in seeds])
+        # F_k is CKA(k, last) / CKA(first, last), and CKA(last, last) is 1
+        layers = np.array([[1 / each["features"][-1] for each in row["looks"]] for row in seeds])
+        epochs = [each["epoch"] for each in next(iter(seeds))["looks"]]
+        for cell, values in zip(axes, (heads, layers), strict=True):
+            (line,) = cell.plot(epochs, values.mean(0), "o-", ms=3, label=arm.partition(",")[0])
+            cell.fill_between(
+                epochs, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, lw=0
+            )
+    axes[0].set_title("Cosine of two heads' maps, mean of all blocks", loc="left")
+    axes[1].set_title("CKA of the features of block 1 and block 24", loc="left")
+    axes[0].legend()
+    for cell in axes:
+        cell.set_xlabel("epoch")
+        cell.grid()
+    return figure
+
+
 PICTURES: dict[str, Callable[[Path], Any]] = {
     "heads.png": readme_heads,
     "analyze.png": analyze_page,
@@ -492,6 +520,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "locality.png": locality,
     "gate.png": gate,
     "refiner.png": refiner,
+    "refiner-by-epoch.svg": refiner_by_epoch,
     "cost.svg": cost,
     "robustness.svg": robustness,
     **{f"study-{method}.svg": partial(study_figure, method) for method in STUDIES},

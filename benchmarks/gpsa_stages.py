@@ -163,7 +163,7 @@ def memory_table(device, rounds):
 def training_table(device, rounds):
     """One training step of a whole ResNet-50 with windows, 32 images of 224 x 224, and the memory of the process.
 
-    That of this table alone with `--only training`, else of all tables before it too.
+    The memory is the peak of the process: of this table alone with `--only training`, else of earlier tables too.
     """
     model = recast_whole(timm.create_model("resnet50"), "window").to(device)
     x, optimizer = (

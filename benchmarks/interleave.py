@@ -65,7 +65,7 @@ def interleaved_rounds(
 
 @contextlib.contextmanager
 def wall_clock() -> Iterator[None]:
-    """Time what processes of their own take: none of it is spent by this one."""
+    """Context in which times are wall-clock times, for commands that run in a process of their own."""
     before = time.process_time
     time.process_time = time.perf_counter
     try:

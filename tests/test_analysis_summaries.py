@@ -91,7 +91,7 @@ class Fails(nn.Module):
 
     def __init__(self, network, hooked):
         super().__init__()
-        self.network = [network]  # a list, so that it is no child
+        self.network = [network]  # a list, so that it is not a submodule
         self.hooked = hooked
 
     def __deepcopy__(self, memo):

@@ -308,3 +308,23 @@ def test_hidden_folders_hold_no_images_and_no_shards(tmp_path):
     (tmp_path / "folder.png").mkdir()
     assert image_files(tmp_path) == [tmp_path / "1.png", tmp_path / "a" / "2.png"]
     assert _shards_by_split(tmp_path)["train"] == [tmp_path / "train-0.tar"]
+
+
+def test_a_subset_is_of_indices_or_a_mask():
+    images = [Image.new("RGB", (4, 4), (i,) * 3) for i in range(4)]
+    source = Source(images, np.array([3, 1, 3, 0]), list("abcd"))
+    for chosen in (source.labels == 3, [0, 2], np.array([0, 2], np.uint8)):
+        part = source.subset(chosen)
+        assert part.labels.tolist() == [3, 3]
+        assert [np.asarray(part.image(i)).flat[0] for i in range(2)] == [0, 2]
+    assert len(source.subset([])) == 0
+    for wrong in ([1.7], np.array([True, False]), np.zeros((2, 2), int)):
+        refused("choose no examples", source.subset, wrong)
+
+
+def test_an_opened_photograph_is_turned_too(tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6
+    Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg", exif=exif)
+    for image in (tmp_path / "photo.jpg", Image.open(tmp_path / "photo.jpg")):
+        assert Source([image], np.array([0]), ["a"]).image(0).size == (30, 40)

@@ -291,7 +291,7 @@ NEEDS = {
     "upernet_tdrl_ti_distilled": [
         "ADE20K",
         "task.teacher runs/upernet_teacher_b/model.safetensors, which `isomorph train upernet_teacher_b` writes; "
-        "memory and hours are without it",
+        "the predicted memory and hours leave it out",
     ],
     "vitdet_plain_ti_distilled": ["task.teacher .*`isomorph train vitdet_teacher_b` writes"],
     "glue_rte": ["GLUE", "`isomorph train bert_small` writes", "task.tokenizer google-bert"],

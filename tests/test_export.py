@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -527,11 +528,35 @@ def test_a_model_of_two_inputs_is_an_error_of_one_line(tmp_path):
         iso.export(TakesTwo(), tmp_path / "x.pt2", size=8)
 
 
-def test_a_model_without_numbers_is_said_as_it_is(tmp_path):
+def test_meta_and_nan_models_are_rejected(tmp_path):
     layer = nn.Conv2d(3, 4, 3)
     layer.weight.data[0, 0, 0, 0] = math.nan
-    refused("outputs are not finite", iso.export, layer, tmp_path / "x.pt2", size=32)
+    refused("outputs are NaN", iso.export, layer, tmp_path / "x.pt2", size=32)
     empty = nn.Conv2d(3, 4, 3, device="meta")
     refused("weight has no values", iso.export, empty, tmp_path / "x.pt2", size=32)
     images = [torch.randn(4, 3, 8, 8)]
     refused("weight has no values", iso.quantize, empty, images, tmp_path / "x.onnx")
+
+
+EDITED = {
+    "inserted": lambda net: iso.insert(net, iso.layers.MapAttention, "0", torch.randn(1, 3, 8, 8)),
+    "gated": lambda net: iso.recast(net, iso.ConvToGPSA(init="exact"), "0"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+def test_a_file_is_verified_at_its_own_tolerance(edit, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
+    model = EDITED[edit](nn.Sequential(*net, nn.Flatten()).eval())
+    iso.export(model, tmp_path / "x.pt2", size=8)
+    artefact = iso.deployment.open_artefact(tmp_path / "x.pt2")
+    report = iso.verify(model, artefact, torch.randn(1, 3, 8, 8))
+    assert report.atol == 1e-5
+    assert report.passed
+
+
+def test_a_model_too_large_for_onnx_is_said_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["isomorph.deployment.export"], "_LARGEST_ONNX", 100)
+    refused(
+        "GB in float32.*export a .pt2 file", iso.export, nn.Conv2d(3, 4, 3), tmp_path / "x.onnx"
+    )

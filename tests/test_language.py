@@ -270,6 +270,9 @@ class TestRuns:
         (folder / "train.txt").write_text("a b c " * 400)  # another text: its test file
         alone = iso.evaluate(model, folder / "dev.txt")
         assert iso.evaluate(model, folder) == alone
+        (folder / "train.txt").unlink()
+        (folder / "dev.txt").write_text((root / "text.txt").read_text())  # of as many sequences
+        assert iso.evaluate(model, folder)["sequences"] == 42
 
     def test_a_changed_text_of_its_run_is_refused(self, root, tmp_path, pretrained):
         grown = tmp_path / "text.txt"

@@ -12,8 +12,10 @@ from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.errors import UserError
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.training.build import build_model
 from isomorph.lab.training.objectives import masked
 from isomorph.lab.training.recipe.fields import MaskPart
+from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed, split_patches
 from isomorph.surgery import edits
 from refusals import refused
@@ -390,3 +392,13 @@ def test_patches_are_not_dropped_twice():
 def test_a_width_without_positions_is_refused():
     small = SMALL | dict(embed_dim=30)
     refused("embed_dim 30", MaskedAutoencoder, timm.create_model(PLAIN, **small), 1, 16, 4)
+
+
+def test_pre_training_starts_from_a_classifier_too(tmp_path):
+    trained = timm.create_model(PLAIN, **SMALL)
+    iso.save(trained, weights := tmp_path / "trained.safetensors")
+    kwargs = {key: value for key, value in SMALL.items() if key != "num_classes"}
+    for part in (ModelPart(weights=weights), ModelPart(name=PLAIN, kwargs=kwargs, weights=weights)):
+        encoder = build_model(part, 0)
+        assert not [name for name in encoder.state_dict() if name.startswith("head")]
+        assert torch.equal(encoder.blocks[0].attn.qkv.weight, trained.blocks[0].attn.qkv.weight)

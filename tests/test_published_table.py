@@ -602,6 +602,20 @@ def test_a_group_that_is_switched_off_is_a_difference(group, tmp_path):
     assert [result.differs for result in results] == [group]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        ("upernet_plain_ti_distilled", "task.teacher=null"),
+        ("tdrl_plain_g2sd", "mask.teacher=null mask.teacher_model=null"),
+    ],
+)
+def test_a_run_without_its_teacher_is_another(recipe, field):
+    published = load_recipe(recipe)
+    own = load_recipe(recipe, field.split()).model_dump(mode="json")
+    assert field.partition("=")[0] in describe_differences(own, published)
+    assert "teacher" not in describe_differences(published.model_dump(mode="json"), published)
+
+
 def test_where_a_run_started_is_its_row(tmp_path):
     def start(weights):
         folder = tmp_path / Path(weights).stem
@@ -633,7 +647,7 @@ def test_where_a_run_started_is_its_row(tmp_path):
         ({"images": 50_000, "size": [320, 320]}, "at 320"),
     ],
 )
-def test_robustness_counts_when_it_is_whole(fields, differs, tmp_path):
+def test_only_complete_robustness_results_count(fields, differs, tmp_path):
     path = tmp_path / "c.json"
     result = {"model": "deit_s", "suite": "imagenet-c", "cells": [{}] * 75, "mean_top1": 47.0}
     path.write_text(json.dumps(result | {"size": [224, 224]} | fields))
@@ -652,6 +666,7 @@ def test_robustness_counts_when_it_is_whole(fields, differs, tmp_path):
         ("Refiner Table 5", "refined_vit_l_448", 448, None, True),
         ("Refiner Table 5", "refined_vit_l_448", 448, 224, False),
         ("TDRL Table 6", "tdrl_vit_ti_300ep", 224, None, True),
+        ("TDRL Table 6", "tdrl_vit_ti_300ep", 224, 224, True),
         ("TDRL Table 6", "tdrl_vit_ti_300ep", 224, 320, False),
     ],
 )
@@ -677,6 +692,6 @@ def test_calibration_with_other_padding_is_not_the_row(tmp_path):
     assert [run.differs for run in found.runs] == ["padded with zero"]
 
 
-def test_a_page_is_of_one_table(tmp_path):
+def test_out_needs_a_table_name(tmp_path):
     said = isomorph("table", "--out", "t.html", folder=tmp_path).stderr
     assert "--out t.html is for one table; give its name" in said

@@ -358,7 +358,7 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
     return folder
 
 
-def test_a_constant_is_said_of_what_it_is():
+def test_constant_text_names_what_has_the_value():
     gammas = report.Dots("Gammas", "weight", {"a": {"x": [0.0, 0.0]}}, each="channel")
     assert gammas.constant_text() == "Gammas: 0 in every channel of every layer."
     assert gammas.parts()["each"] == "channel"
@@ -449,7 +449,7 @@ class TestRuns:
         assert others[-1].table[0] == ["field", "a", "b"]
         assert "model" in fields
 
-    def test_a_value_before_training_is_no_result(self, tmp_path):
+    def test_values_before_training_are_not_results(self, tmp_path):
         folder = write_run(tmp_path / "a")
         (folder / "log.jsonl").write_text(json_lines([{"epoch": 0, "top1": 10.0, "nll": 2.0}]))
         first, *_ = report.compare_sections(report.read_run_logs([folder]))

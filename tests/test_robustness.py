@@ -329,3 +329,49 @@ def test_the_published_arrays(arrays):
     assert found["size"] == [32, 32]
     assert found["images"] == 4
     assert found["mean_error_unnormalised"] == 10
+
+
+def test_clean_images_of_another_folder_are_measured_again(published, tmp_path):
+    wanted = dict(folder=published, corruptions=["fog"], severities=[1], out=tmp_path / "r.jsonl")
+    white = Image.new("RGB", (224, 224), (255,) * 3)
+    black = Image.new("RGB", (224, 224))
+    names = ImageNetInfo().label_names()[:2]
+    right = Source([black, white], np.array([0, 1]), names)
+    wrong = Source([white, black], np.array([0, 1]), names)
+    found = [
+        iso.robustness(Brightness(), source, **wanted, partial=True)
+        for source in (right, wrong, right, None)
+    ]
+    assert [each["clean"] and each["clean"]["top1"] for each in found] == [100, 0, 100, None]
+    assert [each["resumed"] for each in found] == [0, 1, 1, 1]
+
+
+def test_a_file_that_ends_in_its_first_line_starts_anew(net, tmp_path):
+    out = tmp_path / "cells.jsonl"
+    whole = iso.robustness(net, source_of(), **ONE, out=out)
+    out.write_text(out.read_text()[:40])
+    assert iso.robustness(net, source_of(), **ONE, out=out) == whole
+    out.write_text("something else")
+    refused("is not a result file", iso.robustness, net, source_of(), **ONE, out=out)
+
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_cifar_c_is_scored_by_the_names_of_classes(order, tmp_path):
+    labels = np.tile(np.arange(10), 5)
+    pictures = np.zeros((50, 32, 32, 3), np.uint8)
+    pictures[labels == 1] = 255
+    np.save(tmp_path / "fog.npy", pictures)
+    np.save(tmp_path / "labels.npy", labels)
+    model = Brightness(10, 32)
+    model.pretrained_cfg |= dict(label_names=CIFAR10[::order])
+    wanted = dict(suite="cifar-c", folder=tmp_path, corruptions=["fog"], severities=[1])
+    found = iso.robustness(model, **wanted)
+    # black is the model's first class, white its second: airplane and automobile, or truck and ship
+    assert found["cells"][0]["top1"] == (20 if order == 1 else 10)
+    model.pretrained_cfg |= dict(label_names=["car", *CIFAR10[1:]])
+    refused("car", iso.robustness, model, **wanted)
+    model.pretrained_cfg |= dict(label_names=[f"Klasse {number}" for number in range(10)])
+    refused("are not named as CIFAR-10's", iso.robustness, model, **wanted)

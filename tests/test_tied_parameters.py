@@ -138,3 +138,7 @@ def test_a_file_does_not_lose_a_tie(rule, tmp_path):
     untied = timm.create_model("vit_tiny_patch16_224", **VIT)
     with pytest.raises(iso.UserError, match="and would not be"):
         iso.save(model, path, base=untied)
+    with pytest.raises(
+        iso.UserError, match=r"is not tied to blocks\.0\.attn\.qkv\.weight, and would be"
+    ):
+        iso.save(untied, path, base=plain)

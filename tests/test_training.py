@@ -186,9 +186,7 @@ class TestRun:
             ({"miou": 40.0}, {"miou": 20.0}, False, "or lower optim.lr"),
         ],
     )
-    def test_a_worse_end_is_said_with_advice_that_applies(
-        self, old, new, classifies, said, tmp_path
-    ):
+    def test_a_run_that_ends_worse_gets_fitting_advice(self, old, new, classifies, said, tmp_path):
         (tmp_path / "log.jsonl").write_text(json.dumps({"epoch": 0} | old) + "\n")
         lines = []
         key = next(iter(new))

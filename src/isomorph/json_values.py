@@ -11,7 +11,7 @@ JsonObject = dict[str, Any]
 
 
 def parse_object(text: str | bytes) -> JsonObject | None:
-    """Return the object in a text; None where it is not one of JSON."""
+    """Return the JSON object in a text, or None if the text is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -29,7 +29,7 @@ def read_object(path: Path) -> JsonObject | None:
 
 
 def parse_log_row(line: str | bytes) -> JsonObject | None:
-    """Return the row in a line of a run's log; None for a damaged line: not an object, or with other types."""
+    """Return the row in a line of a run's log; None unless it is an object whose step and epoch are integers."""
     row = parse_object(line)
     if row is None or any(type(row.get(key, 0)) is not int for key in ("step", "epoch")):
         return None

@@ -9,7 +9,7 @@ BETWEEN = 0.5
 
 
 class SlowWork:
-    """Context that shows on a terminal which step long work is at, in one line that its end or an error removes."""
+    """Context that shows the current step of long work in a line of the terminal, and removes the line at the end."""
 
     def __init__(self, title: str) -> None:
         self.title = title

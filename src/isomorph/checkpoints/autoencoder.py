@@ -92,8 +92,12 @@ def load_autoencoder(
     if "autoencoder" in contents.header:
         if encoder_name:
             raise UserError(
-                f"{path} names its encoder itself; leave out encoder_name (mask.teacher_model of a recipe), "
-                f"{encoder_name!r}"
+                f"{path} names its encoder itself; leave out encoder_name={encoder_name!r} (mask.teacher_model in a "
+                "recipe)"
+            )
+        if arguments:
+            raise UserError(
+                f"{path} has its own arguments; leave out {', '.join(sorted(arguments))}"
             )
         header = read_parts(contents)
 
@@ -116,7 +120,7 @@ def load_autoencoder(
         model = MaskedAutoencoder(encoder, depth, len(embed), heads, mask, normalise)
     else:
         raise UserError(
-            f"{path} does not name its encoder; give its timm name as encoder_name (mask.teacher_model of a recipe), "
+            f"{path} does not name its encoder; give its timm name as encoder_name (mask.teacher_model in a recipe), "
             "for example vit_base_patch16_224"
         )
     model_state: dict[str, Any] = {}

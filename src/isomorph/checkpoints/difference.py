@@ -1,21 +1,27 @@
 """The first difference between two networks, but for the values of their tensors."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 
 from isomorph.surgery.plain_layers import describe_attachments, has_same_attachments
 
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image, and timm's
-# Swin aims at a shift for images to come.
+# Swin notes the shift that it was asked for.
 _WITHOUT_EFFECT = frozenset(
     {"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid", "target_shift_size"}
 )
 _OTHER = object()
-# What `nn.SyncBatchNorm.convert_sync_batchnorm` replaces; it is called again where several processes train.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Layers that torch's and timm's `convert_sync_batchnorm` replace. Files have the plain ones: a run on several processes
+# converts them again.
+_PLAIN_FORMS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    nn.SyncBatchNorm: (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    SyncBatchNormAct: (BatchNormAct2d,),
+}
 
 
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
@@ -31,9 +37,10 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
         other_shape = other_shapes.get(name, "missing")
         if shape != other_shape:
             return f"{name} is {shape}, and would be {other_shape}"
-    tie = _lost_tie(model, twin)
-    if tie is not None:
-        return tie
+    for name, first in _ties_without(model, twin):
+        return f"{name} is tied to {first}, and would not be"
+    for name, first in _ties_without(twin, model):
+        return f"{name} is not tied to {first}, and would be"
     others = dict(twin.named_modules())
     for name, module in model.named_modules():
         if name not in others:
@@ -43,34 +50,36 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
         if difference is not None:
             return f"{name}.{difference}".removeprefix(".")
         if not has_same_attachments(other, module):
-            own = describe_attachments(module) or "no hooks"
-            return f"{name or 'the model'} has {own}, and would have {describe_attachments(other) or 'none'}"
+            where = name or "the model"
+            lost = describe_attachments(module)
+            if lost is None:
+                return f"{where} would have {describe_attachments(other)}"
+            return f"{where} has {lost}, which a file does not keep (remove them before saving)"
     return None if _text(model) == _text(twin) else "its modules differ in their order or number"
 
 
 def _text(model: nn.Module) -> str:
-    """Return what a model prints, with one name for batch norms of all kinds."""
-    return re.sub(r"(?:Sync|\b)BatchNorm(?:[123]d)?\(", "BatchNorm(", repr(model))
+    """Return the repr of a model, with one name for all kinds of BatchNorm."""
+    return re.sub(r"(?:Sync|\b)(BatchNorm(?:Act)?)(?:[123]d)?\(", r"\1(", repr(model))
 
 
 def _shapes_of(model: nn.Module) -> dict[str, Any]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _lost_tie(model: nn.Module, twin: nn.Module) -> str | None:
-    """Return the first parameter that a model has under two names and its twin does not, in words, or None."""
+def _ties_without(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of parameters that a model has under an earlier name too, and its twin has not."""
     others = dict(twin.named_parameters(remove_duplicate=False))
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
         if others.get(name) is not others.get(first):
-            return f"{name} is tied to {first}, and would not be"
-    return None
+            yield name, first
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
     """Return the first setting in which two modules differ, or None."""
-    is_synchronised = type(module) is nn.SyncBatchNorm and type(other) in _BATCH_NORMS
+    is_synchronised = type(other) in _PLAIN_FORMS.get(type(module), ())
     if type(module) is not type(other) and not is_synchronised:
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
     others = _settings(other)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from timm.models import is_model
@@ -20,7 +21,9 @@ def write_atomically(path: Path, write: Callable[[Path], object], new: bool = Fa
 
     Raises: UserError when the file cannot be written, or must be `new` and exists; the old file is then unchanged.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # processes of two machines, or two threads, may write the same file
+    unique = f"{os.getpid()}-{uuid4().hex[:8]}"
+    partial = path.with_name(f".{path.name}.{unique}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)

@@ -253,11 +253,18 @@ def _warn_of_temporary_blocks(all_edits: tuple[Edit, ...]) -> None:
         return
 
 
+def _copy_on_meta(base: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device, whose tied parameters are still tied."""
+    twin = copy_module(base).to("meta")
+    for _ in Ties(base).restore(twin):  # `to` makes a parameter of each name of a tied one
+        pass
+    return twin
+
+
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
     """Raise UserError unless the model's edits make it from the base."""
     with torch.device("meta"):
-        twin = copy_module(base).to("meta")
-        list(Ties(base).restore(twin))  # torch's `to` makes several parameters of a tied one
+        twin = _copy_on_meta(base)
         for edit in edits(model)[len(edits(base)) :]:
             twin = apply_edit(twin, edit)
     difference = find_difference(model, twin)
@@ -468,8 +475,8 @@ def load_state(
     for name, tensor in model_state.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             raise UserError(
-                f"{name} of the model has no memory for values (device meta); give it some with "
-                "model.to_empty(device='cpu'), or create the model outside of torch.device('meta')"
+                f"{name} of the model has no memory for values (device meta); create the model outside of "
+                "torch.device('meta')"
             )
     state = add_tied(model, strip_wrappers(state, model_state))
     fits = model_state.keys() == state.keys() and not any(
@@ -568,6 +575,8 @@ def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     model_state = model.state_dict()
     classifiers = tuple(f"{name}." for name in spec_of(model).classifiers)
     heads = [name for name in model_state if name.startswith(classifiers)]
+    if not heads:  # a model without a classifier
+        return {name: tensor for name, tensor in state.items() if not name.startswith(classifiers)}
     if all(name in state and not _shape_differs(model_state, state, name) for name in heads):
         return state
     new_state = dict(state)

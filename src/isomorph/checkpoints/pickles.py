@@ -45,7 +45,7 @@ def unpickle(path: Path) -> Any:
     """
     allowed = get_safe_globals()
     try:
-        # torch warns of other protocols, which the error says better
+        # torch warns about the protocol; the error below explains it
         with safe_globals(_HARMLESS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many types for a damaged file

@@ -327,10 +327,6 @@ def compare_(
         f"at most {count} test images of {test.data or 'the data of each run'}, drawn at random"
     )
     sections = compare_sections(logs, gating_histories(logs, options), histories, sampled, points)
-    if not sections:
-        raise UserError(
-            f"{points[0].name} is the only model; give another one in --evaluated, or a run"
-        )
     size = write_page(out, _title_of(logs, points), sections[0].finding, sections, page_footer())
     measured: JsonObject = {"out": str(out), "bytes": size}
     if histories:

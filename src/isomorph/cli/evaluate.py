@@ -89,13 +89,10 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.lab.distributed import open_runtime
-        from isomorph.lab.evaluation.model_data import (
-            default_data,
-            evaluation_config,
-            training_root,
-        )
+        from isomorph.lab.evaluation.model_data import default_data, training_root
         from isomorph.lab.evaluation.suites import find_suites
         from isomorph.lab.training.task import EvaluationOptions, task_of
+        from isomorph.models.input_sizes import evaluation_config
     locations = find_suites(classifier.suite, load.root, data) if classifier.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)

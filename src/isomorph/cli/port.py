@@ -53,7 +53,7 @@ def port(
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
         classes = None
-        with suppress(UserError):  # of a model that is no classifier
+        with suppress(UserError):  # the source is not a classifier
             classes = class_count(first, size)
         try:
             second = open_without_weights(target, classes)

@@ -61,11 +61,18 @@ def table(
         from isomorph.lab.report.run_files import read_run_logs
     files = [path for path in runs or [] if path.suffix == ".json"]
     folders = [path for path in runs or [] if path.suffix != ".json"]
-    evaluations = read_evaluations(files)
+    evaluations = []
     for path in files:
-        if path.stem not in {evaluation.name for evaluation in evaluations}:
+        own = read_evaluations([path])
+        if not own:
             say(f"isomorph: {path} has no result of a test suite, and is left out", sys.stderr)
-    found = table_with_runs(find_table(name), read_run_logs(folders))
+        evaluations += own
+    logs = read_run_logs(folders)
+    found = table_with_runs(find_table(name), logs)
+    shown = {result.run for row in found.rows for result in row.runs}
+    for log in logs:
+        if log.name not in shown:
+            say(f"isomorph: {log.name} is not a run of this table, and is left out", sys.stderr)
     found = table_with_evaluations(found, evaluations)
     text = published_table(found.columns, found.rows)
     page = _write_page(out, found, text) if out else ""
@@ -97,6 +104,6 @@ def _write_page(out: Path, found: "PublishedTable", text: Table) -> str:
         listing="\n".join(command_lines(found.rows)),
         charts=published_charts(found.name, found.charts, found.rows),
     )
-    measured = {result.run for row in found.rows for result in row.runs}
-    lead = f"{count_of(len(measured), 'result')} of runs and evaluations."
+    measured = {result.run for row in found.rows for result in row.runs if result.run != "mean"}
+    lead = f"Measured: {count_of(len(measured), 'run or evaluation')}."
     return page_line(out, write_page(out, found.name, lead, [section], page_footer()))

@@ -175,16 +175,20 @@ def check_path(path: Any, call: str) -> Path:
 
 @torch.no_grad()
 def check_output(model: nn.Module, shapes: ExportShapes) -> None:
-    """Raise UserError for a model that returns something else than one tensor, or another at each call."""
+    """Raise UserError for a model that does not return one tensor, or another at each call, and NotFinite for NaN."""
     plain = in_eval_mode(copy_module(model).cpu().float())
     first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
-    if not first.isfinite().all():
-        raise NotFinite("the model's outputs are not finite; check its weights and statistics")
+    if first.isnan().any():
+        raise NotFinite("the model's outputs are NaN; check its weights and statistics")
     if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
         raise UserError(
             "the model gives other outputs when it is called again with the same inputs, so no file can equal it; "
             "leave out what is random in eval mode, like F.dropout without training=self.training, or what calls change"
         )
+
+
+# What protobuf writes at most.
+_LARGEST_ONNX = 2**31
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
@@ -200,6 +204,11 @@ def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module
             )
     if path.suffix == ".onnx":
         require_packages("onnx", "onnxscript", "onnxruntime")
+        size = 4 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+        if size > _LARGEST_ONNX:
+            raise UserError(
+                f"the weights have {size / 1e9:.1f} GB in float32, an .onnx file holds 2.1 GB; export a .pt2 file"
+            )
     return model
 
 

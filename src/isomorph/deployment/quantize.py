@@ -30,6 +30,7 @@ from isomorph.json_values import JsonObject, json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.operations import copy_module
 from isomorph.spec import spec_of
+from isomorph.surgery import NotEqual
 from isomorph.surgery.calls import batches_of, describe_shape
 from isomorph.surgery.comparison import class_agreement, relative_difference, signal_to_noise
 from isomorph.surgery.fuse_report import describe_left
@@ -198,7 +199,9 @@ def quantize(
     progress("fusing")
     prepared, merged = prepare(model, shapes)
     if shapes.near:
-        shapes = encode(prepared, model, "onnx", shapes)[0]
+        shapes, _, deviation = encode(prepared, model, "onnx", shapes)
+        if not deviation.passed:
+            raise NotEqual(deviation)
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
     verify(copy_module(model).cpu(), prepared, batches[0][:2])
@@ -218,6 +221,11 @@ def quantize(
     _write_metadata(after, metadata | {"quantization": json.dumps(f"int8 {mode}")})
     progress("comparing")
     measured = _measure(prepared, before, after, batches, shapes)
+    if measured["float_difference"] > _LARGEST_FLOAT_DIFFERENCE:
+        raise UserError(
+            f"before rounding, the ONNX graph differs from the model by {measured['float_difference']:.1g} of the "
+            "largest output already; iso.export to an .onnx file says on which images"
+        )
     notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
     layers = _describe_layers(before, after, kept)
     report = QuantizeReport(
@@ -229,6 +237,10 @@ def quantize(
         path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite
     )
     return report
+
+
+# From the model, of the graph that is rounded then.
+_LARGEST_FLOAT_DIFFERENCE = 1e-4
 
 
 def _check_loader(loader: object) -> None:

@@ -57,7 +57,7 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
 
 def has_same_attachments(new_part: nn.Module | None, part: nn.Module) -> bool:
-    """True for a module, if there is one, with the same patched methods and as many hooks as another."""
+    """Return True if there is a module and it has the same patched methods and as many hooks as another."""
     if new_part is None:
         return False
     for name in OVERRIDABLE_METHODS:

@@ -497,7 +497,7 @@ def replace_module(
 
 
 class Ties:
-    """The names of each parameter that a model has under several, be it that of a module with several names."""
+    """The names of every parameter that a model has under more than one; those of a shared module count too."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = _parameters_by_module(model)
@@ -511,8 +511,9 @@ class Ties:
         """Tie parameters again if name, shape and values are unchanged; yield a sentence for every tie that is less."""
         current = _parameters_by_module(model)
         new = [name for name in current if name not in self.names]
+        modules = dict(model.named_modules(remove_duplicate=False))
         for group in self.groups:
-            names = _of_different_modules(model, group)
+            names = _of_different_modules(modules, group)
             if len(names) < 2:
                 continue
             present = [name for name in names if name in current]
@@ -533,9 +534,8 @@ class Ties:
                 yield f"{list_names(tied)} are still tied, but {owners} new parameters that train apart"
 
 
-def _of_different_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the first name of each parameter, which may be gone, of a module that a model has several times."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _of_different_modules(modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[str]:
+    """Return the names of parameters, gone or not, without those of one module under another of its names."""
     first_names: dict[tuple[nn.Module, str], str] = {}
     for name in names:
         path = parent_name(name)
@@ -560,7 +560,7 @@ def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def _parameters_by_module(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by all their names: one that several modules share, or of a module with several names."""
+    """Return the parameters under all their names, also those of shared modules."""
     parameters: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parameters.update(module.named_parameters(path, recurse=False, remove_duplicate=False))

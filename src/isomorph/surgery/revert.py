@@ -144,7 +144,8 @@ def _original_of(name: str, layer: nn.Module, atol: float, alone: bool) -> nn.Mo
 def _names_inside(model: nn.Module, reverted: set[str]) -> set[str]:
     """Return the names of edits inside reverted layers that cannot be applied again.
 
-    The model no longer has the module, or it is a plain one again (fused), which the original form does not call.
+    The model no longer has the module, or it was fused, and the rule cannot rebuild the layer that the original form
+    has in its place.
     """
     beginnings = tuple(f"{name}." for name in reverted)
     rules_of: dict[str, list[Rule]] = {}

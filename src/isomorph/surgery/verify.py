@@ -98,8 +98,8 @@ def compare_outputs(
         inputs: a batch (B, C, H, W) or several, of any sizes that the models accept. A batch may also be a dict of the
             tensors that the models take by name, as the tokenisers of transformers return.
         atol: largest difference of a tensor, relative to its largest value; by default the largest `atol` of the rules
-            that made `recast`, or 1e-5 without rules, as for exported files. An int8 file is compared with what it was
-            when it was made, unless `atol` is given.
+            that made `recast`, or that a revert removed, or 1e-5 without rules, as for exported files. An int8 file is
+            compared with what it was when it was made, unless `atol` is given.
         seeds: each seed adds a standard normal batch of the shape of every given batch; tensors of integers stay.
         what: what the given batches are, for the report.
         thorough: try the first batch a second time too, with the other sign, 100 times as large, as zeros, at other
@@ -123,8 +123,9 @@ def compare_outputs(
             )
         return _compare_int8(original, recast, batches)
     if atol is None:
-        # those that one has alone: after a revert the original has them
-        own_edits = (*edits_since(recast, original), *edits_since(original, recast))
+        own_edits = edits_since(recast, original)
+        if type(recast) is type(original):  # not an exported file: what a revert has removed
+            own_edits += edits_since(original, recast)
         atol = max((edit.rule.accepted_difference for edit in own_edits), default=ATOL)
     named = [(what, batch) for batch in batches]
     for seed in seeds:

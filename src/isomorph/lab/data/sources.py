@@ -76,7 +76,7 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
 def decode(image: ImageLike) -> Image.Image:
     """Return the image in RGB, turned as its EXIF data says."""
     if isinstance(image, Image.Image):
-        return _to_rgb(image)
+        return _to_rgb(upright(image))
     if isinstance(image, np.ndarray):
         return _to_rgb(Image.fromarray(np.array(image)))
     file = io.BytesIO(image) if isinstance(image, bytes) else image
@@ -234,11 +234,27 @@ class Source(Dataset[tuple[Any, int]]):
         return image, int(self.labels[index])
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """Return the given images in the given order; their `ids` stay their indices in the whole source."""
-        chosen = np.asarray(indices, np.int64)
+        """Return the given images in the given order, or those of a mask; their `ids` stay those in the whole source.
+
+        Raises: UserError for what is neither whole numbers nor a mask of all images.
+        """
+        chosen = chosen_indices(indices, len(self))
         images = ImageSubset(self.images, chosen)
         ids = np.asarray(self.ids)[chosen]
         return with_changes(self, images=images, labels=self.labels[chosen], ids=ids)
+
+
+def chosen_indices(indices: Any, count: int) -> np.ndarray:
+    """Return whole numbers, or where a mask of `count` examples is True, as indices. Raises: UserError for others."""
+    given = np.asarray(indices)
+    if given.dtype == bool and given.shape == (count,):
+        return np.flatnonzero(given)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise UserError(
+            f"indices of shape {given.shape} and type {given.dtype} choose no examples; give whole numbers, or a mask "
+            f"of all {count}"
+        )
+    return given.astype(np.int64)
 
 
 def drawn_once(examples: Any, count: int | None) -> Any:

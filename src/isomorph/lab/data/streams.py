@@ -31,10 +31,8 @@ from isomorph.lab.data.loaders import (
 )
 from isomorph.lab.data.sampler import BatchParts, TrainSampler
 from isomorph.lab.data.sources import (
-    ImageLike,
     decode,
     explain_decode_errors,
-    unreadable_image_error,
 )
 from isomorph.lab.distributed import derive_seed, seed_generators
 
@@ -43,7 +41,7 @@ STREAMS = ("huggingface-stream",)
 IMAGE_SOURCES = (*SOURCES, *STREAMS)
 _ROWS_PER_READ = 16
 Transform = Callable[[Image.Image], Any]
-StreamSample = tuple[ImageLike, int, int]  # an image as stored, its label, its id
+StreamSample = tuple[Any, int, int]  # the cell of an image, its label, its id
 
 
 class Stream:
@@ -97,10 +95,10 @@ class Stream:
         rng = np.random.default_rng([seed, epoch, share, shares])
         return islice(_shuffle_through_buffer(rows, self.buffer, rng), skip, None)
 
-    def image(self, stored: ImageLike, identity: int) -> Image.Image:
+    def image(self, cell: Any, identity: int) -> Image.Image:
         """Return a sample's image in RGB, before the transform. Raises: UserError naming it when it cannot be read."""
         with explain_decode_errors(lambda: self.name(identity)):
-            return decode(stored)
+            return decode(self.split.stored_image(cell))
 
     def name(self, identity: int) -> str:
         """Return what errors call a sample."""
@@ -144,10 +142,7 @@ class Stream:
             raise UserError(
                 f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self._numbers) - 1}"
             )
-        try:
-            return self.split.stored_image(cell), self._numbers[label], identity
-        except OSError as error:
-            raise unreadable_image_error(self.name(identity), error) from None
+        return cell, self._numbers[label], identity
 
 
 def _shuffle_through_buffer(

@@ -442,7 +442,7 @@ def measure_costs(
             row["size"] = list(size)
         if not exported:
             macs = count_pass(fitted, shape)
-            row["parameters"] = count_parameters(model)
+            row["parameters"] = count_parameters(fitted)
             row["macs"] = macs.per_image
             if macs.per_pass:
                 row["step_macs"] = macs.per_pass

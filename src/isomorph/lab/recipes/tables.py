@@ -126,7 +126,7 @@ def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
 
 
 def _sizes_in(steps: Sequence[str], printed: Any) -> tuple[int, ...]:
-    """Return the sides at which the steps of a row evaluate: of their arguments, else the size that is printed."""
+    """Return the sides of the images that a row is evaluated at: those in its steps, else the printed size."""
     for step in steps:
         given = re.fullmatch(r"(?:suites|suites_v2|evaluate --size)((?: \d+)+)", step)
         if given:

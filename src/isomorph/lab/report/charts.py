@@ -127,7 +127,7 @@ class Dots(Chart):
 
     Layers run along the x axis; a line joins their means. `limit` is the top of the y axis, by default that of the
     values. Values that differ by no more than `resolution` are equal: a page writes them instead of a chart. `each`
-    names what a value is of, if not of a head.
+    names what has a value, by default a head.
 
     >>> gates = {name: values.tolist() for name, values in iso.gates(timm.create_model("t_cifar_resnet20")).items()}
     >>> iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": gates}, limit=1.0).layers[0]

@@ -298,25 +298,23 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> Iterator[Section]:
     if not points:
         return
     test_sets = _test_sets([(point.data, point.images) for point in points])
+    points = [point._replace(data=name) for point, name in zip(points, test_sets, strict=True)]
     by_macs: Points = {}
     by_parameters: Points = {}
-    for point, data in zip(points, test_sets, strict=True):
-        by_macs.setdefault(data, {})[point.name] = (point.macs / 1e9, point.top1)
-        by_parameters.setdefault(data, {})[point.name] = (point.parameters / 1e6, point.top1)
-    charts = (
-        []
-        if len(points) < 2
-        else [
+    for point in points:
+        by_macs.setdefault(point.data, {})[point.name] = (point.macs / 1e9, point.top1)
+        by_parameters.setdefault(point.data, {})[point.name] = (point.parameters / 1e6, point.top1)
+    charts: list[Chart] = []
+    if len(points) > 1:
+        charts = [
             Scatter("Top-1 against MACs", "GMACs per image", "top-1 (%)", by_macs),
             Scatter("Top-1 against parameters", "parameters (M)", "top-1 (%)", by_parameters),
         ]
-    )
     table = [["", "test set", "top-1 (%)", "GMACs per image", "parameters (M)"]]
-    of_points = zip(points, test_sets, strict=True)
-    for point, data in sorted(of_points, key=lambda each: each[0].macs):
+    for point in sorted(points, key=lambda point: point.macs):
         macs = format_number(point.macs / 1e9)
         parameters = format_number(point.parameters / 1e6)
-        table.append([point.name, data, f"{point.top1:.2f}", macs, parameters])
+        table.append([point.name, point.data, f"{point.top1:.2f}", macs, parameters])
     yield Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)
 
 

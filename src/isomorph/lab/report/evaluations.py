@@ -35,9 +35,9 @@ class Evaluation:
     """The model as it was given to the command."""
     measured: Mapping[str, float]
     size: tuple[int, int] | None = None
-    """Height and width of the test images; None for ImageNet-C, which is tested at 224."""
+    """Height and width of the test images; None if not known, and for ImageNet-C, which is tested at 224."""
     is_own_size: bool = True
-    """The size is the model's own: none was given to the command."""
+    """The size is the model's own."""
     rfc: float | None = None
     differs: str = ""
     """What of the evaluation is not a published one, in words; empty if nothing is."""
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def read_evaluations(files: Sequence[Path]) -> list[Evaluation]:
-    """Read the files that the commands' output was written to; one without a number for a column gives none.
+    """Read the files that the commands' output was written to; files without a number for a column give nothing.
 
     Raises: UserError for a file that cannot be read.
     """
@@ -87,8 +87,9 @@ def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
         column = SUITE_COLUMNS.get(row.get("suite"))
         if column is None or not is_number(row.get("top1")):
             continue
-        own_size = not row.get("size")
-        size = tuple(row.get("size") or result.get("input_size") or ()) or None
+        given = row.get("size") or result.get("input_size")
+        size = tuple(given) if given else None
+        own_size = not row.get("size") or row["size"] == result.get("input_size")
         rfc = row.get("rfc")
         if rfc:
             if column != "top1":  # the papers calibrate on ImageNet alone
@@ -101,7 +102,8 @@ def _suite_rows(result: JsonObject) -> Iterator[JsonObject]:
         if row.get("images", images) < images:
             point["differs"] = f"{row['images']:,} of {images:,} images of {row['suite']}"
         if row.get("rfc_fill", "black") != "black":  # the padding of Refiner's Table 5
-            point["differs"] = f"padded with {row['rfc_fill']}"
+            padding = f"padded with {row['rfc_fill']}"
+            point["differs"] = ", ".join(filter(None, (point["differs"], padding)))
     yield from points.values()
 
 

@@ -243,7 +243,7 @@ def command_lines(rows: Sequence[TableRow]) -> Iterator[str]:
 def published_charts(
     title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]
 ) -> list[Chart]:
-    """Return the charts of a table, published and measured: of fractions of the images lines of means, else points.
+    """Return the charts of a table, published and measured: lines of means over fractions of the images, else points.
 
     Runs that differ from their rows are left out. Where x is the time of training, measured runs have a chart of their
     own, by hours: a paper's times are multiples of one run's.

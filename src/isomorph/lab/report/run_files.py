@@ -35,13 +35,13 @@ class RunLog:
 
     @property
     def test_set(self) -> str | None:
-        """The name of the data source or folder, and of how many classes if of some; None where no recipe says it."""
+        """The name of the data set, with the number of classes if only some are used; None if no recipe names it."""
         data = self.recipe.get("data")
         if not isinstance(data, Mapping) or data.get("source") is None:
             return None
         name = str(data["source"])
         if data.get("root") and name in _FORMATS:
-            name = Path(str(data["root"])).name
+            name = Path(str(data["root"])).name or name
         if data.get("classes"):
             name += f" ({data['classes']} classes)"
         return name
@@ -158,13 +158,13 @@ def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
     Raises: UserError for a file that is not such a result, or lacks the model's cost.
     """
     points = [_read_point(path) for path in files]
-    names = Counter((point.name, "") for point in points)
-    names += Counter((point.name, path.stem) for point, path in zip(points, files, strict=True))
+    names = Counter(point.name for point in points)
+    files_of = Counter((point.name, path.stem) for point, path in zip(points, files, strict=True))
     unique = []
     for point, path in zip(points, files, strict=True):
-        if names[point.name, path.stem] > 1:
+        if files_of[point.name, path.stem] > 1:
             point = point._replace(name=f"{point.name} ({path})")
-        elif names[point.name, ""] > 1:
+        elif names[point.name] > 1:
             point = point._replace(name=f"{point.name} ({path.stem})")
         unique.append(point)
     return unique

@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from isomorph.errors import UserError
-from isomorph.lab.data.sources import read_image, with_changes
+from isomorph.lab.data.sources import chosen_indices, read_image, with_changes
 
 S = TypeVar("S")
 # Bytes that file systems take for the name of a file.
@@ -68,7 +68,8 @@ class ImageSet(Dataset[Any], Generic[S]):
         return self.transform(example) if self.transform else example
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Self:
-        return with_changes(self, samples=[self.samples[int(i)] for i in indices])
+        chosen = chosen_indices(indices, len(self))
+        return with_changes(self, samples=[self.samples[i] for i in chosen])
 
     def image(self, index: int) -> Image.Image:
         return read_image(self.path(index))

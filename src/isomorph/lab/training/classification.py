@@ -62,7 +62,7 @@ class Classification(Task):
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
-        # a classifier that nothing trains would be taken for a trained one by the fine-tuning after it
+        # without a classifier: fine-tuning would load the untrained one as if it were trained
         classes = 0 if recipe.mask else len(train.classes)
         return build_model(recipe.model, classes, recipe.drop_path, recast_now)
 

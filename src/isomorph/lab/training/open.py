@@ -89,8 +89,8 @@ def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Modu
     """
     opened = load(path)
     base = {**describe_base(opened), **arguments}
-    if "drop_path_rate" not in arguments:
-        base.pop("drop_path_rate", None)
+    if "drop_path_rate" in base and "drop_path_rate" not in arguments:
+        base["drop_path_rate"] = 0.0
     model = rebuild(base, edits(opened))
     record_data(model, describe_data(opened))
     add_notes(model, *notes(opened))
@@ -107,7 +107,7 @@ def is_checkpoint_or_run(name: str) -> bool:
 
 
 def is_missing(name: str) -> bool:
-    """True for a checkpoint or run of this machine that is not there."""
+    """Return True for a local checkpoint or run that does not exist."""
     return not (name.startswith(HUB) or timm.is_model(name) or Path(name).exists())
 
 

@@ -121,7 +121,9 @@ class PyramidRoIAlign(nn.Module):
         out = first.new_zeros(len(regions), first.shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
-            exact = upcast(features)  # bfloat16 knows coordinates to 4 pixels
+            exact = upcast(
+                features
+            )  # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
             own = regions[rows].to(exact.dtype)
             pooled = roi_align(exact, own, self.output_size, spatial_scale=1 / stride, aligned=True)
             out = out.index_put((rows,), pooled.to(out.dtype))

@@ -118,7 +118,10 @@ class TarImages(Sequence[ImageLike]):
         size = int(self.sizes[index])
         offset = int(self.offsets[index])
         number, _ = self._locate(index)
-        data = os.pread(_open_tar(self.stamps[number]).descriptor, size, offset)
+        file = _open_tar(
+            self.stamps[number]
+        )  # held while it is read: another thread may close older ones
+        data = os.pread(file.descriptor, size, offset)
         if len(data) != size:
             raise OSError(f"the file ends after {len(data)} of its {size} bytes")
         return data
@@ -425,7 +428,8 @@ def webdataset(split: str, root: Path) -> Source:
     listed = root / "classnames.txt"
     classes = list(map(composed, read_lines(listed))) if listed.is_file() else []
     if not classes:
-        everything = index_tars([*shards["train"], *shards["test"]])
+        other = "test" if split == "train" else "train"
+        everything = [*indices, *index_tars(shards[other])]
         largest = max(int(index.numbers[2].max(initial=0)) for index in everything)
         classes = number_classes(largest, root)
     if largest >= len(classes):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.json_values import JsonObject
-from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
+from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages, fingerprint
 from isomorph.lab.data.loaders import ImageConfig, batch_ranges, mean_and_std, ordered_loader
 from isomorph.lab.data.sources import Source
 from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
@@ -70,6 +70,10 @@ def measure_classifier(
     file = CellFile(out, identity)
     # of the process with the file
     cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]
+    # of other clean images than those that are given, if published ones are corrupted
+    clean_images = None if inputs.source is None else fingerprint(inputs.source)
+    if cells.get((CLEAN, 0), {}).get("images_of") != clean_images:
+        cells.pop((CLEAN, 0), None)
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
         left = tuple(severity for severity in own if (name, severity) not in cells)
@@ -84,7 +88,10 @@ def measure_classifier(
         for images in inputs.groups(name, left):
             measured = _measure_group(fitted, images, inputs, report)
             for severity, metrics in zip(images.severities, measured, strict=True):
-                cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
+                cell = {"corruption": name, "severity": severity, **metrics}
+                if name == CLEAN:
+                    cell["images_of"] = clean_images
+                cells[name, severity] = cell
                 file.append(cells[name, severity])
     measured_cells = {key: cells[key] for key in wanted if key in cells}
     clean = cells.get((CLEAN, 0))
@@ -211,7 +218,7 @@ class CellFile:
         self.cells = dict[tuple[str, int], Cell]()
         if path is None:
             return
-        if path.exists() and path.is_file() and path.stat().st_size:
+        if path.is_file() and _has_a_line(path):
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
                 raise UserError(
@@ -223,24 +230,44 @@ class CellFile:
                     f"{path} has cells of other images: {differences}; use another `out`"
                 )
             self.cells.update(saved.cells)
-            os.truncate(path, saved.complete)
+            self._truncate(saved.complete)
         else:
+            self._truncate(0)
             self.append({"kind": _KIND, **identity})
+
+    def _truncate(self, size: int) -> None:
+        """Cut off an incomplete last line."""
+        assert self.path is not None
+        if self.path.is_file() and self.path.stat().st_size > size:
+            with self._writing():
+                os.truncate(self.path, size)
 
     def append(self, line: Cell) -> None:
         """Write a line to disk."""
         if self.path is None:
             return
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; give another file"
             ) from None
+
+
+def _has_a_line(path: Path) -> bool:
+    """True unless a file is empty, or begins like the first line of a result and ends in it."""
+    begin = json.dumps({"kind": _KIND})[:-1].encode()
+    content = path.read_bytes()
+    return b"\n" in content or not begin.startswith(content[: len(begin)])
 
 
 class SavedResult(NamedTuple):

@@ -33,7 +33,7 @@ from isomorph.lab.data.imagenet_labels import with_imagenet_labels
 from isomorph.lab.data.loaders import ImageConfig
 from isomorph.lab.data.sources import Source, spaced_images
 from isomorph.lab.distributed import ALONE, Runtime
-from isomorph.lab.evaluation.classes import check_own_classes, class_count
+from isomorph.lab.evaluation.classes import check_own_classes, class_count, shorten
 from isomorph.lab.evaluation.model_data import with_model_labels
 from isomorph.models.input_sizes import (
     ImageSize,
@@ -41,6 +41,7 @@ from isomorph.models.input_sizes import (
     evaluation_config,
     image_size,
     input_channels,
+    label_names,
 )
 from isomorph.spec import spec_of
 
@@ -155,6 +156,20 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
     )
 
 
+_CIFAR10 = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+
+
 def _cifar_c(
     root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int
 ) -> Source:
@@ -166,7 +181,15 @@ def _cifar_c(
         raise UserError(f"the images in {root} have {present} classes, the model has {num_classes}")
     part = slice((severity - 1) * count, severity * count)
     cell: Any = images[part]
-    return Source(cell, labels[part], map(str, range(num_classes)))
+    own = label_names(model)
+    if num_classes != len(_CIFAR10) or not own or all(map(str.isdigit, own)):
+        return Source(cell, labels[part], map(str, range(num_classes)))
+    if set(own).isdisjoint(_CIFAR10):
+        raise UserError(
+            f"the model's classes ({shorten(own)}) are not named as CIFAR-10's ({shorten(_CIFAR10)}), so that their "
+            "order is unknown; give a model with these names"
+        )
+    return with_model_labels(Source(cell, labels[part], _CIFAR10), model)
 
 
 def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray]:

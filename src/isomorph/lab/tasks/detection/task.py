@@ -300,9 +300,9 @@ class Detection(Task):
 
         options = self.options
         loss = DetectionLoss(model, device)
-        is_there = not (self.rehearses and is_missing(options.teacher or ""))
-        if options.teacher is not None and is_there:
-            loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
+        teacher = options.teacher
+        if teacher is not None and not (self.rehearses and is_missing(teacher)):
+            loss = GuidedDetectionLoss(model, open_model(teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
     def synthetic_batch(

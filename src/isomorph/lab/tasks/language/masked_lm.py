@@ -223,23 +223,26 @@ class MaskedLM(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
         part, sequences = spec_of(model).split
+        files: Sequence[Path] = ()
+        test_files: Sequence[Path] = ()
         # a text file also after a pre-training on GLUE's sentences
         if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
-            test_files: Sequence[Path] = ()
         else:
             files, test_files = find_text_files(root)
-            texts = read_texts(files if (part and files) or not test_files else test_files)
+            texts = read_texts(files if part and files else test_files or files)
         packed = self._pack(texts, root)
-        if part and len(packed) == sequences:  # what training left out of this text
-            packed = divide(packed, part)[1]
-        elif part and test_files:
-            packed = self._pack(read_texts(test_files), root)
-        elif part and _is_training_text(model, root):
-            raise UserError(
-                f"{root} has {len(packed)} sequences, and had {sequences} in training, so the part that training "
-                "left out is not known; give the text as it was, or another one"
-            )
+        is_test_text = bool(test_files) and not (part and files)
+        if part and not is_test_text:
+            if len(packed) == sequences:  # the part of this text that training left out
+                packed = divide(packed, part)[1]
+            elif test_files:
+                packed = self._pack(read_texts(test_files), root)
+            elif _is_training_text(model, root):
+                raise UserError(
+                    f"{root} has {len(packed)} sequences, and had {sequences} in training, so the part that training "
+                    "left out is not known; give the text as it was, or another one"
+                )
         packed.fixed = True
         return packed
 

@@ -62,7 +62,7 @@ def _teachers(recipe: Recipe) -> Iterator[str]:
     path = task_teacher_file(recipe)
     if path is not None:
         for need in _file("task.teacher", path):
-            yield f"{need}; memory and hours are without it"
+            yield f"{need}; the predicted memory and hours leave it out"
 
 
 def _file(field: str, path: Path) -> Iterator[str]:

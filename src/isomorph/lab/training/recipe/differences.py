@@ -36,6 +36,8 @@ _WITHOUT_EFFECT = (
     "task.teacher_weights",
     "token_labels.maps",
 )
+# Teachers: which file one is read from has no effect, but a run without one is another run.
+_TEACHERS = ("mask.teacher", "task.teacher")
 # Data sets by their names as a data source.
 _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "glue": "GLUE"}
 _NAMED_FIELDS = 3
@@ -51,6 +53,9 @@ def differing_fields(own: JsonObject, published: Recipe) -> list[str]:
     groups = tuple(f"{field}." for field in _WITHOUT_EFFECT)
     fields: dict[str, None] = {}
     for name in sorted(mine.keys() | theirs.keys()):
+        is_off = name in mine and mine[name] is None and theirs.get(name) is not None
+        if name in _TEACHERS and is_off:
+            fields[name] = None
         if name in _WITHOUT_EFFECT or name.startswith(groups):
             continue
         group = name.partition(".")[0]

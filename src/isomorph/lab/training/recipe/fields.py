@@ -215,7 +215,7 @@ class DataPart(Part):
             )
         if self.crop_pct and self.test_crop == "whole":
             raise ValueError(
-                "crop_pct is for a crop, and test_crop whole has none; give test_crop=center too"
+                "crop_pct has no effect with test_crop=whole; give test_crop=center too, or leave crop_pct out"
             )
         if self.streamed and (self.fraction < 1 or self.split or self.classes or self.test_images):
             raise ValueError(
@@ -530,7 +530,7 @@ class MaskPart(Part):
             is_given = getattr(self, name) != type(self).model_fields[name].default
             if is_given and self.teacher is None:
                 raise ValueError(
-                    f"{name} has no effect without mask.teacher, the teacher's file; give both"
+                    f"mask.{name} has no effect without mask.teacher; give mask.teacher too, or leave mask.{name} out"
                 )
         return self
 

@@ -147,7 +147,7 @@ def _log_start(run: Run, journal: Journal) -> None:
 
 
 def _say_if_worse(run: Run, journal: Journal) -> None:
-    """Say if the run ends below the weights that it started from, by more than chance where images were counted."""
+    """Say if the score is lower than before training, by more than chance if the number of images is known."""
     rows = read_log(run.recipe.folder / "log.jsonl")
     old = next((row for row in rows if row.get("epoch") == 0), None)
     if old is None:
@@ -290,9 +290,8 @@ def train_step(run: Run) -> tuple[float, Any]:
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.loss_module.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
-    run.loss_module.update_ema(
-        step + 1
-    )  # timm averages from the second step on, which it numbers 2
+    # timm numbers steps from 1, and averages from the second on
+    run.loss_module.update_ema(step + 1)
     if anneal:
         for model in run.models:
             anneal.apply(model, since + 1)
@@ -307,9 +306,8 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     targets = to_device(targets, run.runtime.device)
     if run.mix:
         if inputs is loaded:
-            inputs = (
-                inputs.clone()
-            )  # timm mixes in place, and the monitor reads the images as they are
+            # timm mixes in place, and the monitor reads the images unmixed
+            inputs = inputs.clone()
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
         result = run.loss_module(inputs, targets)
