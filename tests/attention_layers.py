@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torchvision
 from timm import layers, models
@@ -16,6 +15,7 @@ from torch import nn
 from torchvision.models import maxvit as torchvision_maxvit_layers
 
 from isomorph.layers.unfused_multihead import MultiheadLinears
+from requirements import optional
 
 C = 16
 WINDOW = (4, 4)
@@ -366,7 +366,7 @@ def of_transformers(family: str, **options: Any) -> Callable[[], nn.Module]:
     """A tiny vision model of transformers; the test is skipped where transformers is missing."""
 
     def make() -> nn.Module:
-        transformers = pytest.importorskip("transformers")
+        transformers = optional("transformers", "nlp")
         config = getattr(transformers, f"{family}Config")
         network = getattr(transformers, f"{family}Model")
         return network(config(image_size=32, **options))

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from importlib import import_module
 
 import pytest
 
@@ -13,7 +14,15 @@ def missing(said):
     """Skip the test; where `ISOMORPH_REQUIRE_ALL` is set, as in .ci/run, it fails."""
     if os.environ.get("ISOMORPH_REQUIRE_ALL"):
         pytest.fail(f"ISOMORPH_REQUIRE_ALL is set, and the test {said}")
-    pytest.skip(said)
+    pytest.skip(said, allow_module_level=True)
+
+
+def optional(package, extra):
+    """Import a package that `pip install 'isomorph[EXTRA]'` brings; without it the test or the file is `missing` it."""
+    try:
+        return import_module(package)
+    except ImportError:
+        return missing(f"needs {package}: pip install 'isomorph[{extra}]'")
 
 
 def is_alone():

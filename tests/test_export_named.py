@@ -8,10 +8,11 @@ import isomorph as iso
 from command_line import isomorph, refusal
 from isomorph.deployment.shapes import DYNAMIC, plan_shapes
 from refusals import refused
+from requirements import optional
 
-pytest.importorskip("transformers")
-pytest.importorskip("diffusers")
-onnxruntime = pytest.importorskip("onnxruntime")
+optional("transformers", "nlp")
+optional("diffusers", "diffusion")
+onnxruntime = optional("onnxruntime", "export")
 
 WIDTHS = dict(
     hidden_size=16,

@@ -16,6 +16,7 @@ from isomorph.lab.training.open import open_trained
 from isomorph.lab.training.run.snapshot import digest_of
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
+from requirements import optional
 
 BASE = {"name": "cifar_resnet20", "num_classes": 10, "in_chans": 3}
 EDIT = {
@@ -157,7 +158,7 @@ def test_a_forged_task_is_one_line():
 
 
 def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):
-    pytest.importorskip("transformers")
+    optional("transformers", "nlp")
     model = timm.create_model("bert_small", num_hidden_layers=1, num_classes=2)
     lure = tmp_path / "lure"
     code = {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}}

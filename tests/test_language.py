@@ -27,9 +27,10 @@ from isomorph.lab.training.recipe.recipe import validate
 from isomorph.lab.training.recipe.tasks import find_task
 from isomorph.lab.training.task import EvaluationOptions, task_of
 from refusals import refused
+from requirements import optional
 from tiny_runs import same_snapshots, stopped_run
 
-transformers = pytest.importorskip("transformers")
+transformers = optional("transformers", "nlp")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = [

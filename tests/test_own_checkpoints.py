@@ -25,6 +25,7 @@ from isomorph.lab.training.open import open_model
 from isomorph.models.input_sizes import evaluation_config, random_inputs
 from isomorph.surgery import notes
 from refusals import refused
+from requirements import optional
 
 VIT = dict(img_size=96, patch_size=8, depth=2)
 
@@ -287,7 +288,7 @@ def test_tied_tensors_that_a_file_holds_once(tmp_path):
 
 
 def test_a_folder_that_transformers_saved(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = optional("transformers", "nlp")
     sizes = dict(
         vocab_size=11,
         hidden_size=8,

@@ -17,6 +17,7 @@ import yaml
 from PIL import Image
 
 import isomorph as iso
+from requirements import optional
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder with the sdist, and the wheel that was built from it."""
-    pytest.importorskip("hatchling", reason="make env installs build and hatchling")
+    optional("hatchling", "dev")
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})

@@ -10,6 +10,7 @@ from torch import nn
 
 import isomorph as iso
 from refusals import refused
+from requirements import optional
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=3)
 ATTENTION = [
@@ -95,7 +96,7 @@ def wrapped():
 
 
 def wrapped_by_peft():
-    peft = pytest.importorskip("peft")
+    peft = optional("peft", "with")
     return peft.get_peft_model(
         vit(), peft.LoraConfig(target_modules=["qkv"])
     ).eval(), "base_model.model."

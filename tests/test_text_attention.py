@@ -7,9 +7,10 @@ import torch
 
 import isomorph as iso
 from refusals import refused
+from requirements import optional
 from test_map_edit import train_edits
 
-transformers = pytest.importorskip("transformers")
+transformers = optional("transformers", "nlp")
 
 SIZES = dict(
     vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
