@@ -11,6 +11,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.lab.training.recipe.recipe import document_fields, validate
 from isomorph.lab.training.recipe.rule_options import rule_options
+from isomorph.surgery.insert import BLOCKS
 from isomorph.surgery.rule import RULES
 from refusals import refused
 
@@ -68,6 +69,28 @@ def test_a_registered_rule_is_known_in_recipes(monkeypatch):
         (dict(rule="AttentionToRefined", ratio=HUGE), "ratio .*must be"),
     ):
         refused(said, validate, recipe(**fields))
+
+
+def test_what_is_not_a_rule_or_has_a_name_that_is_taken_is_not_registered():
+    own = {"__annotations__": {"depth": int}}
+    frozen = dataclass(frozen=True)
+    rules, blocks = dict(RULES), dict(BLOCKS)
+    for given, said in (
+        (type("Own", (iso.surgery.Rule,), {}), "Own is not a rule; make it a frozen dataclass"),
+        (
+            dataclass(type("Own", (iso.surgery.Rule,), own | {"atol": 0.0})),
+            "make it a frozen dataclass",
+        ),
+        (frozen(type("Own", (), own | {"atol": 0.0})), "derive it from iso.surgery.Rule"),
+        (frozen(type("Own", (iso.surgery.Rule,), own)), "derive it .* and give it an atol"),
+        (iso.ConvToGPSA(), "derive it from iso.surgery.Rule"),
+        (type("ConvToGPSA", (Kept,), {}), "a rule named ConvToGPSA is registered already"),
+    ):
+        refused(said, iso.surgery.register_rule, given)
+    name = next(iter(blocks))
+    said = f"a block named {name} is registered already; give another name"
+    refused(said, iso.surgery.register_block, nn.Identity, name)
+    assert (rules, blocks) == (RULES, BLOCKS)
 
 
 HUGE = 99999999999999999999
