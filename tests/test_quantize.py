@@ -14,7 +14,8 @@ from torch import nn
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.surgery.comparison import Fidelity
+from isomorph.surgery.comparison import Fidelity, signal_to_noise
+from refusals import refused
 
 # the function has the name of its module
 quantize_module = importlib.import_module("isomorph.deployment.quantize")
@@ -155,6 +156,33 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
 
 
+UNFIT = {
+    "integers": (lambda images: [(255 * images).byte()], "are 12x3x16x16 in uint8"),
+    "another size": (lambda images: [images, images[..., :8]], "are 12x3x16x8 in float32"),
+    "one channel": (lambda images: [images[:, :1]], "are 12x1x16x16 in float32"),
+    "not finite": (lambda images: [images / images.clamp(min=0)], "finite floats of B x 3 x 16"),
+    "empty batches": (lambda images: [images[:0]] * 2, "batches are empty; give at least one"),
+    "no batches": (lambda images: [], "there is no batch; give at least one"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_images_that_do_not_fit_are_rejected_and_no_file_is_written(what, vit, images, tmp_path):
+    make, said = UNFIT[what]
+    refused(said, iso.quantize, vit, make(images), tmp_path / "int8.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_glob_that_matches_no_layer_is_rejected(
+    vit, images, quantized, graphs, tmp_path, monkeypatch
+):
+    exported_already(monkeypatch, graphs)
+    said = r"'blocks.0.mlp.fc3' in `float_layers` matches no layer.*blocks.0.mlp.fc"
+    globs = ["head", "blocks.0.mlp.fc3"]
+    refused(said, iso.quantize, vit, [images], tmp_path / "q.onnx", float_layers=globs)
+    assert not list(tmp_path.iterdir())
+
+
 def test_images_that_the_model_does_not_expect_are_noted(
     vit, images, graphs, quantized, tmp_path, monkeypatch
 ):
@@ -256,10 +284,18 @@ def test_reports_are_json_and_torch_draws_as_before(
 
 
 def test_calibration_images_may_have_several_sizes_where_only_these_are_open(tmp_path):
+    """Every one of them is calibrated on and compared, also those of another size."""
     model = timm.create_model("cifar_resnet20").eval()
     images = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 48)]
     report = iso.quantize(model, images, tmp_path / "int8.onnx", dynamic="size")
-    assert (tmp_path / "int8.onnx").is_file(), report
+    int8 = iso.deployment.open_artefact(tmp_path / "int8.onnx")
+    single = [image for batch in images for image in batch.split(1)]
+    with torch.no_grad():
+        exact, rounded = (torch.cat([net(image) for image in single]) for net in (model, int8))
+    assert report.images == len(exact) == 3
+    for signal, noise in zip(exact, exact - rounded, strict=True):
+        assert 10 * torch.log10(signal.square().sum() / noise.square().sum()) > 15
+    assert signal_to_noise(exact, rounded) == pytest.approx(report.output_sqnr, abs=0.01)
 
 
 def test_the_command_measures_both_models_at_the_given_size(tmp_path):
