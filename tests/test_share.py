@@ -169,6 +169,13 @@ class TestPush:
         assert iso.load("hf-hub:me/vit@main").num_classes == 5
         assert timm.create_model("hf-hub:me/vit", pretrained=True).num_classes == 5
 
+    def test_private_is_refused_where_others_already_read_it(self, hub, models):
+        iso.push(models["plain"][0], "me/vit")
+        (commit,) = hub.repositories["me/vit"]["branches"]["main"]
+        said = "me/vit exists and is public; make it private in its settings, or leave out"
+        refused(said, iso.push, models["ours"][0], "me/vit", private=True)
+        assert hub.repositories["me/vit"] == {"private": False, "branches": {"main": [commit]}}
+
 
 class TestLoad:
     def test_a_model_of_timm(self, hub, tmp_path):
@@ -182,6 +189,28 @@ class TestLoad:
         loaded = iso.load("hf-hub:they/vit")
         images = random_inputs(1, model)
         assert torch.equal(loaded(images), model.eval()(images))
+
+    def test_a_revision(self, hub, models, tmp_path):
+        """Of a branch by either way to name it; main stays what it is."""
+        for name, folder in (("ours", "first"), ("plain", "second")):
+            iso.save_for_hub(models[name][0], tmp_path / folder, "me/vit")
+        first, second = (
+            {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+            for folder in ("first", "second")
+        )
+        hub.add("me/vit", **first)
+        commit = hub.commit("me/vit", "v2", second, "another")
+        assert iso.load("hf-hub:me/vit").num_classes == 10
+        for loaded in (
+            iso.load("hf-hub:me/vit", revision="v2"),
+            iso.load("hf-hub:me/vit@v2"),
+            iso.load("hf-hub:me/vit", revision=commit),
+        ):
+            images = random_inputs(1, loaded)
+            assert torch.equal(loaded.eval()(images), models["plain"][0].eval()(images))
+        assert iso.load("hf-hub:me/vit", revision="main").num_classes == 10
+        own = tmp_path / "first" / "model.safetensors"
+        refused("revision 'v2' is for models on the hub", iso.load, own, revision="v2")
 
     def test_without_a_network(self, hub, models, tmp_path, monkeypatch):
         """From the cache if it is there, else one line at once, whatever does not answer."""
