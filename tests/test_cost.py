@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import isomorph as iso
 import references
+from command_line import isomorph
 from isomorph.analysis.cost import (
     count_branches,
     count_macs,
@@ -168,3 +169,22 @@ def test_a_frozen_model_has_no_step_of_training_to_time():
     frozen = timm.create_model("cifar_resnet20").requires_grad_(False)
     with pytest.raises(iso.UserError, match="no parameter that is trained"):
         list(iso.cost_table({"m": frozen}, [(32, 32)], [2], seconds=0, peak=False, timed="train"))
+
+
+def test_the_command_times_the_step_that_is_asked_for(tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(48, 2)).requires_grad_(False)\n"
+        "def trained(): return frozen().requires_grad_()\n"
+    )
+    quick = "--size 4 --batch-size 2 --seconds 0 --no-peak --step"
+    for model, step, said in (
+        ("frozen", "inference", ""),
+        ("frozen", "train", "nets:frozen has no parameter that is trained"),
+        ("trained", "train", ""),
+        ("trained", "pretrain", "masked"),
+    ):
+        run = isomorph("bench", f"nets:{model}", *quick.split(), step, folder=tmp_path)
+        assert run.returncode == (2 if said else 0), run.stderr
+        assert said in run.stderr
+        assert ("images/s" in run.stdout) is not bool(said)

@@ -20,7 +20,7 @@ from timm.layers import create_pool2d
 from torch import nn
 
 import isomorph as iso
-from command_line import isomorph
+from command_line import isomorph, refusal
 from isomorph.deployment.artefact import describe
 from isomorph.deployment.program import prepare, to_onnx, trace
 from isomorph.deployment.shapes import plan_shapes
@@ -338,6 +338,27 @@ def test_verify_takes_size_and_pixels_from_the_file(suffix, options, size, tmp_p
     assert f"input 2x3x{size}" in equal.stdout
     named = isomorph("verify", tmp_path / "a.safetensors", file, "--size", size)
     assert named.stdout.startswith("equal within 1e-05"), named.stderr
+
+
+def test_the_command_takes_what_stays_open_and_how_far_outputs_may_differ(tmp_path):
+    iso.save(timm.create_model("vanillanet_5", dims=(8, 8, 8, 8)), tmp_path / "net.safetensors")
+    line = "export net.safetensors --size 32 --json --out"
+
+    def export(options):
+        return isomorph(*line.split(), *options.split(), folder=tmp_path)
+
+    for options, axes, atol in (
+        ("none.pt2 --dynamic none", [], 1e-5),
+        ("size.pt2 --dynamic batch,size --atol 0.01", ["batch", "size"], 0.01),
+    ):
+        done = export(options)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["deviation"]["atol"] == atol
+        assert open_artefact(tmp_path / options.split()[0]).metadata["dynamic"] == axes
+    said = refusal(export("never.pt2 --atol 0"))
+    assert "NOT equal within 0:" in said
+    assert said.endswith("no file was written (see --atol)")
+    assert not (tmp_path / "never.pt2").exists()
 
 
 def test_verify_takes_the_size_of_another_program_s_file(tmp_path):

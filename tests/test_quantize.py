@@ -309,6 +309,21 @@ def test_the_command_measures_both_models_at_the_given_size(tmp_path):
     assert json.loads(run.stdout)["accuracy"]["float"]["images"] == 20
 
 
+def test_the_command_takes_float_layers_and_what_stays_open(tmp_path):
+    small = dict(img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=10)
+    iso.save(timm.create_model("vit_tiny_patch16_224", **small), tmp_path / "vit.safetensors")
+    options = "--data digits --images 8 --max-images 4 --weights-only --out q.onnx --json"
+    more = "--float-layers head blocks.0.mlp.* --dynamic none"
+    line = f"quantize vit.safetensors {options} {more}"
+    run = isomorph(*line.split(), folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    precisions = {layer["name"]: layer["precision"] for layer in json.loads(run.stdout)["layers"]}
+    in_float = [name for name, precision in precisions.items() if precision == "float"]
+    assert in_float == ["blocks.0.attn", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head"]
+    assert precisions["blocks.0.attn.qkv"] == "int8 w"
+    assert iso.deployment.open_artefact(tmp_path / "q.onnx").metadata["dynamic"] == []
+
+
 def test_thorough_of_an_int8_file_needs_a_tolerance(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten())
     images = torch.randn(4, 3, 8, 8)
