@@ -417,3 +417,29 @@ def siglip_of(sizes):
     return transformers.SiglipForImageClassification(
         transformers.SiglipConfig(**sizes, num_labels=3)
     )
+
+
+def test_words_have_no_grid_however_many_they_are():
+    """As many tokens as the image has patches, or more."""
+    transformers = pytest.importorskip("transformers")
+    text = dict(
+        hidden_size=24,
+        intermediate_size=24,
+        num_attention_heads=3,
+        num_hidden_layers=1,
+        max_position_embeddings=40,
+    )
+    vision = dict(
+        hidden_size=24,
+        intermediate_size=24,
+        num_attention_heads=3,
+        num_hidden_layers=1,
+        image_size=32,
+        patch_size=8,
+    )
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    model = transformers.CLIPModel(config).eval()
+    inputs = dict(input_ids=torch.randint(1, 90, (2, 40)), pixel_values=torch.randn(2, 3, 32, 32))
+    found = iso.nonlocality(model, inputs)
+    assert found
+    assert all(name.startswith("vision_model") for name in found)

@@ -12,12 +12,14 @@ from command_line import isomorph
 from isomorph.analysis.cost import (
     count_branches,
     count_macs,
+    count_once,
     count_pass,
     peak_bytes,
     pyramid_cost,
     saved_bytes,
 )
 from isomorph.analysis.speed import measure_speeds
+from refusals import refused
 
 
 def small_vit(**kwargs):
@@ -188,3 +190,17 @@ def test_the_command_times_the_step_that_is_asked_for(tmp_path):
         assert run.returncode == (2 if said else 0), run.stderr
         assert said in run.stderr
         assert ("images/s" in run.stdout) is not bool(said)
+
+
+def test_the_operations_of_torchs_attention_are_counted_once_more():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    tokens = torch.randn(1, 10, 8)
+    projections = 10 * 8 * (3 * 8 + 8 + 2 * 16)
+    assert count_once(layer, tokens) == projections + 2 * 10 * 10 * 8
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_operations_that_depend_on_values_are_said_to():
+    small = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
+    model = timm.create_model("mask_rcnn", backbone="resnet18", **small)
+    refused("depends on the values of its inputs", count_macs, model, (3, 64, 64))

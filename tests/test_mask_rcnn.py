@@ -1,5 +1,7 @@
 """Mask R-CNN: published sizes, any backbone and any rectangle, surgery on the whole network, its checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -8,7 +10,8 @@ from torchvision.ops import roi_align
 
 import isomorph as iso
 from isomorph.models.task_networks.backbone import backbone_state
-from isomorph.models.task_networks.mask_rcnn import PyramidRoIAlign, WindowedViT
+from isomorph.models.task_networks.mask_rcnn import PyramidRoIAlign, StrideAnchors, WindowedViT
+from refusals import refused
 
 SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
 VIT = dict(embed_dim=12, num_heads=3, depth=2)
@@ -217,3 +220,44 @@ def test_boxes_are_in_float32_under_autocast(plain):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         out = plain(torch.randn(1, 3, 64, 64))
     assert {tensor.dtype for tensor in tree_leaves(out)} == {torch.float32}
+
+
+def test_anchors_of_a_bfloat16_model_keep_their_coordinates():
+    anchors = StrideAnchors((4.0,), 8.0)
+    images = SimpleNamespace(image_sizes=[(1024, 1024)])
+    (exact,) = anchors(images, [torch.zeros(1, 1, 256, 256)])
+    (found,) = anchors(images, [torch.zeros(1, 1, 256, 256, dtype=torch.bfloat16)])
+    torch.testing.assert_close(found, exact, rtol=0, atol=0)
+
+
+def plain_detector():
+    return detector("vit_tiny_patch16_224", backbone_kwargs=VIT | dict(img_size=64))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("vit_tiny_patch16_224", 1), ("deit_tiny_distilled_patch16_224", 2)]
+)
+def test_positions_of_prefix_tokens_are_dropped(name, prefix):
+    plain = timm.create_model(name, img_size=64, depth=1, embed_dim=12, num_heads=3)
+    state = backbone_state(plain_detector(), plain.state_dict())
+    positions = next(tensor for key, tensor in state.items() if key.endswith("pos_embed"))
+    assert positions.shape[1] == 16
+    assert torch.equal(positions, plain.pos_embed[:, prefix:])
+
+
+def test_positions_of_rectangular_images_are_rejected():
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(64, 128), depth=1, embed_dim=12, num_heads=3
+    )
+    refused(
+        "no square of patches",
+        backbone_state,
+        plain_detector(),
+        plain.state_dict(),
+    )
+
+
+def test_windows_of_the_backbone_are_measured():
+    model = detector("vit_tiny_patch16_224", window=2, img_size=80).eval()
+    distances = iso.nonlocality(model.backbone, torch.randn(1, 3, 80, 80))
+    assert all(heads.isfinite().all() for heads in distances.values())

@@ -14,6 +14,7 @@ import isomorph as iso
 from isomorph.lab.training.optim import learning_rate_scales, scaled_groups
 from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.layers import GPSA, GPSA2d
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.models.tcnn import checkpoint_filter_fn
 from refusals import refused
 
@@ -425,3 +426,31 @@ def test_depths_that_no_cifar_resnet_has(depth):
 )
 def test_attention_that_its_blocks_do_not_have_is_refused(name, arguments):
     refused(f"{next(iter(arguments))}.* is not supported", timm.create_model, name, **arguments)
+
+
+def test_a_coatnet_of_another_size_is_saved(tmp_path):
+    shape = dict(img_size=64, widths=(8, 8, 32, 32, 32), depths=(2, 1, 1, 1, 1), num_classes=3)
+    model = timm.create_model("coatnet_0", **shape).eval()
+    model.set_input_size((96, 128))
+    assert evaluation_config(model)["input_size"] == (3, 96, 128)
+    iso.save(model, tmp_path / "x.safetensors")
+    x = torch.randn(1, 3, 96, 128)
+    assert torch.equal(iso.load(tmp_path / "x.safetensors")(x), model(x))
+
+
+def test_tables_of_positions_are_not_decayed():
+    kwargs = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3)
+    model = timm.create_model("tdrl_vit_ti", relative_bias=True, **kwargs)
+    tables = [name for name, _ in model.named_parameters() if name.endswith("relative_bias")]
+    assert tables
+    assert model.no_weight_decay() >= {"pos_embed", *tables}
+
+
+def test_tokens_have_one_of_two_forms():
+    model = timm.create_model(
+        "convit_ti", img_size=32, depth=2, embed_dim=24, num_heads=4, local_up_to_layer=1
+    )
+    x = torch.randn(1, 3, 32, 32)
+    with pytest.raises(ValueError, match="NHWC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+    assert model.forward_intermediates(x, output_fmt="NLC", intermediates_only=True)[0].ndim == 3

@@ -5,6 +5,7 @@ import timm
 import torch
 from timm.layers import Attention, LayerNorm
 
+import isomorph as iso
 import references
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.refined.attention import ReusedAttention
@@ -207,3 +208,23 @@ def test_returned_maps_are_those_that_are_applied(name):
     y, maps = layer(x, return_maps=True)
     torch.testing.assert_close(y, layer(x))
     torch.testing.assert_close(maps, layer.attention(x))
+
+
+def test_logits_are_those_before_the_softmax():
+    """Of a pair of released blocks the map of the pair before is added after it; a padding mask hides keys."""
+    model = timm.create_model(
+        "refined_vit_s_released", img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3
+    ).eval()
+    x = torch.randn(2, 3, 32, 32)
+    seen = {}
+    layer = model.blocks[2].attn
+    layer.register_forward_pre_hook(lambda module, args: seen.update(x=args[0]))
+    found = iso.analysis.logit_stats(model, x)["blocks.2.attn"]
+    q, k, _ = layer.qkv(seen["x"]).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+    expected = (q @ k.mT * layer.scale).amax((2, 3)).mean(0)
+    torch.testing.assert_close(found.max_logit, expected)
+    refined = iso.layers.RefinedAttention(24, 3).eval()
+    mask = torch.arange(5) < 3
+    q, k, bias = refined.content_scores(torch.randn(2, 5, 24), mask.expand(2, 5))
+    assert bias.shape == (2, 1, 1, 5)
+    assert torch.equal(bias.isinf(), ~mask.expand(2, 1, 1, 5))

@@ -85,6 +85,7 @@ def test_prune_compares_within_atol_on_the_images_of_data(folder):
 
 FUSE = {
     "vit.safetensors --affine": dict(affine=True),
+    "wide_vit.safetensors --affine": dict(affine=True),
     "wide_vit.safetensors --affine --no-across": dict(affine=True, across=False),
     "wide.safetensors --affine --no-norms": dict(affine=True, norms=False),
 }

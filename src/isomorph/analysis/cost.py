@@ -23,7 +23,7 @@ from isomorph.analysis.speed import (
     restored_afterwards,
     stepped_module,
 )
-from isomorph.errors import UserError, one_line
+from isomorph.errors import DoesNotRun, UserError, one_line
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
@@ -97,9 +97,14 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def count_once(model: nn.Module, inputs: Inputs) -> int:
     """Return the multiply-accumulates of one forward pass with these inputs, all in all."""
-    # the plain form of attention: the counter does not see into fused kernels
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call_model(model, inputs)
+    # the plain forms of attention: the counter does not see into fused kernels
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call_model(model, inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(has_fast_path)
     return counter.get_total_flops() // 2
 
 
@@ -107,7 +112,15 @@ def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacC
     """Count two batch sizes: their difference is one image, and the rest does not depend on the batch."""
     counts = []
     for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
-        counts.append(count_once(model, inputs_like(model, batch, input_size, "meta")))
+        try:
+            counts.append(count_once(model, inputs_like(model, batch, input_size, "meta")))
+        except DoesNotRun as error:
+            if isinstance(error.__cause__, NotImplementedError):  # of torch, without values
+                raise UserError(
+                    "what the model computes depends on the values of its inputs, so its operations cannot be counted "
+                    "from their shape"
+                ) from error
+            raise
     per_image = counts[1] - counts[0]
     return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)
 

@@ -104,6 +104,9 @@ def find_token_grid(
     x = call.args[0]
     if isinstance(layer, TapHeads):
         return _tap_grid(layer, *x.shape[-2:])
+    reason = position_reason(layer)
+    if reason:
+        raise UserError(reason)
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
     arguments = dict(zip(names, call.args, strict=False)) | call.kwargs

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import some_images
 from isomorph.analysis.layer_attention import capture_inputs, run_observed
 from isomorph.analysis.token_grid import AttentionGrid
+from isomorph.layers import DecomposedAttention
 from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import eval_mode, noise
 from isomorph.operations import ModuleCall, observing, unwrap
@@ -136,7 +137,9 @@ def _partition(module: nn.Module) -> Any:
 
 
 def _plain_kind(module: nn.Module) -> str:
-    """Return the class in `_PLAIN_WINDOWS` that a module is of, or an empty text."""
+    """Return the class in `_PLAIN_WINDOWS` that a module is of, or an empty text; that if it has no windows."""
+    if isinstance(module, DecomposedAttention) and module.window is None:
+        return ""
     return next((name for name in names_of(module) if name in _PLAIN_WINDOWS), "")
 
 
@@ -248,6 +251,7 @@ def _last_input(call: ModuleCall, inside: str) -> Tensor:
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], GridSize]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
+    "isomorph.layers.relative.decomposed.DecomposedAttention": ("", lambda layer: layer.window),
 }
 
 
@@ -255,6 +259,8 @@ def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the shape of a block's input, or the size (H, W) of the map of a layer in `_PLAIN_WINDOWS`."""
     if not _plain_kind(module):
         return x.shape
+    if isinstance(module, DecomposedAttention):
+        return tuple(x.shape[1:3])
     if x.ndim == 4:
         return tuple(x.shape[2:])
     return tuple(args[0] if args else kwargs["size"])

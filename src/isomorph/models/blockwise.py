@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.grid import GridSize
-from isomorph.models.base import ForeignCheckpoints, check_whole_patches, recompute, require_images
+from isomorph.models.base import (
+    ForeignCheckpoints,
+    check_whole_patches,
+    parameters_without_decay,
+    recompute,
+    require_images,
+)
 from isomorph.spec import ImageSize
 
 # Both read sizes, so torch.fx must call them rather than trace into them.
@@ -28,6 +34,10 @@ class AnySizeViT(ForeignCheckpoints, VisionTransformer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters without weight decay: timm's, and those of layers, such as positions and gates."""
+        return super().no_weight_decay() | parameters_without_decay(self)
 
     def prefix_tokens(self) -> list[Tensor]:
         """Return the tokens in front of the patches. Shape: -> (1, n, C) each"""
@@ -143,6 +153,8 @@ class BlockwiseViT(AnySizeViT):
             raise UserError(
                 f"attn_mask is not supported by {type(self).__name__}; leave it at None",
             )
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None

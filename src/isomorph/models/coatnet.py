@@ -24,6 +24,7 @@ from timm.layers import (
 )
 from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
+from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -294,6 +295,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def set_input_size(self, img_size: int | ImageSize) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
         self.img_size = to_2tuple(img_size)
+        update_model_input_size(self, self.img_size)
         # later ones may have been pruned
         for stage, info in zip(self.stages, self.feature_info, strict=False):
             for module in stage.modules():

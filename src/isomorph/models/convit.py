@@ -20,7 +20,6 @@ from isomorph.models.base import (
     Variant,
     build_variant,
     image_cfg,
-    parameters_without_decay,
     register_variants,
     unwrap_state_dict,
 )
@@ -154,10 +153,6 @@ class ConViT(BlockwiseViT):
     def is_foreign(self, state: State) -> bool:
         """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
-
-    def no_weight_decay(self) -> set[str]:
-        """Name the parameters without weight decay: timm's, and positions and gates, for which 0 is not neutral."""
-        return super().no_weight_decay() | parameters_without_decay(self)
 
     def prefix_tokens(self) -> list[Tensor]:
         """Return no tokens: the class token joins later."""

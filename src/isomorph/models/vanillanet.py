@@ -109,7 +109,8 @@ class VanillaNet(StagedNet):
         elif isinstance(old, nn.Linear):
             self.slope = 1.0  # a pair became one layer, so its ReLU was the identity
         self.head = self.make_head().apply(_initialise)
-        if isinstance(old, nn.Linear) and num_classes:
+        is_fused = not isinstance(old, AnnealedPair | nn.Identity)
+        if is_fused and num_classes:
             self.head = self.head.eval().fuse()  # type: ignore[operator]
         self.head.to(next(self.stem.parameters())).train(self.training)
 

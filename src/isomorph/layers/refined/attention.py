@@ -9,6 +9,7 @@ to the convolution, so real tokens get the same output as without the padding.
 Letters: B batch, H heads, M = ratio H maps, N tokens, k kernel size, C channels, hd head width.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import (
     AttentionBase,
+    content_scores,
     factory_kwargs,
     join_heads,
     plain_attention,
@@ -159,6 +161,17 @@ class RefinedAttention(AttentionBase):
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
         return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), **kw)
+
+    def content_scores(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return scaled queries and keys, as `content_scores`, and the padding mask as a bias of keys."""
+        q, k, _unmasked = content_scores(self, x)
+        mask = _padding_mask(x, attn_mask, is_causal)
+        if mask is None:
+            return q, k, None
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+        return q, k, bias.unsqueeze(1)  # (B, 1, 1, N)
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import join_heads, softmax_map, split_heads, split_joint
+from isomorph.layers.attention_base import (
+    content_scores,
+    join_heads,
+    softmax_map,
+    split_heads,
+    split_joint,
+)
 
 
 class ReleasedDLA(nn.Module):
@@ -44,6 +50,12 @@ class ReleasedAttention(Attention):
     def attention(self, x: Tensor, maps: Tensor | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: -> (B, H, N, N)"""
         return self.maps_and_values(x, maps)[0]
+
+    def content_scores(
+        self, x: Tensor, maps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return scaled queries and keys, as `content_scores`; the given maps are added after the softmax."""
+        return content_scores(self, x)
 
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""

@@ -90,8 +90,11 @@ class StrideAnchors(AnchorGenerator):
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         first = feature_maps[0]
-        self.set_cell_anchors(first.dtype, first.device)
-        strides = [[first.new_tensor(stride)] * 2 for stride in self.strides]
+        dtype = at_least_float32(
+            first
+        )  # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
+        self.set_cell_anchors(dtype, first.device)
+        strides = [[first.new_tensor(stride, dtype=dtype)] * 2 for stride in self.strides]
         sizes = [list(level.shape[-2:]) for level in feature_maps]
         anchors = torch.cat(self.grid_anchors(sizes, strides))
         return [anchors] * len(image_list.image_sizes)
@@ -175,16 +178,27 @@ def fixed_boxes(x: Tensor) -> Tensor:
     return torch.tensor(boxes, dtype=at_least_float32(x), device=x.device)
 
 
+_PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+
+
 def _without_prefix_tokens(state: State) -> State:
-    """Drop a ViT's prefix tokens and their positions; those of patches are the largest square."""
-    tokens = ("cls_token", "reg_token", "dist_token")
-    state = {name: tensor for name, tensor in state.items() if name not in tokens}
+    """Drop a ViT's prefix tokens and their positions; those of patches have to be a square.
+
+    Raises: UserError if they are not, as of weights for rectangular images.
+    """
+    tokens = [state[name] for name in _PREFIX_TOKENS if name in state]
+    state = {name: tensor for name, tensor in state.items() if name not in _PREFIX_TOKENS}
     positions = state.get("pos_embed")
-    if isinstance(positions, Tensor) and positions.ndim == 3:
-        count = positions.shape[1]
-        prefix = count - math.isqrt(count) ** 2
-        state["pos_embed"] = positions[:, prefix:]
-    return state
+    if not isinstance(positions, Tensor) or positions.ndim != 3:
+        return state
+    count = positions.shape[1]
+    for prefix in (sum(token.shape[1] for token in tokens), 0):  # registers may have no positions
+        if math.isqrt(count - prefix) ** 2 == count - prefix:
+            state["pos_embed"] = positions[:, prefix:]
+            return state
+    raise UserError(
+        f"the weights have {count} positions, which are no square of patches; give weights for square images"
+    )
 
 
 class WindowedViT(nn.Module):
