@@ -526,3 +526,16 @@ def test_label_maps_need_a_model_that_classifies_its_patches(tmp_path):
         "data.workers=0",
     ]
     refused("classifies its patches", Run, iso.load_recipe("refiner_plain_b", changes))
+
+
+def test_a_key_that_is_given_twice_is_named(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text(
+        "model: {name: cifar_resnet20}\noptim: {lr: 0.01}\noptim: {weight_decay: 0.0}\n"
+    )
+    refused("optim is given twice", iso.load_recipe, str(path))
+
+
+def test_an_empty_path_is_no_folder():
+    with pytest.raises(ValueError, match="is empty; give a path, or null"):
+        iso.Recipe(model={"name": "cifar_resnet20"}, out="")

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+import isomorph as iso
 from containers import SAMPLES, as_folder, picture, write_tar
+from isomorph.checkpoints.model import record_data
 from isomorph.errors import DataWarning
 from isomorph.lab.data.formats.naming import IMAGE_SUFFIXES, names_only_a_split, split_words
 from isomorph.lab.data.formats.registry import open_source
@@ -425,3 +428,9 @@ def test_grey_values_of_a_pgm_file_of_16_bits(tmp_path):
         path.rename(folder / "0.pgm")
         image = np.asarray(open_source(folder.parent, "test").image(0))
         assert np.abs(image[..., 0].astype(int) - expected).max() <= 1
+
+
+def test_a_run_on_the_first_classes_is_told_how_to_be_tested():
+    model = timm.create_model("cifar_resnet20", num_classes=3)
+    record_data(model, dict(input_size=(3, 8, 8), label_names=["0", "1", "2"], source="digits"))
+    refused("give classes=3 to test on these alone", iso.evaluate, model, "digits")

@@ -469,3 +469,37 @@ class TestCheckpoint:
         iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", act_layer="silu"))
         iso.save(iso.load(tmp_path / "m.safetensors"), tmp_path / "again.safetensors")
         assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))
+
+
+def test_a_compiled_model_has_the_same_groups():
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=4
+    )
+    rates = [
+        [
+            (group["name"], group["lr"])
+            for group in iso.training.parameter_groups(model, lr=lr, layer_decay=0.5)
+        ]
+        for model, lr in ((vit, 1e-3), (torch.compile(vit), 1e-3), (vit, "1e-3"))
+    ]
+    assert len(set(rates[0])) > 4
+    assert rates[0] == rates[1] == rates[2]
+
+
+def test_a_batch_of_another_size_is_another_run(tmp_path):
+    few = dict(TINY["data"], fraction=0.02, batch_size=128)
+    stopped_run(tmp_path, 1, dict(TINY, data=few))
+    again = tiny(tmp_path, data=few, scale=dict(accumulate=4))
+    refused("other data .batch was .*, is now ", iso.train, again, show=False)
+
+
+def test_a_task_with_its_own_objective_takes_no_field_of_another():
+    class Own(iso.training.Classification):
+        def objective(self, recipe, model, device):
+            return None
+
+    class Plain(iso.training.Classification):
+        pass
+
+    assert {"loss", "distill", "augment.mixup", "mask"} <= set(Own.unused)
+    assert Plain.unused == ()

@@ -7,14 +7,29 @@ import yaml
 from isomorph.errors import UserError
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader that raises ValueError for a key that a mapping has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{twice} is given twice; give it once")
+        return values
+
+
 def load_yaml(text: str) -> Any:
-    """Return what a YAML text holds. Raises: ValueError for aliases, yaml.YAMLError, RecursionError."""
+    """Return what a YAML text holds.
+
+    Raises: ValueError for aliases and keys that are given twice, yaml.YAMLError, RecursionError.
+    """
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(
                 "a recipe has no aliases (*name), which may expand without end; write the values out"
             )
-    return yaml.safe_load(text)
+    return yaml.load(text, _Loader)
 
 
 def parse_value(text: str) -> Any:

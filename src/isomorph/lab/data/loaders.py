@@ -279,7 +279,8 @@ class SeededDataset(Dataset[Example]):
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
                     raise UserError(
-                        f"{error} (or allow unreadable images with data.unreadable)"
+                        f"{error} (or allow unreadable images with data.unreadable; a run does not resume with other "
+                        "images)"
                     ) from None
                 index = (index + 1) % len(self.source)
 

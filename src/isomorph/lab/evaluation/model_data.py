@@ -200,7 +200,9 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         todo = (
             "give images of the model's classes (classnames.txt names those of shards, one a line)"
         )
-        if some_known:
+        if source.classes[: len(own)] == own:
+            todo = f"give classes={len(own)} to test on these alone"
+        elif some_known:
             todo = f"rename the folders that differ ({shorten(unknown)})"
         raise UserError(
             f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from timm.data import Mixup
@@ -42,6 +42,19 @@ from isomorph.terminal_tables import Metrics
 TOP_CLASSES = 5
 
 
+# Fields of recipes that `Classification.objective` reads, or that make labels which only its losses take.
+_OF_OBJECTIVE = (
+    "loss",
+    "augment.smoothing",
+    "augment.mixup",
+    "augment.cutmix",
+    "distill",
+    "token_labels",
+    "map_similarity",
+    "mask",
+)
+
+
 class Classification(Task):
     """Classification of images, with labels, a teacher or label maps; and masked pre-training on images.
 
@@ -53,13 +66,19 @@ class Classification(Task):
     """
 
     sources = IMAGE_SOURCES
-    unused = ()
+    unused: ClassVar[tuple[str, ...]] = ()
     classifies = True
     open_data: Any = staticmethod(open_sources)
     data_config: Any = staticmethod(data_config)
     train_loader: Any = staticmethod(build_train_loader)
     test_loader: Any = staticmethod(build_test_loader)
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+
+    def __init_subclass__(cls) -> None:
+        """Reject the fields that only `objective` reads, for a task with an objective of its own."""
+        super().__init_subclass__()
+        if "objective" in vars(cls) and "unused" not in vars(cls):
+            cls.unused = _OF_OBJECTIVE
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         # without a classifier: fine-tuning would load the untrained one as if it were trained

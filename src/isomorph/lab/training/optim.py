@@ -17,6 +17,7 @@ from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.map_attention import InsertedBlock
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.models.base import parameters_without_decay
+from isomorph.operations import unwrap
 from isomorph.terminal_tables import Rows
 
 # Kinds of parameter groups with weight decay.
@@ -74,14 +75,16 @@ def parameter_groups(
     positions 12 lr 0.02, decay 0
     >>> optimizer = torch.optim.AdamW(groups)
     """
+    model = unwrap(model, to_copy=False)  # names of a compiled model begin otherwise
     rates = dict(
         lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr, gamma_lr=gamma_lr
     )
     decays = dict(weight_decay=weight_decay, layer_decay=layer_decay)
-    groups = scaled_groups(model, check_part(OptimPart, "parameter_groups", rates | decays))
+    optim = check_part(OptimPart, "parameter_groups", rates | decays)
+    groups = scaled_groups(model, optim)
     # without lr_scale, by which timm's schedulers would multiply the rate again
     for group in groups:
-        group["lr"] = lr * group.pop("lr_scale")
+        group["lr"] = optim.lr * group.pop("lr_scale")
     return groups
 
 

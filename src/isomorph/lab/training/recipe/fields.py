@@ -38,9 +38,15 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 # Between 0 and 1, both excluded.
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-File = Annotated[
-    Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)
-]
+
+
+def _as_path(value: Any) -> Any:
+    if value == "":
+        raise ValueError("is empty; give a path, or null")
+    return str(value) if isinstance(value, int | float) else value
+
+
+File = Annotated[Path, BeforeValidator(_as_path)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 # Faults to skip before the run stops.
 AllowedFaults = Annotated[int, Field(ge=0, le=10**9)]

@@ -194,6 +194,11 @@ def _print_start(run: Run, journal: Journal) -> None:
     for text in (start, recipe.shortened, slow_average(recipe.ema, run.iterations)):
         if text:
             journal.say(text)
+    if recipe.anneal and recipe.model.weights and not progress.step:
+        journal.say(
+            "anneal begins at anneal.start, whatever gates and localities the weights have; give anneal=null to keep "
+            "them"
+        )
     if recipe.augment.crop_padding == "auto":
         padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
         if padding:

@@ -72,7 +72,10 @@ class Resume:
 
     def check_data(self, header: Mapping[str, str], counts: dict[str, int]) -> None:
         """Check that the run has the images and classes that it began with."""
-        differences = changed_fields(self.values["data"], counts)
+        old_counts = self.values["data"]  # an older version may have fewer
+        differences = changed_fields(
+            old_counts, {name: counts[name] for name in counts if name in old_counts}
+        )
         old_names = json.loads(self.values["model"]["data"]).get("label_names", [])
         new_names = json.loads(header["data"]).get("label_names", [])
         for number, (old, new) in enumerate(zip(old_names, new_names, strict=False)):

@@ -73,7 +73,7 @@ class SnapshotValues(_ClosedSchema):
     recipe: JsonObject
     progress: RunProgress
     lanes: _Count
-    data: dict[Literal["images", "steps", "classes"], _Count]
+    data: dict[Literal["images", "steps", "classes", "batch"], _Count]
     model: dict[str, str]
     digest: str
 

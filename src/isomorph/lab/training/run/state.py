@@ -218,9 +218,14 @@ class Run:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of images, steps and classes per epoch; with others, a run cannot be resumed."""
+        """Numbers of images, steps and classes, and the size of a batch; with others, a run cannot be resumed."""
         order = self.order
-        return {"images": order.images, "steps": order.steps, "classes": len(self.train.classes)}
+        return {
+            "images": order.images,
+            "steps": order.steps,
+            "classes": len(self.train.classes),
+            "batch": order.batch,
+        }
 
     def mean_total(self, index: int) -> float:
         """Return a sum of `total`, the mean over all processes: 0 is the loss, 1 the training accuracy."""
