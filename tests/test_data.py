@@ -319,7 +319,7 @@ def test_a_subset_is_of_indices_or_a_mask():
         assert [np.asarray(part.image(i)).flat[0] for i in range(2)] == [0, 2]
     assert len(source.subset([])) == 0
     for wrong in ([1.7], np.array([True, False]), np.zeros((2, 2), int)):
-        refused("choose no examples", source.subset, wrong)
+        refused("cannot choose examples", source.subset, wrong)
 
 
 def test_an_opened_photograph_is_turned_too(tmp_path):

@@ -584,5 +584,9 @@ def test_a_file_is_verified_at_its_own_tolerance(edit, tmp_path):
 def test_a_model_too_large_for_onnx_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["isomorph.deployment.export"], "_LARGEST_ONNX", 100)
     refused(
-        "GB in float32.*export a .pt2 file", iso.export, nn.Conv2d(3, 4, 3), tmp_path / "x.onnx"
+        "GB of weights in float32.*export a .pt2 file",
+        iso.export,
+        nn.Conv2d(3, 4, 3),
+        tmp_path / "x.onnx",
+        size=8,
     )

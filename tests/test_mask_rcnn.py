@@ -250,7 +250,7 @@ def test_positions_of_rectangular_images_are_rejected():
         "vit_tiny_patch16_224", img_size=(64, 128), depth=1, embed_dim=12, num_heads=3
     )
     refused(
-        "no square of patches",
+        "do not fill a square of patches",
         backbone_state,
         plain_detector(),
         plain.state_dict(),

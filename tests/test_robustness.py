@@ -342,7 +342,7 @@ def test_clean_images_of_another_folder_are_measured_again(published, tmp_path):
         iso.robustness(Brightness(), source, **wanted, partial=True)
         for source in (right, wrong, right, None)
     ]
-    assert [each["clean"] and each["clean"]["top1"] for each in found] == [100, 0, 100, None]
+    assert [each["clean"] and each["clean"]["top1"] for each in found] == [100, 0, 100, 100]
     assert [each["resumed"] for each in found] == [0, 1, 1, 1]
 
 
@@ -372,6 +372,6 @@ def test_cifar_c_is_scored_by_the_names_of_classes(order, tmp_path):
     # black is the model's first class, white its second: airplane and automobile, or truck and ship
     assert found["cells"][0]["top1"] == (20 if order == 1 else 10)
     model.pretrained_cfg |= dict(label_names=["car", *CIFAR10[1:]])
-    refused("car", iso.robustness, model, **wanted)
+    refused("are not CIFAR-10's", iso.robustness, model, **wanted)
     model.pretrained_cfg |= dict(label_names=[f"Klasse {number}" for number in range(10)])
-    refused("are not named as CIFAR-10's", iso.robustness, model, **wanted)
+    refused("are not CIFAR-10's", iso.robustness, model, **wanted)

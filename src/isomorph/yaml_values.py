@@ -7,22 +7,25 @@ import yaml
 from isomorph.errors import UserError
 
 
+class KeyTwice(ValueError):
+    """A mapping has a key twice."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Loader that raises ValueError for a key that a mapping has twice."""
+    """Loader that raises KeyTwice for a key that a mapping has twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        values = super().construct_mapping(node, deep)
-        if len(values) < len(node.value):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"{twice} is given twice; give it once")
-        return values
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise KeyTwice(f"{key} is given twice; give it once")
+        return super().construct_mapping(node, deep)
 
 
 def load_yaml(text: str) -> Any:
     """Return what a YAML text holds.
 
-    Raises: ValueError for aliases and keys that are given twice, yaml.YAMLError, RecursionError.
+    Raises: ValueError for aliases, KeyTwice, yaml.YAMLError, RecursionError.
     """
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -36,6 +39,8 @@ def parse_value(text: str) -> Any:
     """Return a value on a command line: a number such as 1e-3, true, null or None, a list like [96, 128], or text."""
     try:
         value = load_yaml(text)
+    except KeyTwice as error:
+        raise UserError(f"{text}: {error}") from None
     except RecursionError:
         raise UserError(f"{text[:20]}... has too many levels of groups and lists") from None
     except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text

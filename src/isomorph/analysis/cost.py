@@ -115,10 +115,11 @@ def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacC
         try:
             counts.append(count_once(model, inputs_like(model, batch, input_size, "meta")))
         except DoesNotRun as error:
-            if isinstance(error.__cause__, NotImplementedError):  # of torch, without values
+            # of torch, for an operation on the device meta
+            if isinstance(error.__cause__, NotImplementedError):
                 raise UserError(
-                    "what the model computes depends on the values of its inputs, so its operations cannot be counted "
-                    "from their shape"
+                    "the operations of this model cannot be counted from shapes alone: one of them needs the values of "
+                    f"its inputs, or has no form without them ({one_line(error.__cause__)})"
                 ) from error
             raise
     per_image = counts[1] - counts[0]

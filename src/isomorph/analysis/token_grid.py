@@ -105,7 +105,9 @@ def find_token_grid(
     if isinstance(layer, TapHeads):
         return _tap_grid(layer, *x.shape[-2:])
     reason = position_reason(layer)
-    if reason:
+    # a grid that the layer has, or a map around it, says more than its configuration
+    has_map = x.ndim == 3 and bool(_sides_around(call, x.shape[1]))
+    if reason and not has_map and not getattr(layer, "grid_size", None):
         raise UserError(reason)
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters

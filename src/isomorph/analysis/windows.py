@@ -137,7 +137,7 @@ def _partition(module: nn.Module) -> Any:
 
 
 def _plain_kind(module: nn.Module) -> str:
-    """Return the class in `_PLAIN_WINDOWS` that a module is of, or an empty text; that if it has no windows."""
+    """Return the name in `_PLAIN_WINDOWS` of a module's class; empty for another class, or without windows."""
     if isinstance(module, DecomposedAttention) and module.window is None:
         return ""
     return next((name for name in names_of(module) if name in _PLAIN_WINDOWS), "")

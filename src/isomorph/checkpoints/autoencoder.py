@@ -97,7 +97,7 @@ def load_autoencoder(
             )
         if arguments:
             raise UserError(
-                f"{path} has its own arguments; leave out {', '.join(sorted(arguments))}"
+                f"{path} records the arguments of its encoder; leave out {', '.join(sorted(arguments))}"
             )
         header = read_parts(contents)
 

@@ -68,7 +68,7 @@ def _shapes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _ties_without(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of parameters that a model has under an earlier name too, and its twin has not."""
+    """Yield each parameter that is tied in a model and not in its twin, with the first name that it is tied to."""
     others = dict(twin.named_parameters(remove_duplicate=False))
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

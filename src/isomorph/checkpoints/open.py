@@ -100,7 +100,9 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
         return Path(name)
     repository, _, named = str(name).partition(":")[2].partition("@")
     if named and revision is not None and revision != named:
-        raise UserError(f"{name} names a revision, and revision={revision!r} another; give one")
+        raise UserError(
+            f"{name} names a revision, and revision={revision!r} is another; give one of them"
+        )
     return download_model(repository, revision or named or None)
 
 

@@ -105,5 +105,5 @@ def _write_page(out: Path, found: "PublishedTable", text: Table) -> str:
         charts=published_charts(found.name, found.charts, found.rows),
     )
     measured = {result.run for row in found.rows for result in row.runs if result.run != "mean"}
-    lead = f"Measured: {count_of(len(measured), 'run or evaluation')}."
+    lead = f"{count_of(len(measured), 'measured result')} of runs and evaluations."
     return page_line(out, write_page(out, found.name, lead, [section], page_footer()))

@@ -143,6 +143,8 @@ def export(
     check_output(model, shapes)
     progress("fusing")
     prepared, report = prepare(model, shapes)
+    if kind == "onnx":
+        check_onnx_size(prepared)
     shapes, contents, deviation = encode(prepared, model, kind, shapes, atol, progress)
     if not deviation.passed:
         raise NotEqual(deviation)
@@ -175,20 +177,32 @@ def check_path(path: Any, call: str) -> Path:
 
 @torch.no_grad()
 def check_output(model: nn.Module, shapes: ExportShapes) -> None:
-    """Raise UserError for a model that does not return one tensor, or another at each call, and NotFinite for NaN."""
+    """Raise UserError unless the model returns one tensor, the same at each call, and NotFinite for NaN."""
     plain = in_eval_mode(copy_module(model).cpu().float())
     first, second = (only_tensor(run_model(plain, shapes.examples()[0][1])) for _ in range(2))
     if first.isnan().any():
         raise NotFinite("the model's outputs are NaN; check its weights and statistics")
-    if first.shape != second.shape or relative_difference([first], [second]) > ATOL:
+    same_shape = first.shape == second.shape
+    same_infinities = same_shape and torch.equal(first.isinf(), second.isinf())
+    if not same_infinities or relative_difference([first], [second]) > ATOL:
         raise UserError(
             "the model gives other outputs when it is called again with the same inputs, so no file can equal it; "
             "leave out what is random in eval mode, like F.dropout without training=self.training, or what calls change"
         )
 
 
-# What protobuf writes at most.
+# Bytes that protobuf writes at most.
 _LARGEST_ONNX = 2**31
+
+
+def check_onnx_size(prepared: nn.Module, advice: str = "export a .pt2 file") -> None:
+    """Raise UserError for a fused model whose weights do not fit into one .onnx file."""
+    size = 4 * sum(parameter.numel() for parameter in prepared.parameters())
+    if size > _LARGEST_ONNX:
+        raise UserError(
+            f"the fused model has {size / 1e9:.1f} GB of weights in float32, and an .onnx file holds at most 2.1 GB; "
+            f"{advice}"
+        )
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
@@ -204,11 +218,6 @@ def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module
             )
     if path.suffix == ".onnx":
         require_packages("onnx", "onnxscript", "onnxruntime")
-        size = 4 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-        if size > _LARGEST_ONNX:
-            raise UserError(
-                f"the weights have {size / 1e9:.1f} GB in float32, an .onnx file holds 2.1 GB; export a .pt2 file"
-            )
     return model
 
 

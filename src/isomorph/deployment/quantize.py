@@ -19,6 +19,7 @@ from isomorph.deployment.artefact import describe, load_artefact, preparation_no
 from isomorph.deployment.export import (
     Progress,
     check_exportable,
+    check_onnx_size,
     check_output,
     check_path,
     encode,
@@ -141,6 +142,10 @@ class QuantizeReport:
     __repr__ = __str__
 
 
+# Between the model and its ONNX graph before rounding, relative to the largest output.
+_LARGEST_FLOAT_DIFFERENCE = 1e-4
+
+
 @torch.random.fork_rng(devices=[])  # measuring speed draws images
 def quantize(
     model: nn.Module,
@@ -198,6 +203,7 @@ def quantize(
     check_output(model, shapes)
     progress("fusing")
     prepared, merged = prepare(model, shapes)
+    check_onnx_size(prepared, "quantise a smaller model")
     if shapes.near:
         shapes, _, deviation = encode(prepared, model, "onnx", shapes)
         if not deviation.passed:
@@ -223,8 +229,8 @@ def quantize(
     measured = _measure(prepared, before, after, batches, shapes)
     if measured["float_difference"] > _LARGEST_FLOAT_DIFFERENCE:
         raise UserError(
-            f"before rounding, the ONNX graph differs from the model by {measured['float_difference']:.1g} of the "
-            "largest output already; iso.export to an .onnx file says on which images"
+            f"the ONNX graph in float32 differs from the model by {measured['float_difference']:.1g} of its largest "
+            "output on the calibration images; check that they are prepared as the model expects"
         )
     notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
     layers = _describe_layers(before, after, kept)
@@ -237,10 +243,6 @@ def quantize(
         path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite
     )
     return report
-
-
-# From the model, of the graph that is rounded then.
-_LARGEST_FLOAT_DIFFERENCE = 1e-4
 
 
 def _check_loader(loader: object) -> None:

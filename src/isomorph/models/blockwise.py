@@ -148,13 +148,13 @@ class BlockwiseViT(AnySizeViT):
         intermediates_only: bool = False,
         attn_mask: None = None,
     ) -> Any:
-        """Return the final tokens and those after chosen blocks. Raises: UserError for an attention mask."""
+        """Return the final tokens and those after chosen blocks. Raises: UserError for a mask or another format."""
         if attn_mask is not None:
             raise UserError(
                 f"attn_mask is not supported by {type(self).__name__}; leave it at None",
             )
         if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
+            raise UserError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None

@@ -142,7 +142,8 @@ def _first_of(owners: Sequence[Any], names: Sequence[str], accepts: Callable[[An
 
 
 def _words_reason(layer: Any) -> str | None:
-    has_image = any(hasattr(layer.config, name) for name in _IMAGE_FIELDS)
+    config = getattr(layer, "config", None)
+    has_image = any(hasattr(config, name) for name in _IMAGE_FIELDS)
     return None if has_image else "its tokens are words in a row, which is not a grid"
 
 

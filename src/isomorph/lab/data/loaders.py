@@ -279,8 +279,7 @@ class SeededDataset(Dataset[Example]):
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
                     raise UserError(
-                        f"{error} (or allow unreadable images with data.unreadable; a run does not resume with other "
-                        "images)"
+                        f"{error}; to skip unreadable images, give data.unreadable"
                     ) from None
                 index = (index + 1) % len(self.source)
 

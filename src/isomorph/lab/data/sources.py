@@ -234,7 +234,7 @@ class Source(Dataset[tuple[Any, int]]):
         return image, int(self.labels[index])
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """Return the given images in the given order, or those of a mask; their `ids` stay those in the whole source.
+        """Return the images of the given indices, in that order, or of a mask; `ids` stay those of the whole source.
 
         Raises: UserError for what is neither whole numbers nor a mask of all images.
         """
@@ -245,14 +245,17 @@ class Source(Dataset[tuple[Any, int]]):
 
 
 def chosen_indices(indices: Any, count: int) -> np.ndarray:
-    """Return whole numbers, or where a mask of `count` examples is True, as indices. Raises: UserError for others."""
-    given = np.asarray(indices)
+    """Return indices as an array; for a mask of `count` examples, those where it is True.
+
+    Raises: UserError for anything else.
+    """
+    given = indices if isinstance(indices, np.ndarray) else np.asarray(list(indices))
     if given.dtype == bool and given.shape == (count,):
         return np.flatnonzero(given)
     if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
         raise UserError(
-            f"indices of shape {given.shape} and type {given.dtype} choose no examples; give whole numbers, or a mask "
-            f"of all {count}"
+            f"indices of shape {given.shape} and type {given.dtype} cannot choose examples; give whole numbers, or a "
+            f"mask of all {count}"
         )
     return given.astype(np.int64)
 

@@ -75,9 +75,14 @@ class Classification(Task):
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
     def __init_subclass__(cls) -> None:
-        """Reject the fields that only `objective` reads, for a task with an objective of its own."""
+        """Reject the fields that only `objective` reads, for a task with an objective of its own.
+
+        A task whose objective calls this one's sets `unused = ()`.
+        """
         super().__init_subclass__()
-        if "objective" in vars(cls) and "unused" not in vars(cls):
+        derived = cls.__mro__[: cls.__mro__.index(Classification)]
+        has_unused = any("unused" in vars(kind) for kind in derived)
+        if "objective" in vars(cls) and not has_unused:
             cls.unused = _OF_OBJECTIVE
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:

@@ -90,9 +90,8 @@ class StrideAnchors(AnchorGenerator):
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         first = feature_maps[0]
-        dtype = at_least_float32(
-            first
-        )  # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
+        # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
+        dtype = at_least_float32(first)
         self.set_cell_anchors(dtype, first.device)
         strides = [[first.new_tensor(stride, dtype=dtype)] * 2 for stride in self.strides]
         sizes = [list(level.shape[-2:]) for level in feature_maps]
@@ -124,9 +123,8 @@ class PyramidRoIAlign(nn.Module):
         out = first.new_zeros(len(regions), first.shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
-            exact = upcast(
-                features
-            )  # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
+            # bfloat16 rounds coordinates above 512 to multiples of 4 pixels
+            exact = upcast(features)
             own = regions[rows].to(exact.dtype)
             pooled = roi_align(exact, own, self.output_size, spatial_scale=1 / stride, aligned=True)
             out = out.index_put((rows,), pooled.to(out.dtype))
@@ -192,12 +190,14 @@ def _without_prefix_tokens(state: State) -> State:
     if not isinstance(positions, Tensor) or positions.ndim != 3:
         return state
     count = positions.shape[1]
-    for prefix in (sum(token.shape[1] for token in tokens), 0):  # registers may have no positions
-        if math.isqrt(count - prefix) ** 2 == count - prefix:
+    # registers may have no positions, and tokens may have been removed before
+    counts = list(itertools.accumulate((token.shape[1] for token in tokens), initial=0))
+    for prefix in (*reversed(counts), 1, 2):
+        if prefix < count and math.isqrt(count - prefix) ** 2 == count - prefix:
             state["pos_embed"] = positions[:, prefix:]
             return state
     raise UserError(
-        f"the weights have {count} positions, which are no square of patches; give weights for square images"
+        f"the weights have {count} positions, which do not fill a square of patches; give weights for square images"
     )
 
 

@@ -118,9 +118,8 @@ class TarImages(Sequence[ImageLike]):
         size = int(self.sizes[index])
         offset = int(self.offsets[index])
         number, _ = self._locate(index)
-        file = _open_tar(
-            self.stamps[number]
-        )  # held while it is read: another thread may close older ones
+        # held while it is read: another thread may close older ones
+        file = _open_tar(self.stamps[number])
         data = os.pread(file.descriptor, size, offset)
         if len(data) != size:
             raise OSError(f"the file ends after {len(data)} of its {size} bytes")

@@ -70,9 +70,9 @@ def measure_classifier(
     file = CellFile(out, identity)
     # of the process with the file
     cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]
-    # of other clean images than those that are given, if published ones are corrupted
+    # the clean cell may be of other images than those given, where published ones are corrupted
     clean_images = None if inputs.source is None else fingerprint(inputs.source)
-    if cells.get((CLEAN, 0), {}).get("images_of") != clean_images:
+    if clean_images and cells.get((CLEAN, 0), {}).get("images_of") != clean_images:
         cells.pop((CLEAN, 0), None)
     resumed = sum(key in cells for key in wanted)
     for name, own in {CLEAN: (0,), **severities}.items():
@@ -264,9 +264,12 @@ class CellFile:
 
 
 def _has_a_line(path: Path) -> bool:
-    """True unless a file is empty, or begins like the first line of a result and ends in it."""
+    """Return False for an empty file, or one that holds only the beginning of a result's first line."""
     begin = json.dumps({"kind": _KIND})[:-1].encode()
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return True  # `read_result` says why
     return b"\n" in content or not begin.startswith(content[: len(begin)])
 
 

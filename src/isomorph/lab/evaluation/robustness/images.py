@@ -184,10 +184,10 @@ def _cifar_c(
     own = label_names(model)
     if num_classes != len(_CIFAR10) or not own or all(map(str.isdigit, own)):
         return Source(cell, labels[part], map(str, range(num_classes)))
-    if set(own).isdisjoint(_CIFAR10):
+    if not set(own) >= set(_CIFAR10):
         raise UserError(
-            f"the model's classes ({shorten(own)}) are not named as CIFAR-10's ({shorten(_CIFAR10)}), so that their "
-            "order is unknown; give a model with these names"
+            f"the model's classes ({shorten(own)}) are not CIFAR-10's ({shorten(_CIFAR10)}), so their order is "
+            "unknown; give a model whose classes have these names"
         )
     return with_model_labels(Source(cell, labels[part], _CIFAR10), model)
 

@@ -91,7 +91,7 @@ function seriesColour(spec, index) {
 
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2"];
 
-/** Return the dash pattern of a series by its index; after every six colours the patterns begin one later. */
+/** Return the dash pattern of a series by its index; after six colours the patterns begin later. */
 const paletteDash = index => DASHES[(index + Math.floor(index / 6)) % 6];
 
 /** Return the dash pattern of a series, which tells it apart where its colour does not. */

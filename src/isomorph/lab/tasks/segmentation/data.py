@@ -184,7 +184,7 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
         if allowed is None:
             raise
         if len(damaged) > allowed:
-            raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
+            raise UserError(f"{error}; to skip unreadable images, give data.unreadable") from None
 
 
 def _size_of(path: Path) -> ImageSize:

@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = (
     "task.teacher_weights",
     "token_labels.maps",
 )
-# Teachers: which file one is read from has no effect, but a run without one is another run.
+# Teachers: their path has no effect, but a run without a teacher is another run.
 _TEACHERS = ("mask.teacher", "task.teacher")
 # Data sets by their names as a data source.
 _NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "glue": "GLUE"}

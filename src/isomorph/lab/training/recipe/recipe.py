@@ -309,7 +309,7 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
 
 
 def task_teacher_file(recipe: Recipe) -> Path | None:
-    """Return the file or run of the teacher of a recipe's task; None for none, or one of timm or the hub."""
+    """Return the file or run of the teacher of a recipe's task; None without one, or if timm or the hub has it."""
     teacher = getattr(recipe.task, "teacher", None)
     if not teacher or teacher.startswith(HUB) or timm.is_model(teacher):
         return None

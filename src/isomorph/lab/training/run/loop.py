@@ -196,8 +196,8 @@ def _print_start(run: Run, journal: Journal) -> None:
             journal.say(text)
     if recipe.anneal and recipe.model.weights and not progress.step:
         journal.say(
-            "anneal begins at anneal.start, whatever gates and localities the weights have; give anneal=null to keep "
-            "them"
+            "anneal sets gates and localities from anneal.start, whatever the loaded weights have; give anneal=null to "
+            "keep theirs"
         )
     if recipe.augment.crop_padding == "auto":
         padding = recipe.augment.padding_at(*run.config["input_size"][-2:])
