@@ -277,7 +277,7 @@ def test_a_pair_fuses_what_its_layers_have_become(rule, where):
 
 def test_a_fused_classifier_is_replaced_by_a_fused_one():
     """Halfway through the annealing, where the pair stays two layers."""
-    net = iso.fuse(timm.create_model("vanillanet_5", slope=0.5, num_classes=7).eval())
+    net = iso.fuse(small(0.5))
     before = [type(layer).__name__ for layer in net.head.modules()]
     net.reset_classifier(5)
     assert [type(layer).__name__ for layer in net.head.modules()] == before
