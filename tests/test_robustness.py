@@ -21,6 +21,7 @@ from isomorph.lab.evaluation.robustness.scores import (
     compare_to_baseline,
     robustness_summary,
 )
+from isomorph.models.cifar_resnet import CIFAR10_CLASSES
 from refusals import refused
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
@@ -355,9 +356,6 @@ def test_a_file_that_ends_in_its_first_line_starts_anew(net, tmp_path):
     refused("is not a result file", iso.robustness, net, source_of(), **ONE, out=out)
 
 
-CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_cifar_c_is_scored_by_the_names_of_classes(order, tmp_path):
     labels = np.tile(np.arange(10), 5)
@@ -366,12 +364,12 @@ def test_cifar_c_is_scored_by_the_names_of_classes(order, tmp_path):
     np.save(tmp_path / "fog.npy", pictures)
     np.save(tmp_path / "labels.npy", labels)
     model = Brightness(10, 32)
-    model.pretrained_cfg |= dict(label_names=CIFAR10[::order])
+    model.pretrained_cfg |= dict(label_names=CIFAR10_CLASSES[::order])
     wanted = dict(suite="cifar-c", folder=tmp_path, corruptions=["fog"], severities=[1])
     found = iso.robustness(model, **wanted)
     # black is the model's first class, white its second: airplane and automobile, or truck and ship
     assert found["cells"][0]["top1"] == (20 if order == 1 else 10)
-    model.pretrained_cfg |= dict(label_names=["car", *CIFAR10[1:]])
+    model.pretrained_cfg |= dict(label_names=["car", *CIFAR10_CLASSES[1:]])
     refused("are not CIFAR-10's", iso.robustness, model, **wanted)
     model.pretrained_cfg |= dict(label_names=[f"Klasse {number}" for number in range(10)])
     refused("are not CIFAR-10's", iso.robustness, model, **wanted)

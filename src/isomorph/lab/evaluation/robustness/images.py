@@ -35,6 +35,7 @@ from isomorph.lab.data.sources import Source, spaced_images
 from isomorph.lab.distributed import ALONE, Runtime
 from isomorph.lab.evaluation.classes import check_own_classes, class_count, shorten
 from isomorph.lab.evaluation.model_data import with_model_labels
+from isomorph.models.cifar_resnet import CIFAR10_CLASSES
 from isomorph.models.input_sizes import (
     ImageSize,
     built_size,
@@ -156,20 +157,6 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
     )
 
 
-_CIFAR10 = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
-
-
 def _cifar_c(
     root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int
 ) -> Source:
@@ -182,14 +169,14 @@ def _cifar_c(
     part = slice((severity - 1) * count, severity * count)
     cell: Any = images[part]
     own = label_names(model)
-    if num_classes != len(_CIFAR10) or not own or all(map(str.isdigit, own)):
+    if num_classes != len(CIFAR10_CLASSES) or not own or all(map(str.isdigit, own)):
         return Source(cell, labels[part], map(str, range(num_classes)))
-    if not set(own) >= set(_CIFAR10):
+    if not set(own) >= set(CIFAR10_CLASSES):
         raise UserError(
-            f"the model's classes ({shorten(own)}) are not CIFAR-10's ({shorten(_CIFAR10)}), so their order is "
+            f"the model's classes ({shorten(own)}) are not CIFAR-10's ({shorten(CIFAR10_CLASSES)}), so their order is "
             "unknown; give a model whose classes have these names"
         )
-    return with_model_labels(Source(cell, labels[part], _CIFAR10), model)
+    return with_model_labels(Source(cell, labels[part], CIFAR10_CLASSES), model)
 
 
 def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray]:
