@@ -325,8 +325,7 @@ def check_size_of_edits(contents: Contents, base: nn.Module, all_edits: Sequence
     num_built = 0
     # an edit that needs values cannot be tried, and says itself what is wrong
     with suppress(Exception), torch.device("meta"):
-        twin = copy_module(base).to("meta")
-        list(Ties(base).restore(twin))  # torch's `to` makes several parameters of a tied one
+        twin = _copy_on_meta(base)
         for edit in all_edits:
             twin = apply_edit(twin, edit)
             num_built = max(num_built, count_numbers(twin.state_dict()))

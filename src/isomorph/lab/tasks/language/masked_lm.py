@@ -223,16 +223,16 @@ class MaskedLM(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
         part, sequences = spec_of(model).split
-        files: Sequence[Path] = ()
         test_files: Sequence[Path] = ()
+        is_test_text = False
         # a text file also after a pre-training on GLUE's sentences
         if source == "glue" and not root.is_file():
             texts = training_sentences(open_root(root))
         else:
             files, test_files = find_text_files(root)
-            texts = read_texts(files if part and files else test_files or files)
+            is_test_text = bool(test_files) and not (part and files)
+            texts = read_texts(test_files if is_test_text else files)
         packed = self._pack(texts, root)
-        is_test_text = bool(test_files) and not (part and files)
         if part and not is_test_text:
             if len(packed) == sequences:  # the part of this text that training left out
                 packed = divide(packed, part)[1]
